@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 INTEROP := $(VENV)/interop
 # With bytecode: to rewrite the assertions of 400 files takes each worker 12 seconds.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q
-TREE := orchestrator trainer checkpointing tests benchmarks
+TREE := orch orchestrator trainer checkpointing tests benchmarks examples
 
 .PHONY: help venv demo check lint test test-gpu proof bench wheel clean
 

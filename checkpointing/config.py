@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 
 AUTO = "auto"
 RUN = "run"
+MEMORY = "memory"
+"""The tier of what the ranks' own copies have kept: it is configured by nobody, and told of as any other."""
 BY_NODE = "node"
 
 

@@ -22,6 +22,10 @@ site's file (`$ORCH_SITE_CONFIG`, or `/etc/orch/site.yaml`); yours (`$ORCH_USER_
 `~/.config/orch/config.yaml`); a file of your own that you submit, and the files of yours that it includes; what you
 type. So `cluster: {mem: 2G}` in your file beats a preset's `mem`. In `orch demo` and `orch drill --demo`, presets beat
 the site's file and yours.
+
+A relative folder or file in a file (`workload.path: [.]`, `data.path`, `data.text`, `cluster.root`,
+`cluster.templates`, `secrets_file`) is meant from the folder of that file; one that you type, from the folder where you
+type it.
 """
 
 

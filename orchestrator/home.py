@@ -59,3 +59,8 @@ def _no_database(path: Path) -> str:
         circle = path.is_symlink() and os.readlink(path) in (path.name, str(path))
         return "it is a link to nothing" if broken or circle else ""
     return "" if stat.S_ISREG(mode) or stat.S_ISDIR(mode) else "it is a pipe or a device"
+
+
+def controller_log() -> Path:
+    """Where the controllers of this home write what they do."""
+    return state_home() / "controller.log"

@@ -7,14 +7,18 @@ from pathlib import Path
 
 import pytest
 
+import orch
 from trainer.contract.outcome import FailureKind
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted(DOCS.glob("*.md"))]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "examples/README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+    *sorted(DOCS.glob("*.md")),
+]
 PACKAGES = ("orchestrator", "trainer", "checkpointing", "benchmarks", "tests")
-FOLDERS = (*PACKAGES, "docs", "configs", "sbatch_templates")
-every_page = pytest.mark.parametrize("page", PAGES, ids=[path.name for path in PAGES])
+FOLDERS = (*PACKAGES, "orch", "examples", "docs", "configs", "sbatch_templates")
+every_page = pytest.mark.parametrize("page", PAGES, ids=[str(path.relative_to(ROOT)) for path in PAGES])
 
 _PATH = re.compile(rf"(?<![\w./-])((?:{'|'.join(FOLDERS)})/[\w./-]*)(?:::(\w+))?")
 _MODULE = re.compile(rf"(?<![\w./-])((?:{'|'.join(PACKAGES)})(?:\.\w+)+)(?::(\w+))?")
@@ -54,6 +58,17 @@ def why_no_module(dotted: str, name: str) -> str:
     wanted = [*parts[module : module + 1], *([name] if name else [])]
     names = defined_names(ROOT.joinpath(*parts[:module]).with_suffix(".py")) if wanted else set()
     return "".join(f"{dotted} has no {one}; " for one in wanted if one not in names)
+
+
+@every_page
+def test_every_name_of_the_public_api_exists(page: Path) -> None:
+    blocks = "".join(re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL))
+    assert set(re.findall(r"\borch\.(\w+)", blocks)) <= set(orch.__all__)
+
+
+def test_the_page_of_the_public_api_tells_of_every_name() -> None:
+    told = re.findall(r"`(\w+)[(`]", (DOCS / "python.md").read_text())
+    assert set(orch.__all__) - {"__version__", "LastCheckpoint"} <= set(told)
 
 
 def headings(page: Path) -> set[str]:

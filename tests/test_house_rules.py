@@ -11,8 +11,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("orchestrator", "trainer", "checkpointing")
+PACKAGES = ("orch", "orchestrator", "trainer", "checkpointing")
 MAY_IMPORT = {
+    "orch": {"orch", "orchestrator", "trainer", "checkpointing"},
     "orchestrator": {"orchestrator", "trainer", "checkpointing"},
     "trainer": {"trainer", "checkpointing"},
     "checkpointing": {"checkpointing"},
@@ -61,6 +62,9 @@ UNPICKLERS = {
     "checkpointing/engine/ranks/failure.py": "names the error",
 }
 """Which files may import pickle, and why: files are read by allow-lists; processes never send it to each other."""
+CODEC = "trainer/contract/messages/codec.py"
+MESSAGE_TAGS, SENDERS = ("say", "do"), ("send", "send_message", "broadcast", "deliver")
+"""How a message is named on the wire, which is the codec's affair, and what sends one, which takes a dataclass."""
 EDGE = "# outermost edge"
 LONGEST_FILE, LONGEST_FUNCTION, WIDEST_CONFIG, MOST_PARAMETERS = 400, 60, 12, 8
 FEW_PARAMETERS = ("orchestrator/",)
@@ -99,6 +103,11 @@ def length(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     return (node.end_lineno or 0) - node.lineno + 1
 
 
+def for_types(node: ast.stmt) -> bool:
+    """Whether only type checkers read it."""
+    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+
+
 def module_name(name: str) -> str:
     return name.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
 
@@ -121,7 +130,7 @@ def test_torch_is_imported_in_its_rooms_only_and_these_are_entered_late() -> Non
         for name in SOURCES.keys() - IN_ROOMS:
             if "torch" in imported_roots(TREES[name]):
                 yield f"{name} imports torch"
-            body = [node for node in TREES[name].body if not isinstance(node, ast.FunctionDef)]
+            body = [node for node in TREES[name].body if not isinstance(node, ast.FunctionDef) and not for_types(node)]
             for module in imported_modules(ast.Module(body=body, type_ignores=[])):
                 if module.startswith(rooms):
                     yield f"{name} imports {module} when it is imported"
@@ -323,6 +332,21 @@ def test_processes_send_each_other_no_pickles() -> None:
                     yield f"{name}:{node.lineno} {ast.unparse(node.func)} {fault}"
 
     none_of(violations())
+
+
+def test_messages_between_processes_are_dataclasses() -> None:
+    """Only the codec knows how they look on the wire: nobody sends or reads a dict with a tag."""
+
+    def violations() -> Iterator[str]:
+        for name in SOURCES.keys() - {CODEC}:
+            for node in ast.walk(TREES[name]) if name.startswith("trainer/") else ():
+                if isinstance(node, ast.Constant) and node.value in MESSAGE_TAGS:
+                    yield f"{name}:{node.lineno} has the tag {node.value!r}"
+                if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in SENDERS:
+                    untyped = [one for one in node.args if isinstance(one, (ast.Dict, ast.JoinedStr, ast.Constant))]
+                    yield from (f"{name}:{node.lineno} sends {ast.unparse(one)}" for one in untyped)
+
+    none_of(sorted(violations()))
 
 
 def _unpickles(node: ast.Call) -> str | None:

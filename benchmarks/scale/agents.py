@@ -12,14 +12,17 @@ import json
 import random
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from trainer.agent.control.tcp_transport import Message, Peer, connect
+from trainer.agent.control.tcp_transport import CoordinatorPeer, connect
 from trainer.agent.flight.flight_record import Entry, FlightRecord, Group
 from trainer.agent.watch.rank_sample import RankSample
 from trainer.agent.watch.report_schedule import ReportSchedule
 from trainer.agent.watch.sampling import STILL
+from trainer.contract.messages import agents
+from trainer.contract.messages.greeting import PROTOCOL, Hello, installed_release
 from trainer.contract.ranks.progress import SECTIONS
 
 _JOIN_AT_ONCE = 100
@@ -83,9 +86,9 @@ class SyntheticRanks:
     def _is_halted(self, rank: int) -> bool:
         return rank == self.culprit >= 0 and self.how == "stopped" and time.monotonic() > self._stopped
 
-    def work(self, rank: int, step: int) -> list[int]:
+    def work(self, rank: int, step: int) -> tuple[int, ...]:
         total = int(step * self._seconds * 1e9)
-        return [rank, step, *(int(total * _SHARE[section.name.lower()]) for section in SECTIONS)]
+        return (rank, step, *(int(total * _SHARE[section.name.lower()]) for section in SECTIONS))
 
     def flight(self, rank: int, node: str, world: tuple[int, ...]) -> str:
         """As the recorder of a rank would have it that went through all-reduces only."""
@@ -122,45 +125,43 @@ class Agent:
         self._ranks, self._all = range(node * ranks, (node + 1) * ranks), tuple(range(nodes * ranks))
         self._schedule, self._generation, self._told_p99 = ReportSchedule(node, nodes, time.monotonic()), 0, 0.0
         self._newest: dict[int, int] = {}
-        self._peer: Peer
+        self._peer: CoordinatorPeer
 
-    async def live(self, found: Message, attempt: int) -> None:
-        hello = {"node": self._node, "name": self._name, "attempt": attempt}
+    async def live(self, found: dict[str, Any], attempt: int) -> None:
+        hello = Hello(protocol=PROTOCOL, release=installed_release(), node=self._node, name=self._name, attempt=attempt)
         while not hasattr(self, "_peer"):
             try:
                 self._peer = await connect(found["host"], found["port"], found["token"], hello)
             except OSError:
                 await asyncio.sleep(0.2)
-        self._peer.send("fit", faults=[])
-        self._peer.send("ready", warm=True)
+        self._peer.send(agents.PreflightReport(faults=()))
+        self._peer.send(agents.Ready(warm=True))
         reporting = asyncio.create_task(self._report())
         try:
-            while (message := await self._peer.receive()) is not None and message["say"] != "end":
+            while (message := await self._peer.receive()) is not None and not isinstance(message, agents.End):
                 self._obey(message)
         finally:
             reporting.cancel()
             await self._peer.close()
 
-    def _obey(self, message: Message) -> None:
-        generation = message.get("generation")
-        match message["say"]:
-            case "start":
-                self._generation, self._newest = message["generation"], {}
+    def _obey(self, message: agents.ToAgent) -> None:
+        match message:
+            case agents.StartGeneration():
+                self._generation, self._newest = message.generation, {}
                 self._world.begin(self._generation)
-            case "flight":
+            case agents.QueryFlights():
                 flights = [self._world.flight(rank, self._name, self._all) for rank in self._answering()]
-                unanswered = [rank for rank in self._ranks if rank not in self._answering()]
-                about = {"generation": generation, "serial": message["serial"]}
+                unanswered = tuple(rank for rank in self._ranks if rank not in self._answering())
+                answer = agents.FlightRecords(generation=message.generation, serial=message.serial)
                 for first in range(0, len(flights), _FLIGHTS_AT_ONCE):
-                    told = flights[first : first + _FLIGHTS_AT_ONCE]
-                    self._peer.send("flight", **about, flights=told, unanswered=[], last=False)
-                self._peer.send("flight", **about, flights=[], unanswered=unanswered, last=True)
-            case "attend":
-                self._schedule.attend(message["seconds"], time.monotonic())
-            case "evidence":
-                self._peer.send("evidence", generation=generation, incident=message["incident"], missing={})
-            case "kill":
-                self._peer.send("gone", generation=generation)
+                    self._peer.send(replace(answer, flights=tuple(flights[first : first + _FLIGHTS_AT_ONCE])))
+                self._peer.send(replace(answer, unanswered=unanswered, last=True))
+            case agents.ReportOften():
+                self._schedule.attend(message.seconds, time.monotonic())
+            case agents.CollectEvidence():
+                self._peer.send(agents.EvidenceCollected(generation=message.generation, incident=message.incident))
+            case agents.KillGeneration():
+                self._peer.send(agents.GenerationGone(generation=message.generation))
 
     def _answering(self) -> list[int]:
         """A halted process answers nobody."""
@@ -171,23 +172,21 @@ class Agent:
         await asyncio.sleep(random.random() * _LOOK_SECONDS)
         while True:
             if self._schedule.due(time.monotonic(), closely=self._world.sees_halted(self._ranks)):
-                self._peer.send("progress", generation=self._generation, **self._summary())
+                self._peer.send(self._progress())
                 self._world.reports += 1
             await asyncio.sleep(_LOOK_SECONDS)
 
-    def _summary(self) -> dict[str, Any]:
+    def _progress(self) -> agents.ProgressReport:
         if not self._generation:
-            return {}
+            return agents.ProgressReport(generation=0)
         seen = [self._world.see(rank, self._name) for rank in self._ranks]
         step = min(one.step for one in seen)
-        report = {
-            "step": step, "phase": seen[0].phase, "loss": 2.5 + random.random(), "saved": 0, "total": 1_000_000,
-            "restored": 0, "save_seconds": 0.0, "step_seconds": 1.0, "stepped": step > 0,
-        }  # fmt: skip
-        work = [self._world.work(one.rank, one.step) for one in seen if one.step > self._newest.get(one.rank, 0)]
+        work = tuple(self._world.work(one.rank, one.step) for one in seen if one.step > self._newest.get(one.rank, 0))
         self._newest.update({row[0]: row[1] for row in work})
-        found = {"sightings": [one.to_row() for one in seen], "work": work, "p99": self._p99()}
-        return {**report, **{key: value for key, value in found.items() if value}}
+        return agents.ProgressReport(
+            generation=self._generation, step=step, phase=seen[0].phase, loss=2.5 + random.random(), total=1_000_000,
+            step_seconds=1.0, stepped=step > 0, samples=tuple(one.to_row() for one in seen), work=work, p99=self._p99(),
+        )  # fmt: skip
 
     def _p99(self) -> dict[str, float]:
         """It changes now and then."""

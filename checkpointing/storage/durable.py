@@ -9,6 +9,7 @@ import stat
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -96,13 +97,20 @@ def _finite(value: Any) -> Any:
 
 def dump_line(value: Any) -> str:
     """One line of JSON: floats by `repr`, non-finite ones as the strings nan, inf, -inf."""
-    return json.dumps(_finite(value), allow_nan=False, separators=(",", ":"), ensure_ascii=False)
+    return _dumps(value, sort_keys=False)
 
 
 def canonical(value: Any) -> bytes:
     """The bytes a digest is taken of: sorted keys, no spaces, UTF-8."""
-    text = json.dumps(_finite(value), allow_nan=False, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
-    return text.encode()
+    return _dumps(value, sort_keys=True).encode()
+
+
+def _dumps(value: Any, *, sort_keys: bool) -> str:
+    dumps = partial(json.dumps, allow_nan=False, sort_keys=sort_keys, separators=(",", ":"), ensure_ascii=False)
+    try:
+        return dumps(value)
+    except ValueError:  # a number that is not finite, which is rare: replacing them takes longer than all the rest
+        return dumps(_finite(value))
 
 
 def number(value: float | str) -> float:

@@ -10,7 +10,8 @@ from checkpointing.storage.durable import dump_line
 from orchestrator.cli.terminal.command_classes import Noun
 from orchestrator.cli.terminal.render import Column, Screen
 from orchestrator.config.redaction import redacted, redacted_origins, redacted_value
-from orchestrator.errors import ConfigError, NotFound
+from orchestrator.errors import ConfigError, NotFound, OrchError
+from orchestrator.home import registry_path
 
 SOURCE = click.argument("source", metavar="CONFIG")
 DIGITS = 6
@@ -92,7 +93,23 @@ def diff(screen: Screen, first: str, second: str) -> None:
 def _compose(source: str, overrides: tuple[str, ...]) -> Any:
     from orchestrator.config.compose import compose  # omegaconf: only for the verbs that read configurations
 
-    return compose(source, overrides, environ=os.environ)
+    try:
+        return compose(source, overrides, environ=os.environ)
+    except NotFound as error:
+        if (run := _run_of(source)) is not None:
+            shows = f"`orch show {run}` shows it; `orch config diff {run} CONFIG` compares its configuration"
+            raise NotFound(f"{source} is a run, and no preset or file", where=error.where, hint=shows) from error
+        raise
+
+
+def _run_of(name: str) -> str | None:
+    """The run that somebody means by this name; None where there is none, or no registry that can be read."""
+    from orchestrator.cli.runs.status import one_row  # only for a mistake
+
+    try:
+        return str(one_row(name)["run"]) if name.strip() and registry_path().exists() else None
+    except OrchError:
+        return None
 
 
 def find_config(name: str) -> dict[str, Any]:
@@ -114,7 +131,6 @@ def _data(composed: Any) -> dict[str, Any]:
 
 
 def _stored(name: str) -> dict[str, Any] | None:
-    from orchestrator.home import registry_path
     from orchestrator.registry.store import Store  # sqlalchemy: only where the registry is read in full
 
     if not registry_path().exists():

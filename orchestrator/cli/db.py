@@ -71,9 +71,13 @@ def rebuild(screen: Screen, roots: tuple[Path, ...], more: tuple[Path, ...]) -> 
     from orchestrator.registry_rebuild.rebuild import rebuild as make  # sqlalchemy: after the roots have been checked
 
     screen.if_interrupted = lambda: "interrupted: nothing is lost; the same command begins again"
-    found = make(registry_path(), [root.resolve() for root in roots])
+    old: list[Path] = []
+    found = make(registry_path(), [root.resolve() for root in roots], on_aside=old.append)
     screen.note(f"registry {registry_path()}")
+    for path in old:
+        screen.note(f"the one before is {path}")
     if screen.json:
-        screen.data("db.rebuild", {"path": str(registry_path()), "runs": found})
+        kept = str(old[0]) if old else None
+        screen.data("db.rebuild", {"path": str(registry_path()), "runs": found, "old": kept})
     else:
         screen.say(f"rebuilt with {found} run{'' if found == 1 else 's'}")

@@ -110,7 +110,7 @@ def run(args: Sequence[str] | None = None) -> int:
         screen.note(error.ctx.get_help() if error.ctx else error.format_message())
         return 2
     except click.ClickException as error:
-        return _usage(screen, error)
+        return _usage(screen, error, words)
     except (click.Abort, KeyboardInterrupt):
         screen.interrupted()
         return 130
@@ -143,7 +143,9 @@ def _of_the_system(error: OSError) -> Precondition:
         where = os.environ.get("PWD", "")
         return Precondition("the current folder is not there any more", where=where, hint="cd to a folder that is")
     name = f": {error.filename}" if error.filename else ""
-    return Precondition(f"{error.strerror or error}{name}", hint="mend that, then type the same command again")
+    from orchestrator.cli.terminal.system_errors import cure  # only when something is wrong
+
+    return Precondition(f"{error.strerror or error}{name}", hint=cure(error))
 
 
 def _has_current_folder() -> bool:
@@ -154,13 +156,21 @@ def _has_current_folder() -> bool:
     return True
 
 
-def _usage(screen: Screen, error: click.ClickException) -> int:
+_WHOLE_NUMBER = ("is not a valid integer range", "is not a whole number")
+
+
+def _usage(screen: Screen, error: click.ClickException, words: Sequence[str]) -> int:
     context = error.ctx if isinstance(error, click.UsageError) else None
     path = context.command_path if context else "orch"
     code = "NotFound" if isinstance(error, click.FileError) else "Usage"
-    screen.error(
-        code, " ".join(error.format_message().split()).rstrip("."), f"command line: {path}", f"see `{path} -h`"
-    )
+    hint = ""
+    if isinstance(error, click.NoSuchOption):
+        from orchestrator.cli.terminal.wrong_options import what_to_type  # only for a mistake
+
+        hint = what_to_type(error, words)
+    said = error.message if hint else error.format_message()  # without what click takes for near
+    what = " ".join(said.split()).rstrip(".").replace(*_WHOLE_NUMBER)
+    screen.error(code, what, f"command line: {path}", hint or f"see `{path} -h`")
     return NotFound.exit_code if code == "NotFound" else 2
 
 

@@ -53,7 +53,8 @@ def compose(
     shipped = [item for item in wanted if item.shipped and not preset_wins]
     own = [item for item in wanted if preset_wins or not item.shipped]
     given = [*layers.from_settings(settings), *layers.from_overrides(overrides)]
-    return without_secrets(_composed([name, *shipped, *standing, *own, *given], environ))
+    said = f"{path}, which is empty" if not wanted else str(path)
+    return without_secrets(_composed([name, *shipped, *standing, *own, *given], environ, source=said))
 
 
 def recompose(
@@ -109,12 +110,16 @@ def _literal(value: Any) -> Any:
     return [_literal(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-def _composed(assignments: Sequence[Assignment], environ: Mapping[str, str], *, checked: bool = True) -> Composed:
+def _composed(
+    assignments: Sequence[Assignment], environ: Mapping[str, str], *, checked: bool = True, source: str = ""
+) -> Composed:
     values, origins = _applied(assignments)
-    data = _absolute(_resolved(values, origins), origins, environ)
+    folders = {item.path: item.folder for item in assignments}
+    _placed(values, folders)
+    data = _absolute(_resolved(values, origins), origins, environ, folders)
     config = _built(data, origins)
     if checked:
-        validation.check(config, origins)
+        validation.check(config, origins, source)
     data = _plain(asdict(config))
     return Composed(
         config=config,
@@ -262,8 +267,45 @@ def _plain(value: Any) -> Any:
     return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-def _absolute(data: dict[str, Any], origins: dict[keys.Path, str], environ: Mapping[str, str]) -> dict[str, Any]:
-    """Folders are meant from where the command was typed, with that shell's variables; the job starts elsewhere."""
+_FOLDERS: dict[keys.Path, Callable[[str], bool]] = {
+    ("cluster", "root"): lambda name: True,
+    ("cluster", "templates"): lambda name: "/" in name,
+    ("data", "path"): lambda name: True,
+    ("data", "text"): lambda name: name not in validation.KNOWN_TEXTS,
+    ("secrets_file",): lambda name: True,
+    ("workload", "path"): lambda name: True,
+}
+"""Keys whose values are files or folders, and which of these values are."""
+
+
+_PLACED_BY_ITSELF = ("/", "~", "$", "\\$")
+"""How a folder begins that is no relative one: the last two are references, and variables of the shell."""
+
+
+def _placed(values: dict[str, Any], folders: Mapping[keys.Path, str]) -> None:
+    """Make relative folders absolute before others refer to them: `${cluster.root}/x` lies below the root."""
+    for path, is_folder in _FOLDERS.items():
+        branch: Any = values
+        for name in path[:-1]:
+            branch = branch.get(name) if isinstance(branch, dict) else None
+        if not isinstance(branch, dict) or path[-1] not in branch:
+            continue
+        place, given = folders.get(path, ""), branch[path[-1]]
+
+        def absolute(name: Any, place: str = place, is_folder: Callable[[str], bool] = is_folder) -> Any:
+            relative = isinstance(name, str) and name.strip() and not name.startswith(_PLACED_BY_ITSELF)
+            return os.path.abspath(os.path.join(place, name)) if relative and is_folder(name) else name
+
+        branch[path[-1]] = list(map(absolute, given)) if isinstance(given, list | tuple) else absolute(given)
+
+
+def _absolute(
+    data: dict[str, Any], origins: dict[keys.Path, str], environ: Mapping[str, str], folders: Mapping[keys.Path, str]
+) -> dict[str, Any]:
+    """What a file names is meant from that file's folder, what is typed from the current one.
+
+    Both are written with the variables of this shell; the job starts elsewhere.
+    """
 
     def folder(name: str, *key: str) -> str:
         def value(match: re.Match[str]) -> str:
@@ -278,13 +320,16 @@ def _absolute(data: dict[str, Any], origins: dict[keys.Path, str], environ: Mapp
         written = _VARIABLE.sub(value, name)
         if not written.strip():  # an unset variable of the shell: it would mean the current folder
             what = f"`{keys.dotted(key)}`={name}: is empty, and must be a folder"
+            here = folders.get(key) or "here"
             raise ConfigError(
-                what, where=_where(key, origins), hint=f"~{keys.dotted(key)} takes its default; . is here"
+                what, where=_where(key, origins), hint=f"~{keys.dotted(key)} takes its default; . is {here}"
             )
-        return os.path.abspath(os.path.expanduser(written))
+        return os.path.abspath(os.path.join(folders.get(key, ""), os.path.expanduser(written)))
 
     data["cluster"]["root"] = folder(data["cluster"]["root"], "cluster", "root")
     data["data"]["path"] = data["data"]["path"] and folder(data["data"]["path"], "data", "path")
+    scripts = data["cluster"]["templates"]
+    data["cluster"]["templates"] = [folder(name, "cluster", "templates") if "/" in name else name for name in scripts]
     texts = data["data"]["text"]
     data["data"]["text"] = [name if name in validation.KNOWN_TEXTS else folder(name, "data", "text") for name in texts]
     for tier in data["checkpoint"]["tiers"]:

@@ -86,6 +86,14 @@ def _nearest(prefix: Path, name: str, there: list[str]) -> str | None:
     return close[0] if close else None
 
 
+def meant(name: str) -> str:
+    """The key that somebody means by its full name, or by the last part of it; empty where there is none."""
+    known = {dotted(key): key for key in every_key()}
+    short = [key for key, path in known.items() if path[-1] == name]
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
+    return next(iter([name] if name in known else [*short, *close]), "")
+
+
 @cache
 def every_key() -> tuple[Path, ...]:
     """The paths of all values and open maps."""

@@ -1,6 +1,7 @@
 """Where values come from: files with their includes and overrides become one list of assignments, weakest first."""
 
 import difflib
+import json
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,6 +38,7 @@ class Assignment:
     clears: bool = False
     adds: bool = True  # may bring a new entry into an open map
     shipped: bool = False  # of a preset that orch brings along
+    folder: str = ""  # of the file that it stands in: relative folders are meant from there
 
 
 def standing_files(environ: Mapping[str, str]) -> list[Path]:
@@ -59,10 +61,12 @@ def locate(source: str, beside: Path, where: str) -> Path:
     """The file of a preset or path; raises NotFound with near names, ConfigError when a file asked for it."""
     missing = ConfigError if where else NotFound
     as_path = Path(source).expanduser()
+    if not where:
+        _refuse_script(source, beside / as_path)
     if not source.strip() or source.startswith((".", "/", "~")) or as_path.suffix in (".yaml", ".yml"):
         path = beside / as_path
         if not source.strip() or not path.is_file():
-            hint = _READ_FROM_FILE if source.strip() and path.exists() and not path.is_dir() else _offer(source)
+            hint = _READ_FROM_FILE if source.strip() and path.exists() and not path.is_dir() else _offer(source, where)
             raise missing(f"config {source or '(empty)'}: {_no_file(path)}", where=where or str(path), hint=hint)
         return path
     preset = presets.folder("configs") / f"{source}.yaml"
@@ -72,7 +76,33 @@ def locate(source: str, beside: Path, where: str) -> Path:
         return beside / as_path
     if (beside / as_path).exists() and not (beside / as_path).is_dir():
         raise missing(f"config {source}: {_no_file(beside / as_path)}", where=where or source, hint=_READ_FROM_FILE)
-    raise missing(f"no preset `{source}`, and no such file", where=where or source, hint=_offer(source))
+    raise missing(f"no preset `{source}`, and no such file", where=where or source, hint=_offer(source, where))
+
+
+_INTERPRETERS = {".py": "python, ", ".sh": "bash, "}
+"""What starts a script, by the end of its name; one that names its interpreter itself needs none."""
+
+
+def _refuse_script(source: str, path: Path) -> None:
+    """Raise ConfigError for a program of somebody's own, NotFound where it is not even there, with what submits it."""
+    ending = Path(source).suffix
+    if ending not in _INTERPRETERS and (ending or not path.is_file() or not _names_interpreter(path)):
+        return
+    starter = _INTERPRETERS.get(ending, "")
+    script = source if starter or "/" in source else f"./{source}"
+    word = script if re.fullmatch(r"[\w./~+-]+", script) else json.dumps(script, ensure_ascii=False)
+    hint = f"orch submit torchrun-script {shlex.quote(f'command=[{starter}{word}]')}"
+    if not path.is_file():
+        raise NotFound(f"no such file {source}", where=str(path), hint=f"a script that is there: {hint}")
+    raise ConfigError(f"{source} is a script, and no configuration", where=str(path), hint=hint)
+
+
+def _names_interpreter(path: Path) -> bool:
+    try:
+        with path.open("rb") as stream:
+            return stream.read(2) == b"#!"
+    except OSError:
+        return False
 
 
 _READ_FROM_FILE = "write the configuration into a regular file, and name that"
@@ -85,11 +115,12 @@ def _no_file(path: Path) -> str:
     return "is a pipe or a device; only regular files are read" if path.exists() else "no such file"
 
 
-def _offer(source: str) -> str:
-    known = presets.names()
-    near = difflib.get_close_matches(Path(source).stem, known, n=3, cutoff=0.5)
-    runnable = [name for name in known if "/" not in name]
-    return f"did you mean {' or '.join(near)}?" if near else f"presets: {', '.join(runnable)}"
+def _offer(source: str, where: str) -> str:
+    """The nearest presets; only a file may include those that are parts of a configuration."""
+    known = [name for name in presets.names() if where or "/" not in name]
+    near = difflib.get_close_matches(source, known, n=1, cutoff=0.8)
+    near = near or difflib.get_close_matches(Path(source).stem, known, n=3, cutoff=0.5)
+    return f"did you mean {' or '.join(near)}?" if near else f"presets: {', '.join(known)}"
 
 
 def from_file(path: Path, above: tuple[Path, ...] = ()) -> list[Assignment]:
@@ -111,7 +142,8 @@ def from_file(path: Path, above: tuple[Path, ...] = ()) -> list[Assignment]:
     pairs = [(key, value) for key, value in node.value if key.value != INCLUDES]
     rest = MappingNode(node.tag, pairs, node.start_mark, node.end_mark)
     shipped = path.is_relative_to(presets.folder("configs").resolve())
-    return found + [replace(item, shipped=shipped) for item in _assignments(rest, RunConfig, (), str(path))]
+    own = _assignments(rest, RunConfig, (), str(path))
+    return found + [replace(item, shipped=shipped, folder=str(path.parent)) for item in own]
 
 
 def _text(path: Path) -> str:

@@ -31,13 +31,16 @@ Complaint = tuple[str, str]
 """What does not fit, beginning with the keys it is about, and what to type."""
 
 
-def check(config: RunConfig, origins: Origins) -> None:
-    """Raise ConfigError for the first thing that does not fit."""
+def check(config: RunConfig, origins: Origins, source: str = "") -> None:
+    """Raise ConfigError for the first thing that does not fit; `source` is the file that might have said it."""
     for what, hint in _complaints(config):
-        raise refused(what, origins, hint)
+        raise refused(what, origins, hint, f"not set in {source}" if source else _DEFAULTS)
 
 
-def refused(what: str, origins: Origins, hint: str = "") -> ConfigError:
+_DEFAULTS = "defaults only"
+
+
+def refused(what: str, origins: Origins, hint: str = "", unset: str = _DEFAULTS) -> ConfigError:
     """The error for values that do not fit, with the places of all keys that `what` names."""
     named = _named(what)
     places = [
@@ -45,7 +48,7 @@ def refused(what: str, origins: Origins, hint: str = "") -> ConfigError:
         for path, origin in origins.items()
         if any(path[:depth] in named for depth in range(1, len(path) + 1))
     ]
-    return ConfigError(what, where="; ".join(dict.fromkeys(places)) or "defaults only", hint=hint or _usual(what))
+    return ConfigError(what, where="; ".join(dict.fromkeys(places)) or unset, hint=hint or _usual(what))
 
 
 def _named(what: str) -> set[tuple[str, ...]]:
@@ -165,7 +168,7 @@ def _sizes(config: RunConfig) -> Iterator[Complaint]:
     try:
         config.parallel.shard_size(config.cluster.world_size)
     except ValueError as error:
-        yield str(error), "parallel.dp_shard=0 takes all ranks that are left"
+        yield str(error), _fitting_layout(config)
     cluster = config.cluster
     if cluster.spare_nodes and cluster.nodes == 1:
         yield (
@@ -177,6 +180,21 @@ def _sizes(config: RunConfig) -> Iterator[Complaint]:
     for event in config.drill.events:
         if not 0 <= event.rank < world:
             yield f"drill.events: rank={event.rank} is not one of the {world} ranks", f"rank: {world - 1}"
+
+
+def _fitting_layout(config: RunConfig) -> str:
+    """What to type so that the sizes multiply to the ranks that there are; the largest `tp` that can be."""
+    world, layout = config.cluster.world_size, config.parallel
+    uses_model = not config.command and config.workload.target == BUILT_IN
+    cut = [world, *(_cut_by_tp(config).values() if uses_model else ())]
+    tp = next(size for size in range(min(layout.tp, world), 0, -1) if all(whole % size == 0 for whole in cut))
+    replicas = layout.dp_replicate if world // tp % layout.dp_replicate == 0 else 1
+    words = [
+        f"parallel.tp={tp}" if tp != layout.tp else "",
+        f"parallel.dp_replicate={replicas}" if replicas != layout.dp_replicate else "",
+        "parallel.dp_shard=0" if layout.dp_shard else "",
+    ]
+    return f"type {' '.join(filter(None, words))} (dp_shard=0 takes all ranks that are left)"
 
 
 def _cluster(config: RunConfig) -> Iterator[Complaint]:
@@ -234,20 +252,24 @@ def _batch(config: RunConfig) -> Iterator[Complaint]:
 
 def _model(config: RunConfig) -> Iterator[Complaint]:
     """Tensor parallelism cuts heads, the feed-forward and the vocabulary, sequence parallel norms cut the sequence."""
-    tp, model = config.parallel.tp, config.model
-    cut = {
+    tp = config.parallel.tp
+    for key, size in _cut_by_tp(config).items():
+        if size % tp:
+            yield (
+                f"{key}={size}: must be a multiple of parallel.tp={tp}",
+                f"{key}={max(tp, size // tp * tp)}, or parallel.tp=1",
+            )
+
+
+def _cut_by_tp(config: RunConfig) -> dict[str, int]:
+    model = config.model
+    return {
         "model.heads": model.heads,
         "model.kv_heads": model.kv_heads,
         "model.dim": model.dim,
         "model.ffn_dim": model.ffn_dim,
         "train.seq_len": config.train.seq_len,
     }
-    for key, size in cut.items():
-        if size % tp:
-            yield (
-                f"{key}={size}: must be a multiple of parallel.tp={tp}",
-                f"{key}={max(tp, size // tp * tp)}, or parallel.tp=1",
-            )
 
 
 def _data(config: RunConfig) -> Iterator[Complaint]:

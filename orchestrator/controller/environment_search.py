@@ -20,10 +20,10 @@ from orchestrator.scheduler.available_schedulers import usable
 from orchestrator.scheduler.scheduler_instance import SlurmInstance, is_known
 from orchestrator.scheduler.slurm.client_environment import RECORDED, ClientEnvironment
 from orchestrator.states import LIVE_RUNS
+from trainer.contract.scheduler_kinds import SLURM
 
 log = logging.getLogger("orch.controller")
 
-SLURM = "slurm"
 TRY_AGAIN = 60.0
 """Seconds after which an environment in which Slurm did not answer is tried once more."""
 MOST_TRIED = 3

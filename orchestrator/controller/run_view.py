@@ -1,6 +1,7 @@
 """One run as a tick sees it."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +33,11 @@ class RunView:
     def last(self) -> Attempt:
         return self.attempts[-1]
 
-    @property
+    @cached_property
     def folder(self) -> RunDir:
         return RunDir(Path(self.run.run_dir))
 
-    @property
+    @cached_property
     def attempt_dir(self) -> AttemptDir:
         """The folder of the newest attempt."""
         return self.folder.attempt(self.last.number)

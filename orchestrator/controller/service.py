@@ -24,15 +24,16 @@ from orchestrator.controller.rotated_log import RotatedLog
 from orchestrator.controller.run_dirs.bounded_files import BoundedFiles
 from orchestrator.controller.run_dirs.record_writer import RecordWriter
 from orchestrator.errors import Fenced, OrchError, Precondition, RegistryError, SchedulerChanged
-from orchestrator.home import state_home
-from orchestrator.process_identity import boot_id
+from orchestrator.home import controller_log, state_home
 from orchestrator.registry import fast_queries, versions
 from orchestrator.registry.records import Lease
 from orchestrator.registry.store import Store
-from orchestrator.scheduler.available_schedulers import usable
+from orchestrator.scheduler.available_schedulers import instance_of, lease_key, usable
 from orchestrator.scheduler.job_environment import package_root
-from orchestrator.scheduler.scheduler_instance import instance_of, is_known, lease_key, unknown_instance
+from orchestrator.scheduler.scheduler_instance import is_known, unknown_instance
 from orchestrator.states import LIVE_RUNS
+from trainer.contract.process_identity import boot_id
+from trainer.contract.scheduler_kinds import LOCAL
 
 log = logging.getLogger("orch.controller")
 
@@ -87,7 +88,7 @@ def _health(held: Lease | None) -> Health:
         epoch=held.epoch if held else 0,
         renewed_at=held.renewed_at if held else None,
         ticked_at=(held.ticked_at or None) if held else None,
-        log=str(log_path()),
+        log=str(controller_log()),
         once=holder.once if holder else False,
         seen=holder.is_here if holder else False,
         stalled=state.stalled,
@@ -96,17 +97,13 @@ def _health(held: Lease | None) -> Health:
     )
 
 
-def log_path() -> Path:
-    return state_home() / "controller.log"
-
-
 def _upgrade(store_path: Path) -> None:
     """Upgrade a registry that only a writer may upgrade; raises RegistryError for one that nothing can upgrade."""
     if fast_queries.version(store_path) not in (None, versions.HEAD):
         Store.open(store_path).close()
 
 
-def ensure_running(store_path: Path, kind: str = "local") -> bool:
+def ensure_running(store_path: Path, kind: str = LOCAL) -> bool:
     """Start a controller of this user for the scheduler of this kind here, unless one lives; whether it was started.
 
     It outlives the caller. Beside one that stalls, too: the new one takes over when the lease has expired. So does one
@@ -124,7 +121,7 @@ def ensure_running(store_path: Path, kind: str = "local") -> bool:
     environment = {**os.environ, "SPT_NOENV": "1", **_places(store_path)}
     if root := package_root():
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
-    log_file = str(log_path())
+    log_file = str(controller_log())
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
     # Its own session, so that it outlives the terminal; nobody waits for it.
     os.posix_spawn(
@@ -173,7 +170,7 @@ def _stop(holder: Holder) -> None:
     if holder.lives:
         raise Precondition(
             f"the controller (pid {holder.pid}) is still in a pass after {STOP_WITHIN:.0f} s",
-            where=str(log_path()),
+            where=str(controller_log()),
             hint=f"wait, or end it with `kill -9 {holder.pid}`: it may be killed at any moment",
         )
 
@@ -197,7 +194,7 @@ def _controller(store_path: Path, kind: str, key: str) -> Iterator[Controller]:
 
 
 def tick_once(
-    store_path: Path, kind: str = "local", *, patience: float | None = None, force_tests: bool = False
+    store_path: Path, kind: str = LOCAL, *, patience: float | None = None, force_tests: bool = False
 ) -> TickReport | None:
     """One pass of this process over the runs of the scheduler of this kind here; None when another controller lives.
 
@@ -232,7 +229,7 @@ def _is_mine(store_path: Path, key: str) -> bool:
     return status(store_path, key).pid == os.getpid()
 
 
-def run_daemon(store_path: Path, idle_exit_s: float | None = None, kind: str = "local") -> None:
+def run_daemon(store_path: Path, idle_exit_s: float | None = None, kind: str = LOCAL) -> None:
     """Keep runs going until SIGTERM, Ctrl-C, the loss of the lease, or `idle_exit_s` seconds without a live run."""
     from setproctitle import setproctitle
 
@@ -246,7 +243,7 @@ def run_daemon(store_path: Path, idle_exit_s: float | None = None, kind: str = "
 class Daemon:
     """The loop around the passes of one process."""
 
-    def __init__(self, controller: Controller, idle_exit_s: float | None, kind: str = "local") -> None:
+    def __init__(self, controller: Controller, idle_exit_s: float | None, kind: str = LOCAL) -> None:
         self.controller, self.idle_exit_s, self.kind = controller, idle_exit_s, kind
         self.stopping = False
         self._after = AfterPass.of(controller)
@@ -386,7 +383,7 @@ class Daemon:
 def main() -> None:
     """What `ensure_running` starts."""
     logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", handlers=[RotatedLog(log_path())]
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", handlers=[RotatedLog(controller_log())]
     )  # fmt: skip
     os.chdir("/")  # a daemon must not keep a file system busy
     try:

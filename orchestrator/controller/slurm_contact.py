@@ -10,6 +10,7 @@ from orchestrator.controller.leasing.host_file import host_file
 from orchestrator.controller.leasing.lease import Holder
 from orchestrator.registry.records import Lease
 from orchestrator.scheduler.slurm.client_environment import ClientEnvironment
+from trainer.contract.scheduler_kinds import SLURM
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +28,7 @@ def read_contact(store_path: Path, lease: Lease | None) -> SlurmContact | None:
     if lease is None or holder is None:
         return None
     with suppress(OSError, ValueError, KeyError, TypeError):
-        fields = read_json(host_file(store_path, "slurm", lease.scheduler, holder.host))
+        fields = read_json(host_file(store_path, SLURM, lease.scheduler, holder.host))
         client = ClientEnvironment.of(fields["client"])
         if client is not None and fields["pid"] == holder.pid:
             return SlurmContact(pid=fields["pid"], client=client, silence=str(fields["silence"]))
@@ -37,4 +38,4 @@ def read_contact(store_path: Path, lease: Lease | None) -> SlurmContact | None:
 def write_contact(store_path: Path, scheduler: str, silence: str) -> None:
     """Write down what this process has; raises OSError."""
     fields = {"pid": os.getpid(), "client": ClientEnvironment.here().to_json(), "silence": silence}
-    write_atomically(host_file(store_path, "slurm", scheduler), dump_line(fields).encode())
+    write_atomically(host_file(store_path, SLURM, scheduler), dump_line(fields).encode())

@@ -137,6 +137,7 @@ def decide(
 
 _FINAL = {
     FailureKind.USER_ERROR: (Action.FAIL, "the training code failed: ", ""),
+    FailureKind.INSTALLATION: (Action.HOLD, "nodes have different versions of orch: ", ""),
     FailureKind.SUBMIT_REJECTED: (Action.HOLD, "the job was refused: ", ""),
     FailureKind.SUBMISSION_LOST: (Action.HOLD, "", ""),
     FailureKind.CANCELLED: (Action.HOLD, "", ""),

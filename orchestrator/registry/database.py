@@ -45,7 +45,7 @@ class Database:
         self._active = threading.local()
 
     def read(self, work: Callable[[Connection], T]) -> T:
-        """Run `work` on one snapshot."""
+        """Run `work`, and the reads that it calls, on one snapshot."""
         return self._run(work, writes=False)
 
     def write(self, work: Callable[[Connection], T]) -> T:
@@ -55,6 +55,7 @@ class Database:
     def _run(self, work: Callable[[Connection], T], *, writes: bool) -> T:
         outer: Connection | None = getattr(self._active, "connection", None)
         if outer is not None:
+            assert self._active.writes or not writes, "a write within a read: its lock would come too late"
             return work(outer)
         give_up = time.monotonic() + self._patience
         while True:
@@ -82,8 +83,7 @@ class Database:
         with self._engine.connect().execution_options(**{_WRITES: writes}) as connection:
             connection.info.pop(TOUCHED, None)
             with connection.begin():
-                if writes:
-                    self._active.connection = connection
+                self._active.connection, self._active.writes = connection, writes
                 try:
                     result = work(connection)
                 finally:

@@ -12,6 +12,7 @@ from checkpointing.storage.durable import number
 from orchestrator.registry import sqlite_errors, versions
 from orchestrator.registry.records import Lease
 from orchestrator.states import Trust
+from trainer.contract.scheduler_kinds import traits
 
 _UNUSABLE = (Trust.WRITING, Trust.CORRUPT, Trust.DELETED)
 """A checkpoint that is one of these is not what a run would resume from."""
@@ -31,6 +32,7 @@ SELECT run.name AS run, run.state, run.reason, run.cluster, run.run_dir, run.con
     (SELECT count(*) FROM generations WHERE generations.run = run.name) AS generations,
     attempt.number AS attempt, attempt.job_id, attempt.job_state, attempt.nodes, attempt.failure,
     saved.step AS saved_step, saved.trust AS saved_trust, saved.committed_at AS saved_at,
+    saved.path AS saved_path,
     tested.step AS tested_step, tested.layout AS tested_layout, tested.verdict AS tested_verdict,
     tested.ended_at AS tested_ended_at,
     bad.step AS bad_step, bad.layout AS bad_layout, bad.verdict AS bad_verdict, bad.ended_at AS bad_ended_at,
@@ -211,7 +213,7 @@ def _answer(row: sqlite3.Row) -> dict[str, Any]:
     step, at = answer.pop("since_step"), answer.pop("since_at")
     answer["speed_since"] = None if at is None else {"step": step, "at": at}
     answer["failure"] = json.loads(answer["failure"]) if answer["failure"] else None
-    answer["slurm_cluster"] = (answer["scheduler"] or None) if answer["cluster"] == "slurm" else None
+    answer["slurm_cluster"] = None if traits(answer["cluster"]).simulated_nodes else answer["scheduler"] or None
     answer["nodes"] = json.loads(answer["nodes"] or "[]")
     answer["tags"], answer["notified"] = json.loads(answer["tags"]), json.loads(answer["notified"])
     answer["loss"] = None if answer["loss"] is None else number(answer["loss"])

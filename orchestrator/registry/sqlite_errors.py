@@ -1,7 +1,9 @@
 """What SQLite's errors mean to a person, and which of them are worth another try."""
 
 import os
+import shlex
 import sqlite3
+import stat
 from pathlib import Path
 
 from orchestrator.errors import RegistryError
@@ -51,8 +53,19 @@ def explain(error: BaseException | None, path: Path) -> RegistryError:
         what = f"the registry lies {place}, where its write-ahead log cannot be used"
         hint = f"{_MAKE_WRITABLE[place].format(folder=path.parent)}; or copy it: {_COPY}"
         return RegistryError(what, where=str(path), hint=hint)
+    if code(error) == sqlite3.SQLITE_READONLY and not _is_writable(path):
+        hint = f"chmod u+w {shlex.quote(str(path))}, or set {ELSEWHERE}"
+        return RegistryError("the registry cannot be written: its file is read-only", where=str(path), hint=hint)
     meaning, hint = _MEANINGS.get(code(error), (f"failed: {error}", "orch doctor"))
     return RegistryError(f"the registry {meaning}", where=str(path), hint=hint)
+
+
+def _is_writable(path: Path) -> bool:
+    """Whether its owner may write the file; True where that cannot be seen."""
+    try:
+        return bool(path.stat().st_mode & stat.S_IWUSR)
+    except OSError:
+        return True
 
 
 def log_without_place(path: Path) -> str:

@@ -3,7 +3,7 @@
 import logging
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -49,12 +49,18 @@ class Found:
         return config
 
 
-def rebuild(store_path: Path, roots: Sequence[Path], *, now: float | None = None) -> int:
+def rebuild(
+    store_path: Path,
+    roots: Sequence[Path],
+    *,
+    now: float | None = None,
+    on_aside: Callable[[Path], object] = lambda path: None,
+) -> int:
     """Make the registry anew from the run directories below `roots`; returns how many runs it has.
 
-    A registry that is there is renamed to `<name>.<time>.old`. Raises RegistryError, and changes nothing, while a
-    controller is alive, also that of another registry with one of the runs, and when two folders bear the same run's
-    name. Folders that cannot be read are logged.
+    A registry that is there is renamed to `<name>.<time>.old`; `on_aside` is told of it. Raises RegistryError, and
+    changes nothing, while a controller is alive, also that of another registry with one of the runs, and when two
+    folders bear the same run's name. Folders that cannot be read are logged.
     """
     now = time.time() if now is None else now
     _refuse_foreign(store_path)
@@ -67,7 +73,8 @@ def rebuild(store_path: Path, roots: Sequence[Path], *, now: float | None = None
     try:
         with Store.open(draft) as store:
             _fill(store, found, now)
-        _set_aside(store_path, now)
+        if (aside := _set_aside(store_path, now)) is not None:
+            on_aside(aside)
         os.replace(draft, store_path)
         fsync_dir(store_path.parent)
     finally:
@@ -168,7 +175,17 @@ def _read(folder: RunDir) -> Found:
     except _UNUSABLE as error:
         log.info("no record: %s", error)
         return _with_configs(folder, _moved(salvage(folder, run), folder), recorded=False)
-    return _with_configs(folder, _moved(record, folder), recorded=True)
+    return _with_configs(folder, _with_submission(_moved(record, folder), folder), recorded=True)
+
+
+def _with_submission(record: Record, folder: RunDir) -> Record:
+    """A record that missed the newest change says that nothing was submitted, where the attempt's folder says more."""
+    last, place = record.attempts[-1], folder.attempt(record.attempts[-1].number)
+    left = (place.submission, place.logs, place.events, place.outcomes)
+    begun = place.go.exists() or place.heartbeat.exists() or any(any(one.iterdir()) for one in left if one.is_dir())
+    if last.submitted_at is not None or not begun:
+        return record
+    return replace(record, attempts=(*record.attempts[:-1], replace(last, submitted_at=last.intent_at)))
 
 
 def _with_configs(folder: RunDir, record: Record, *, recorded: bool) -> Found:
@@ -277,12 +294,15 @@ def _check_against_disk(store: Store, item: Found, epoch: int, now: float) -> No
             store.trust(name, row.name, Trust.DELETED, "its folder is gone", epoch=epoch, now=now)
 
 
-def _set_aside(path: Path, now: float) -> None:
+def _set_aside(path: Path, now: float) -> Path | None:
+    """Rename a registry with all that belongs to it; the new name, or None where there was none."""
     stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime(now))
+    there = path.exists()
     for tail in ("", "-wal", "-shm", "-journal"):
         file = path.with_name(path.name + tail)
         if file.exists():
             os.rename(file, path.with_name(f"{path.name}.{stamp}.old{tail}"))
+    return path.with_name(f"{path.name}.{stamp}.old") if there else None
 
 
 def _remove(draft: Path) -> None:

@@ -18,9 +18,8 @@ from orchestrator.errors import ConfigError, NotFound, Precondition
 from orchestrator.registry.records import Attempt, Checkpoint, NewRun, RestoreTest, Run
 from orchestrator.registry.store import Store
 from orchestrator.restore_tests.layouts import with_layout
-from orchestrator.scheduler.available_schedulers import resolve
+from orchestrator.scheduler.available_schedulers import instance_of, resolve
 from orchestrator.scheduler.job_environment import Submitter
-from orchestrator.scheduler.scheduler_instance import instance_of
 from orchestrator.scheduler.slurm.sbatch_values import minutes
 from orchestrator.submission.resume_contract import Rule, identity_changes
 from orchestrator.submission.resume_request import current_identity

@@ -1,34 +1,114 @@
-"""Which schedulers this machine can use, and which of them a run uses."""
+"""Which schedulers this machine can use: a row for each kind, with traits in trainer/contract/scheduler_kinds.py.
+
+Functions import what they need when they are called: only the scheduler that is used is loaded.
+"""
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
-from orchestrator.errors import ConfigError
-from orchestrator.scheduler.interface import Scheduler
+from orchestrator.errors import ConfigError, SubmitRejected
+from orchestrator.scheduler.interface import JobSpec, Scheduler
+from orchestrator.scheduler.scheduler_instance import Instance, LocalInstance, SlurmInstance, unknown_instance
+from trainer.contract.scheduler_kinds import AUTO, LOCAL, SLURM, choice_words
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerFactory:
+    """What the login node's side does for the runs of one kind."""
+
+    is_here: Callable[[], bool]
+    make: Callable[[], Scheduler]
+    instance: Callable[[], Instance]
+    check: Callable[[JobSpec], object]
+    """Raises ConfigError or SubmitRejected, without asking anybody, for a job that could not be written down."""
+    script: Callable[[JobSpec], str] | None = None
+    """The batch script of a job; None where there is none."""
+    refusal: Callable[[JobSpec], SubmitRejected | None] | None = None
+    """Why the scheduler, which is asked, would not take the job; no answer is no refusal."""
+    has_node: Callable[[str], bool] | None = None
+    """Whether it has a node of this name, as it says itself."""
+    named_by_environment: bool = False
+    """Whether variables of the shell say which instance is meant: they are recorded with a run."""
+
+
+def _slurm_has_node(name: str) -> bool:
+    from orchestrator.scheduler.slurm.commands import run_command
+
+    done = run_command(["sinfo", "-h", "-a", "-N", "-n", name, "-o", "%N"])
+    return done.returncode == 0 and name in done.stdout.split()
+
+
+def _slurm() -> Scheduler:
+    from orchestrator.scheduler.slurm.slurm_scheduler import SlurmScheduler
+
+    return SlurmScheduler()
+
+
+def _sbatch_script(spec: JobSpec) -> str:
+    from orchestrator.scheduler.slurm import slurm_scheduler
+
+    return slurm_scheduler.render(spec)
+
+
+def _slurm_refusal(spec: JobSpec) -> SubmitRejected | None:
+    from orchestrator.scheduler.slurm import sbatch
+
+    return sbatch.refusal(spec)
+
+
+def _local() -> Scheduler:
+    from orchestrator.scheduler.local.local_scheduler import LocalScheduler
+
+    return LocalScheduler()
+
+
+def _check_local(spec: JobSpec) -> None:
+    from orchestrator.scheduler.local import local_scheduler
+
+    local_scheduler.check(spec)
+
+
+FACTORIES = {
+    SLURM: SchedulerFactory(
+        is_here=lambda: shutil.which("sbatch") is not None,
+        make=_slurm,
+        instance=SlurmInstance,
+        check=_sbatch_script,
+        script=_sbatch_script,
+        refusal=_slurm_refusal,
+        has_node=_slurm_has_node,
+        named_by_environment=True,
+    ),
+    LOCAL: SchedulerFactory(is_here=lambda: True, make=_local, instance=LocalInstance, check=_check_local),
+}
+"""By kind, the one that `auto` prefers first."""
 
 
 def kinds() -> tuple[str, ...]:
-    """What this machine can use: local always, Slurm where its commands are."""
-    return ("slurm", "local") if shutil.which("sbatch") is not None else ("local",)
+    """What this machine can use."""
+    return tuple(kind for kind, factory in FACTORIES.items() if factory.is_here())
 
 
 def resolve(kind: str) -> str:
-    """`slurm` or `local`: `auto` is slurm where it can be used; raises ConfigError for any other kind."""
-    if kind == "auto":
+    """The kind that is meant: `auto` is the first that can be used; raises ConfigError for an unknown one."""
+    if kind == AUTO:
         return kinds()[0]
-    if kind not in ("slurm", "local"):
-        raise ConfigError(f"cluster.kind={kind}: no such scheduler", where="cluster.kind", hint="auto, slurm or local")
+    if kind not in FACTORIES:
+        raise ConfigError(f"cluster.kind={kind}: no such scheduler", where="cluster.kind", hint=choice_words())
     return kind
 
 
 def usable(kind: str) -> Mapping[str, Scheduler]:
     """The scheduler of this kind; empty where its commands are missing: its runs wait, untouched."""
-    if kind not in kinds():
-        return {}
-    if kind == "slurm":
-        from orchestrator.scheduler.slurm.slurm_scheduler import SlurmScheduler  # only the one that is used is loaded
+    return {kind: FACTORIES[kind].make()} if kind in kinds() else {}
 
-        return {kind: SlurmScheduler()}
-    from orchestrator.scheduler.local.local_scheduler import LocalScheduler  # see above
 
-    return {kind: LocalScheduler()}
+def instance_of(kind: str) -> Instance:
+    """What names the scheduler of this kind that can be reached from here."""
+    return FACTORIES[kind].instance()
+
+
+def lease_key(kind: str) -> str:
+    """What the lease of a controller here is for: the scheduler of this kind that commands reach now."""
+    return instance_of(kind)() or unknown_instance(kind)

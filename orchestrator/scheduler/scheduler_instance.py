@@ -11,9 +11,11 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 from subprocess import CompletedProcess
+from typing import Protocol
 
 from orchestrator.errors import SlurmUnreachable
 from orchestrator.scheduler.slurm.commands import run_command
+from trainer.contract.scheduler_kinds import LOCAL
 
 ANSWER_WITHIN = 10.0
 KEEP_FOR = 10.0
@@ -27,7 +29,7 @@ CommandRunner = Callable[[list[str]], CompletedProcess[str]]
 
 def local_instance() -> str:
     """The instance of local jobs: those of one host mean nothing to another."""
-    return f"local@{socket.gethostname()}"
+    return f"{LOCAL}@{socket.gethostname()}"
 
 
 def unknown_instance(kind: str) -> str:
@@ -40,11 +42,16 @@ def is_known(instance: str) -> bool:
     return bool(instance) and not instance.endswith("?")
 
 
+def is_one_host(instance: str) -> bool:
+    """Whether its jobs are processes of one host."""
+    return instance.partition("@")[0] == LOCAL
+
+
 def same_cluster_name(one: str, other: str) -> bool:
     """Whether both are Slurms of one ClusterName: perhaps one Slurm whose head node, port or state has moved."""
-    cluster = one.partition("@")[0]
-    local = local_instance().partition("@")[0]
-    return one != other and is_known(one) and is_known(other) and cluster == other.partition("@")[0] != local
+    name = one.partition("@")[0]
+    known = is_known(one) and is_known(other)
+    return one != other and known and name == other.partition("@")[0] and not is_one_host(one)
 
 
 def read_instance(text: str) -> str:
@@ -56,6 +63,15 @@ def read_instance(text: str) -> str:
     cluster, host, port, _ = values
     digest = hashlib.sha256("\0".join(values).encode()).hexdigest()[:8]
     return f"{cluster}@{host.partition('(')[0]}:{port}/{digest}"
+
+
+class Instance(Protocol):
+    """Names the scheduler of one kind that commands reach now; `silence` says why it is not known."""
+
+    silence: str
+
+    def __call__(self) -> str:
+        """Its name; empty when it does not answer, which is never another one."""
 
 
 class SlurmInstance:
@@ -109,16 +125,3 @@ class LocalInstance:
 
     def __call__(self) -> str:
         return local_instance()
-
-
-Instance = SlurmInstance | LocalInstance
-
-
-def instance_of(kind: str) -> Instance:
-    """What names the scheduler of this kind that can be reached from here."""
-    return SlurmInstance() if kind == "slurm" else LocalInstance()
-
-
-def lease_key(kind: str) -> str:
-    """What the lease of a controller here is for: the scheduler of this kind that commands reach now."""
-    return instance_of(kind)() or unknown_instance(kind)

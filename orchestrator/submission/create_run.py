@@ -1,12 +1,9 @@
 """`orch submit`, up to the point where the controller takes over: everything is checked before anything is written."""
 
 import os
-import signal
 import socket
 import tempfile
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from secrets import token_hex
 from typing import Any, NoReturn
@@ -18,9 +15,11 @@ from orchestrator.controller import failpoints
 from orchestrator.controller.run_dirs import staged_secrets
 from orchestrator.controller.run_dirs.run_folder import ensure_run_dir
 from orchestrator.errors import ConfigError, Precondition
+from orchestrator.interrupts import interrupts_held
+from orchestrator.registry.operations.run_record import write_records
 from orchestrator.registry.records import Attempt, NewRun, Run
 from orchestrator.registry.store import Store
-from orchestrator.scheduler.scheduler_instance import instance_of
+from orchestrator.scheduler.available_schedulers import instance_of
 from orchestrator.submission import secret_values, user_code
 from orchestrator.submission.job_check import check_script
 from orchestrator.submission.root_check import check_data, data_folder, refuse_shared
@@ -68,9 +67,7 @@ def create_run(
     identity = identify(
         config, kind, data=data_identity(data["data"]["path"], index) if index is not None else {}, environ=recorded
     )
-    identity["host"] = socket.gethostname()
-    if imported is not None:
-        identity["imported"] = imported
+    identity |= {"host": socket.gethostname()} | ({} if imported is None else {"imported": imported})
     digest = store.put_config(data)
     new = NewRun(
         slug=config.name,
@@ -83,7 +80,7 @@ def create_run(
         tags=tags,
     )
     nonce = token_hex(4)
-    with _interrupts_held():
+    with interrupts_held():
         with staged_secrets.staged(root, nonce, given.secrets):
             run, attempt = store.create_run(new, now=now, nonce=nonce)
         on_recorded(run)
@@ -93,23 +90,8 @@ def create_run(
     except Precondition as error:
         staged_secrets.discard(root, nonce)
         _take_back(store, run, error, now)
+    write_records(store, [run.name])  # a silent Slurm: nobody writes for hours that no job was submitted
     return run, attempt
-
-
-@contextmanager
-def _interrupts_held() -> Iterator[None]:
-    """Ctrl-C comes after this, so that whoever is interrupted can say whether there is a run."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    came: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, _: came.append(number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-    if came:
-        raise KeyboardInterrupt
 
 
 def check_beginning(config: RunConfig, where: str) -> None:

@@ -8,6 +8,7 @@ from orchestrator.config.run_config import RunConfig
 from orchestrator.controller.jobs.job_spec import job_spec
 from orchestrator.errors import Retryable, SlurmUnreachable, SubmitRejected
 from orchestrator.registry.records import Attempt, Run
+from orchestrator.scheduler.available_schedulers import FACTORIES
 from orchestrator.scheduler.interface import JobSpec
 from orchestrator.states import AttemptState, RunState
 
@@ -32,27 +33,18 @@ def first_job(config: RunConfig, kind: str, name: str = "") -> JobSpec:
 
 def check_script(config: RunConfig, kind: str) -> None:
     """Raises ConfigError, or SubmitRejected on this machine, for a job that could not even be written down."""
-    # Templates and submitit: only where a run is submitted.
-    from orchestrator.scheduler.local import local_scheduler
-    from orchestrator.scheduler.slurm import slurm_scheduler
-
-    spec = first_job(config, kind)
-    if kind == "slurm":
-        slurm_scheduler.render(spec)
-    else:
-        local_scheduler.check(spec)
+    FACTORIES[kind].check(first_job(config, kind))
 
 
-def check_with_slurm(config: RunConfig, warn: Warn) -> None:
-    """Raises SubmitRejected, with Slurm's words and what to type, for a job that it would never take or never start.
+def check_with_scheduler(config: RunConfig, kind: str, warn: Warn) -> None:
+    """Raises SubmitRejected, with its words and what to type, for a job that the scheduler would never take or start.
 
     No answer is no refusal. What passes, and what only nodes explain that are down now, is told to `warn`.
     """
-    from orchestrator.scheduler.slurm import sbatch  # submitit: only where a run is submitted
     from orchestrator.scheduler.slurm.node_capacity import known_nodes, shortfall
 
-    spec = first_job(config, "slurm")
-    refused = sbatch.refusal(spec)
+    spec, refusal = first_job(config, kind), FACTORIES[kind].refusal
+    refused = refusal(spec) if refusal is not None else None
     if refused is None:
         return
     passes = refused.retryable is Retryable.YES

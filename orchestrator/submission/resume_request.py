@@ -14,13 +14,12 @@ from orchestrator.config.run_config import RunConfig
 from orchestrator.errors import Precondition
 from orchestrator.registry.records import Run
 from orchestrator.registry.store import Store
-from orchestrator.scheduler.available_schedulers import kinds
+from orchestrator.scheduler.available_schedulers import FACTORIES, instance_of, kinds
 from orchestrator.scheduler.job_environment import Submitter
-from orchestrator.scheduler.scheduler_instance import instance_of
 from orchestrator.states import RunState
 from orchestrator.submission import user_code
 from orchestrator.submission.create_run import data_identity, read_index
-from orchestrator.submission.job_check import check_script, check_with_slurm
+from orchestrator.submission.job_check import check_script, check_with_scheduler
 from orchestrator.submission.resume_contract import (
     DATA_PATH,
     HARMLESS,
@@ -110,18 +109,17 @@ def _check_job(run: Run, config: RunConfig) -> None:
 
     Only where the run's own scheduler is reached from here.
     """
-    if run.cluster == "slurm":
+    if FACTORIES[run.cluster].script is not None:
         check_script(config, run.cluster)
     if run.cluster not in kinds() or instance_of(run.cluster)() != run.scheduler:
         return
     check_script(config, run.cluster)
-    if run.cluster == "slurm":
-        check_with_slurm(config, lambda _: None)
+    check_with_scheduler(config, run.cluster, lambda _: None)
 
 
 def _client_here(run: Run) -> dict[str, Any]:
     """What this shell's Slurm commands go by, where they reach the run's Slurm: it may have moved since the submit."""
-    reached = instance_of(run.cluster)() if run.cluster == "slurm" else ""
+    reached = instance_of(run.cluster)() if FACTORIES[run.cluster].named_by_environment else ""
     return client(run.cluster) if reached and run.scheduler in ("", reached) else {}
 
 

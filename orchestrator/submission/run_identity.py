@@ -8,13 +8,16 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from email.parser import HeaderParser
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from orchestrator.config.run_config import RunConfig
+from orchestrator.scheduler.available_schedulers import FACTORIES
 from orchestrator.scheduler.job_environment import SECRET, Submitter
 from orchestrator.scheduler.slurm.client_environment import RECORDED, ClientEnvironment
+from trainer.contract.scheduler_kinds import SLURM
 
 DIFF_LIMIT = 256 * 1024
 """Bytes of a dirty diff that are kept; its digest always covers all of it."""
@@ -46,7 +49,7 @@ def identify(
 
 def client(kind: str, environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
     """What says which Slurm was meant, for a run that goes there: a controller without it can go on with it."""
-    return {RECORDED: ClientEnvironment.here(environ).to_json()} if kind == "slurm" else {}
+    return {RECORDED: ClientEnvironment.here(environ).to_json()} if FACTORIES[kind].named_by_environment else {}
 
 
 def code(config: RunConfig, folder: Path | None = None) -> dict[str, Any]:
@@ -163,16 +166,26 @@ def environment(kind: str, environ: Mapping[str, str] = os.environ) -> dict[str,
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "torch": _version("torch"),
         "packages": packages(),
-        "slurm": (_answer(["sbatch", "--version"]) or "").strip() or None if kind == "slurm" else None,
+        "slurm": (_answer(["sbatch", "--version"]) or "").strip() or None if kind == SLURM else None,
         "driver": _driver(),
         "variables": variables(environ),
     }
 
 
 def packages() -> dict[str, str]:
-    """Every installed distribution with its version."""
-    found = {dist.metadata["Name"]: dist.version for dist in metadata.distributions() if dist.metadata["Name"]}
+    """Every installed distribution with its version; of two with one name the first on the path is what is imported."""
+    found: dict[str, str] = {}
+    for name, version in map(_name_and_version, metadata.distributions()):
+        if name and version:
+            found.setdefault(name, version)
     return dict(sorted(found.items()))
+
+
+def _name_and_version(distribution: metadata.Distribution) -> tuple[str | None, str | None]:
+    """From its headers alone: the text below them is long, and `Distribution` would parse it for each word."""
+    text = distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or ""
+    headers = HeaderParser().parsestr(text.partition("\n\n")[0])
+    return headers["Name"], headers["Version"]
 
 
 def variables(environ: Mapping[str, str]) -> dict[str, str]:

@@ -2,14 +2,16 @@
 
 import ast
 import difflib
+import os
 from importlib.machinery import PathFinder
 from pathlib import Path
 
 from orchestrator.config.run_config import RunConfig
 from orchestrator.errors import ConfigError
 
-OURS = ("orchestrator", "trainer", "checkpointing")
+OURS = ("orch", "orchestrator", "trainer", "checkpointing")
 """Top-level names that always mean orch's own packages inside a job."""
+_IMPORT_PATH = "PYTHONPATH"
 _ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -18,6 +20,7 @@ def check(config: RunConfig) -> None:
     folders = [Path(folder).expanduser() for folder in config.workload.path]
     for folder in folders:
         _check_folder(folder)
+    _check_import_path(config)
     if config.command:
         _check_command(config.command)
     else:
@@ -27,16 +30,37 @@ def check(config: RunConfig) -> None:
 def _check_folder(folder: Path) -> None:
     if not folder.is_dir():
         raise ConfigError(f"workload.path: no folder {folder}", where="workload.path", hint="give an existing folder")
+    if (taken := _of_our_name(folder)) is not None:
+        raise ConfigError(
+            f"{taken} has the name of one of orch's own packages, so a job could never import it",
+            where="workload.path",
+            hint=f"rename it, for example to my_{taken.name}, and its imports and workload.target with it",
+        )
+
+
+def _of_our_name(folder: Path) -> Path | None:
+    """What of this folder Python would import by the name of one of our packages."""
     if folder.resolve() == _ROOT:
-        return
+        return None
     for name in OURS:
         module, package = folder / f"{name}.py", folder / name
-        taken = module if module.is_file() else package if package.is_dir() and any(package.glob("*.py")) else None
-        if taken is not None:
+        if module.is_file():
+            return module
+        if package.is_dir() and any(package.glob("*.py")):
+            return package
+    return None
+
+
+def _check_import_path(config: RunConfig) -> None:
+    """Refuse a PYTHONPATH that the job is to get in which other packages stand before orch's own."""
+    key = "env" if _IMPORT_PATH in config.env else "env_from"
+    value = config.env.get(_IMPORT_PATH, os.environ.get(_IMPORT_PATH, "") if _IMPORT_PATH in config.env_from else "")
+    for folder in filter(None, value.split(os.pathsep)):
+        if (taken := _of_our_name(Path(folder))) is not None:
             raise ConfigError(
-                f"{taken} has the name of one of orch's own packages, so a job could never import it",
-                where="workload.path",
-                hint=f"rename it, for example to my_{name}{taken.suffix}, and its imports and workload.target with it",
+                f"{taken} has the name of one of orch's own packages, and the job's PYTHONPATH has it before those",
+                where=f"{key}.{_IMPORT_PATH}" if key == "env" else f"{key}: {_IMPORT_PATH}",
+                hint=f"rename it, or give PYTHONPATH without {folder}; workload.path=[FOLDER] comes after orch's own",
             )
 
 

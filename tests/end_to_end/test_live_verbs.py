@@ -4,13 +4,13 @@ import json
 
 import pytest
 
-from tests.end_to_end.user import SLOWLY, SMALL, User
+from tests.end_to_end.user import SMALL, User
 
 pytestmark = [pytest.mark.multi, pytest.mark.timeout(400)]
 
 
 def test_a_live_run_is_looked_into_saved_and_hit(user: User) -> None:
-    run = user.submit("tiny-gpt", *SMALL, SLOWLY, "train.steps=2000", "checkpoint.every=1000")["run"]
+    run = user.submit("tiny-gpt", *SMALL, *user.slowly(), "train.steps=2000", "checkpoint.every=1000")["run"]
     user.until(lambda: user.step(run) >= 3, 120, "training")
 
     saved = user.ask("save", run)

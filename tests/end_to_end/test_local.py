@@ -3,14 +3,12 @@
 import json
 import os
 import signal
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.end_to_end.user import (
     ONE_NODE,
-    SLOWLY,
     SMALL,
     User,
     assert_gone,
@@ -25,7 +23,6 @@ LAUNCH_POINTS = (
     "before_submit", "after_submit", "after_find", "after_adopt", "after_submitted", "after_go", "after_release",
 )  # fmt: skip
 SAMPLE = ("after_submit",)
-PLAIN_DDP = Path(__file__).resolve().parent.parent / "fakes" / "plain_ddp.py"
 
 
 def test_a_killed_rank_changes_nothing_even_without_a_controller(user: User, calm: tuple[User, str]) -> None:
@@ -120,7 +117,7 @@ def test_a_bug_in_the_training_code_fails_the_run_with_its_traceback(user: User)
 
 
 def test_cancel_saves_and_ends_all_and_resume_goes_on_from_what_is_whole(user: User) -> None:
-    run = user.submit("tiny-gpt", *ONE_NODE, SLOWLY, "train.steps=2000", "checkpoint.every=0")["run"]
+    run = user.submit("tiny-gpt", *ONE_NODE, *user.slowly(), "train.steps=2000", "checkpoint.every=0")["run"]
     user.until(lambda: user.step(run) > 5, 90, "training")
     cancelled(user, run)
     first = user.status(run)["last_checkpoint"]["step"]
@@ -196,23 +193,6 @@ def flip_a_bit(checkpoints: Path, step: int) -> Path:
         stream.seek(-1, os.SEEK_CUR)
         stream.write(bytes([byte ^ 1]))
     return shard
-
-
-def test_an_unchanged_torchrun_script_is_restarted_in_place(user: User, tmp_path: Path) -> None:
-    def command(name: str, *more: str) -> str:
-        words = [sys.executable, str(PLAIN_DDP), "--folder", str(tmp_path / name), "--steps", "60", "--every", "10"]
-        return f"command=[{', '.join(repr(word) for word in [*words, *more])}]"
-
-    nodes = ["cluster.nodes=2", "cluster.ranks_per_node=1"]
-    calm = user.submit("torchrun-script", command("calm"), *nodes)["run"]
-    killed = user.submit("torchrun-script", command("killed", "--die-at", "25", "--die-rank", "1"), *nodes)["run"]
-    assert user.wait(calm) == 0
-    assert user.wait(killed) == 0
-    (attempt,) = user.show(killed)["attempts"]
-    assert attempt["generations"] == 2
-    ends = [json.loads((tmp_path / name / "final.json").read_text()) for name in ("calm", "killed")]
-    assert ends[1]["from"] == 20
-    assert ends[0]["loss"] == ends[1]["loss"]
 
 
 def test_the_registry_comes_back_from_the_run_directories(calm: tuple[User, str]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.end_to_end.user import SLOWLY, SMALL, User, assert_exact, assert_gone, assert_no_step_twice_at_once, compare
+from tests.end_to_end.user import SMALL, User, assert_exact, assert_gone, assert_no_step_twice_at_once, compare
 
 pytestmark = [pytest.mark.multi, pytest.mark.timeout(1500)]
 HASTY = "recovery.hang.agent=4"
@@ -52,7 +52,7 @@ def warnings(user: User, run: str) -> str:
 
 @pytest.mark.proof
 def test_controller_agent_and_coordinator_are_stopped_in_one_run(user: User, calm: tuple[User, str]) -> None:
-    run = user.submit("tiny-gpt", *SMALL, SLOWLY, HASTY)["run"]
+    run = user.submit("tiny-gpt", *SMALL, *user.slowly(0.8), HASTY)["run"]
     trains(user, run, 1, 6)
 
     (controller,) = user.processes("orch-controller")
@@ -95,7 +95,7 @@ def test_stopped_for_three_minutes_and_for_ever(user: User, who: str, seconds: f
     steps = [*SMALL, "train.steps=200", "checkpoint.every=10"]
     calm = user.submit("tiny-gpt", *steps)["run"]
     assert user.wait(calm, 600) == 0
-    run = user.submit("tiny-gpt", *steps, SLOWLY)["run"]
+    run = user.submit("tiny-gpt", *steps, *user.slowly(0.8))["run"]
     trains(user, run, 1, 6)
     victim = (
         user.processes("orch-controller")[0] if who == "controller" else agent(user, 0 if who == "coordinator" else 1)

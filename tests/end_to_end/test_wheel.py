@@ -37,20 +37,28 @@ def install(folder: Path, wheel: Path, *, whole: bool) -> Path:
     return folder / "bin" / "orch"
 
 
-@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.proof)])
-def test_a_wheel_in_an_empty_environment_runs_the_demo(tmp_path: Path, whole: bool) -> None:
+SMALL_RUN = (
+    "submit", "tiny-gpt", "--wait", "cluster.nodes=1", "cluster.ranks_per_node=2", "parallel.tp=1", "train.steps=6",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("whole", "words"), [(False, SMALL_RUN), pytest.param(True, ("demo",), marks=pytest.mark.proof)]
+)
+def test_a_wheel_in_an_empty_environment_trains(tmp_path: Path, whole: bool, words: tuple[str, ...]) -> None:
     orch = install(tmp_path / "venv", build(tmp_path / "dist"), whole=whole)
     empty = tmp_path / "empty"
     empty.mkdir()
     clean = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "ORCH_", "VIRTUAL"))}
     environment = {**clean, "ORCH_HOME": str(tmp_path / "home"), "XDG_CONFIG_HOME": str(tmp_path / "config")}
     where = subprocess.run(
-        [orch.with_name("python"), "-c", "import orchestrator; print(orchestrator.__file__)"],
+        [orch.with_name("python"), "-c", "import orch.runs, orchestrator; print(orchestrator.__file__)"],
         cwd=empty, env=environment, capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert where.stdout.startswith(str(tmp_path / "venv")), "the wheel's own files run, not the checkout's"
-    demo = subprocess.run([orch, "demo"], cwd=empty, env=environment, capture_output=True, text=True, timeout=240)
+    command = [orch, *words, *([] if whole else [f"cluster.root={tmp_path}"])]
+    trained = subprocess.run(command, cwd=empty, env=environment, capture_output=True, text=True, timeout=240)
     subprocess.run([orch, "controller", "stop"], cwd=empty, env=environment, capture_output=True, check=False)
-    assert demo.returncode == 0, demo.stdout + demo.stderr
-    assert "SUCCEEDED" in demo.stdout
+    assert trained.returncode == 0, trained.stdout + trained.stderr
+    assert ("SUCCEEDED" if whole else "succeeded: step 6 of 6") in trained.stdout + trained.stderr
     assert not list(empty.iterdir())

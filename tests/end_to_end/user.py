@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,8 +24,7 @@ SMALL = [
 """A run of tiny-gpt on two simulated nodes, with as few ranks as can lose one another."""
 ONE_NODE = [*SMALL, "cluster.nodes=1", "cluster.ranks_per_node=2"]
 """The same on one node: two processes less, for tests of what does not depend on nodes."""
-SLOWLY = "drill.events=[{kind: slow-rank, rank: 1, step: 2, generation: 0, attempt: 0, value: 0.8}]"
-"""For runs to which something is to happen: the ranks mostly sleep, instead of taking the processors from it."""
+SLOW_WORKLOAD = Path(__file__).resolve().parents[1] / "fakes" / "slow_llama.py"
 
 
 class User:
@@ -66,6 +66,23 @@ class User:
         data = self.ask("submit", preset, *settings, *flags)
         assert isinstance(data, dict)
         return data
+
+    def slowly(self, seconds: float = 0.4) -> list[str]:
+        """Overrides of a run to which something is to happen: its ranks sleep in every step, until `hurry`."""
+        code = self.folder / "code"
+        code.mkdir(exist_ok=True)
+        shutil.copy(SLOW_WORKLOAD, code)
+        self._slow.touch()
+        args = [f"+workload.args.while_there={self._slow}", f"+workload.args.seconds={seconds}"]
+        return ["workload.target=slow_llama:SlowLlama", f"workload.path=[{code}]", *args]
+
+    def hurry(self) -> None:
+        """What was to happen has happened: `slowly` is over, for all runs of this user."""
+        self._slow.unlink()
+
+    @property
+    def _slow(self) -> Path:
+        return self.folder / "slow"
 
     def status(self, run: str) -> dict[str, Any]:
         return dict(self.ask("status", run)[0])
@@ -120,7 +137,10 @@ class User:
 
     def kill_controller(self) -> int:
         """`kill -9` of this user's controller; returns how many there were."""
-        return sum(1 for process in self.processes("orch-controller") if not process.send_signal(signal.SIGKILL))
+        found = self.processes("orch-controller")
+        # A child that has not become another program yet bears its parent's title.
+        whole = [process for process in found if process.ppid() not in {one.pid for one in found}]
+        return sum(1 for process in whole if not process.send_signal(signal.SIGKILL))
 
     def leave(self) -> None:
         """Kill everything of this user; the controller first, which would follow up what has died."""

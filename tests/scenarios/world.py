@@ -105,10 +105,12 @@ class World:
             report = self.controller.tick(lease)
         except Killed:
             self.start_controller()
+            self._check_inheritance()
             self.check()
             return None
         except Fenced:
             assert self.lease != lease, "only one that was paused while another took over is fenced"
+            self._check_inheritance()
             self.check()
             return None
         hung = [error for error in report.errors if "does not answer" in error and self.files.hung]
@@ -116,6 +118,7 @@ class World:
         if silent:
             self._check_silence(before)
         self._check_reason()
+        self._check_inheritance()
         self.reports.append(report)
         self.check()
         return report
@@ -180,7 +183,6 @@ class World:
         """Safety: asserted after every single turn."""
         self._check_one_live_job()
         self._check_ended_means_gone()
-        self._check_inheritance()
         self._check_fence()
 
     def _check_reason(self) -> None:
@@ -210,6 +212,7 @@ class World:
                 assert self._given_up(job), f"attempt {attempt.number} ENDED, job {job.job_id} is {job.state}"
 
     def _check_inheritance(self) -> None:
+        """A launch token lets no attempt inherit from a later one; only a controller's pass writes tokens."""
         for attempt in self.attempts[-3:]:
             go = self.folder.attempt(attempt.number).go
             try:

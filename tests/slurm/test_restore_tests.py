@@ -14,7 +14,6 @@ SMALL = [
     "cluster.time=10", "train.steps=12", "checkpoint.every=4", "checkpoint.keep=10",
 ]  # fmt: skip
 GENEROUS = "restore_tests.budget=1000000"
-SLOWLY = "drill.events=[{kind: slow-rank, rank: 1, step: 2, generation: 0, attempt: 1, value: 0.4}]"
 
 
 def history_of(user: User, run: str) -> list[dict[str, Any]]:
@@ -82,8 +81,8 @@ def test_what_was_not_finished_is_no_verdict_and_is_due_again(lab: SlurmLab, use
 def test_the_daemon_tests_a_run_that_goes_on_and_what_it_has_left(lab: SlurmLab, user: User) -> None:
     """On a schedule, beside the run, on the layouts asked for; the bad one leads to the next older one."""
     run = user.submit(
-        "tiny-gpt", *SMALL, GENEROUS, SLOWLY, "train.steps=120", "checkpoint.every=10", "restore_tests.every=1m",
-        "restore_tests.layouts=[1,same]",
+        "tiny-gpt", *SMALL, GENEROUS, *user.slowly(), "train.steps=120", "checkpoint.every=10",
+        "restore_tests.every=1m", "restore_tests.layouts=[1,same]",
     )["run"]  # fmt: skip
     found = verdicts(user, run, 2, seconds=300)
     assert {test["verdict"] for test in found} == {"RESTORED"}, found

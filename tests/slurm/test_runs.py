@@ -18,15 +18,13 @@ SMALL = [
 ]  # fmt: skip
 ONE_NODE = [*SMALL, "cluster.nodes=1", "parallel.tp=1"]
 ONE_RANK_EACH = [*SMALL, "cluster.ranks_per_node=1", "parallel.tp=1"]
-SLOWLY = "drill.events=[{kind: slow-rank, rank: 1, step: 2, generation: 0, attempt: 1, value: 0.5}]"
-"""The first attempt takes its time, so that something can happen to it, and leaves the processors to others."""
 
 
 @pytest.fixture(scope="session")
 def calm(lab: SlurmLab, tmp_path_factory: pytest.TempPathFactory) -> tuple[User, str]:
     """The same run undisturbed, to compare with bit for bit."""
     someone = User(tmp_path_factory.mktemp("calm"), "slurm", lab.environment())
-    run = someone.submit("tiny-gpt", *SMALL)["run"]
+    run = someone.submit("tiny-gpt", *ONE_RANK_EACH)["run"]
     assert someone.wait(run) == 0
     someone.run("controller", "stop")
     return someone, run
@@ -41,7 +39,9 @@ def training(user: User, run: str, beyond: int, seconds: float = 90) -> None:
 
 
 @pytest.mark.proof
-def test_a_killed_rank_restarts_in_place_bit_for_bit(lab: SlurmLab, user: User, calm: tuple[User, str]) -> None:
+def test_a_killed_rank_restarts_in_place_bit_for_bit(lab: SlurmLab, user: User) -> None:
+    calm = user.submit("tiny-gpt", *SMALL)["run"]
+    assert user.wait(calm) == 0
     run = user.submit("tiny-gpt", *SMALL)["run"]
     training(user, run, 18)
     victim = user.processes("orch-rank-1")[0]
@@ -51,16 +51,16 @@ def test_a_killed_rank_restarts_in_place_bit_for_bit(lab: SlurmLab, user: User, 
     (attempt,) = user.show(run)["attempts"]
     assert attempt["generations"] == 2
     assert user.status(run)["state"] == "SUCCEEDED"
-    (user.run_dir(run).path.parent / "calm").symlink_to(calm[0].run_dir(calm[1]).path)
-    assert_exact(user, run, "calm")
+    assert_exact(user, run, calm)
 
 
 def test_a_dead_node_leads_to_a_new_job_elsewhere(lab: SlurmLab, user: User, calm: tuple[User, str]) -> None:
-    submitted = user.submit("tiny-gpt", *SMALL, SLOWLY)
+    submitted = user.submit("tiny-gpt", *ONE_RANK_EACH, *user.slowly())
     run = submitted["run"]
     training(user, run, 10)
     dead = lab.nodes_of(submitted["job_id"])[-1]
     lab.kill_node(dead)
+    user.hurry()
     try:
         assert user.wait(run) == 0
     finally:
@@ -97,12 +97,14 @@ def assert_moved_away(user: User, run: str, dead: str) -> None:
 
 
 def test_preemption_uses_no_failure_budget(lab: SlurmLab, user: User) -> None:
-    run = user.submit("tiny-gpt", *ONE_NODE, SLOWLY, "recovery.max_failures=1")["run"]
+    run = user.submit("tiny-gpt", *ONE_NODE, *user.slowly(), "recovery.max_failures=1")["run"]
     training(user, run, 10)
     urgent = lab.ask(
         "sbatch", "-p", "high", "-N", "4", "--exclusive", "--parsable", "-o", "/dev/null", "--wrap", "sleep 4"
     )
     assert urgent.returncode == 0, urgent.stderr
+    user.until(lambda: len(user.run_dir(run).all_attempts()) > 1, 120, "a second attempt")
+    user.hurry()
     assert user.wait(run) == 0
     first, *later = user.show(run)["attempts"]
     assert later
@@ -111,10 +113,12 @@ def test_preemption_uses_no_failure_budget(lab: SlurmLab, user: User) -> None:
 
 
 def test_usr2_is_an_agreed_stop_with_a_save(lab: SlurmLab, user: User) -> None:
-    submitted = user.submit("tiny-gpt", *ONE_RANK_EACH, SLOWLY, "checkpoint.every=0")
+    submitted = user.submit("tiny-gpt", *ONE_RANK_EACH, *user.slowly(), "checkpoint.every=0")
     run = submitted["run"]
     training(user, run, 10)
     lab.ask("scancel", "--signal=USR2", submitted["job_id"])
+    user.until(lambda: len(user.run_dir(run).all_attempts()) > 1, 120, "a second attempt")
+    user.hurry()
     assert user.wait(run) == 0
     first, second = user.show(run)["attempts"]
     assert first["last_step"] == second["resumed_from"]
@@ -128,8 +132,7 @@ def test_usr2_is_an_agreed_stop_with_a_save(lab: SlurmLab, user: User) -> None:
 def test_a_moved_time_limit_is_met_with_a_save_and_a_new_attempt(lab: SlurmLab, user: User) -> None:
     """It is moved once ranks train, so that no slow start can meet it; Slurm sends its signal by itself."""
     lead = ["cluster.time=0:30:00", "cluster.signal_lead=20", "recovery.max_failures=1"]
-    slowly = "drill.events=[{kind: slow-rank, rank: 1, step: 2, generation: 0, attempt: 0, value: 0.5}]"
-    submitted = user.submit("tiny-gpt", *SMALL, *lead, slowly, "train.steps=4000", "checkpoint.every=0")
+    submitted = user.submit("tiny-gpt", *SMALL, *lead, *user.slowly(), "train.steps=4000", "checkpoint.every=0")
     run, job = submitted["run"], submitted["job_id"]
     training(user, run, 2)
     elapsed = lab.ask("squeue", "-h", "-j", job, "-o", "%M").stdout.strip()
@@ -149,8 +152,8 @@ def test_a_moved_time_limit_is_met_with_a_save_and_a_new_attempt(lab: SlurmLab, 
 def test_every_way_to_be_stopped_has_its_own_label(lab: SlurmLab, user: User) -> None:
     """Each of these jobs gets SIGTERM or SIGUSR2, saves and exits with 76; only Slurm knows why."""
     alone = [*ONE_NODE, "cluster.ranks_per_node=1", "parallel.dp_shard=1", "train.steps=4000", "checkpoint.every=0"]
-    slowly = "drill.events=[{kind: slow-rank, rank: 0, step: 2, generation: 0, attempt: 0, value: 0.5}]"
-    jobs = {name: user.submit("tiny-gpt", *alone, slowly, f"name={name}") for name in ("kill", "limit", "grace")}
+    slowly = user.slowly()
+    jobs = {name: user.submit("tiny-gpt", *alone, *slowly, f"name={name}") for name in ("kill", "limit", "grace")}
     for submitted in jobs.values():
         training(user, submitted["run"], 5)
 

@@ -17,11 +17,11 @@ from checkpointing.storage.durable import read_json
 from checkpointing.storage.trusted_path import NotPrivate, pinned
 from trainer.agent.attempt_state.attempt_state import AttemptState
 from trainer.agent.control import address
-from trainer.agent.control.tcp_transport import Peer, WireError, connect
+from trainer.agent.control.tcp_transport import CoordinatorPeer, ForeignProtocol, WireError, connect
 from trainer.agent.coordination.coordinator import Coordinator
 from trainer.agent.coordination.launch_gate import Refused, wait_for_go
 from trainer.agent.node_agent import NodeAgent
-from trainer.agent.processes import process_tree
+from trainer.agent.processes import agent_report, process_tree
 from trainer.agent.processes.log_pipes import LogPipes
 from trainer.agent.processes.watchdog_client import WatchdogClient
 from trainer.agent.processes.write_behind import WriteBehind, settle
@@ -31,9 +31,11 @@ from trainer.contract.events import EventKind, EventLog
 from trainer.contract.launch_token import LaunchToken
 from trainer.contract.logs.line_file import LineFile
 from trainer.contract.logs.log_rotation import LogsConfig
+from trainer.contract.messages.greeting import PROTOCOL, Hello, installed_release
 from trainer.contract.node_identity import NodeIdentity, discover
-from trainer.contract.outcome import ExitCode
+from trainer.contract.outcome import AgentEnd, ExitCode
 from trainer.contract.run_dir import AttemptDir, RunDir
+from trainer.contract.scheduler_kinds import traits
 from trainer.contract.secrets import run_secrets
 from trainer.contract.secrets.secret_redaction import in_use
 
@@ -189,7 +191,7 @@ class Agent:
 
     def _follow_job(self, identity: NodeIdentity) -> None:
         """On one machine the job is submitit's process: when it is gone, so is the job, and nothing else notices."""
-        if identity.kind != "local":
+        if not traits(identity.kind).simulated_nodes:
             return
         handle = os.pidfd_open(int(identity.job_id.partition("-")[0]))
         asyncio.get_running_loop().add_reader(handle, self._job_gone, handle)
@@ -258,14 +260,20 @@ class Agent:
         await coordinator.open(host)
         return asyncio.get_running_loop().create_task(coordinator.run())
 
-    async def _join(self, identity: NodeIdentity) -> Peer:
+    async def _join(self, identity: NodeIdentity) -> CoordinatorPeer:
         """Connect to the coordinator, as often as it takes for file system and network to show it."""
         give_up = time.monotonic() + _CONNECT_SECONDS
+        hello = Hello(
+            protocol=PROTOCOL, release=installed_release(), node=identity.node, name=identity.name,
+            attempt=self._attempt.number,
+        )  # fmt: skip
         while True:
             try:
                 found = await asyncio.to_thread(read_json, self._attempt.coordinator)
-                hello = {"node": identity.node, "name": identity.name, "attempt": self._attempt.number}
                 return await connect(found["host"], found["port"], found["token"], hello)
+            except ForeignProtocol as error:
+                await agent_report.write(self._attempt, identity, AgentEnd.REFUSED, str(error))
+                raise Refused(str(error)) from error
             except WireError as error:
                 raise Refused(str(error)) from error
             except (OSError, ValueError, TypeError, KeyError) as error:

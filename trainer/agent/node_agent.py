@@ -5,17 +5,17 @@ import signal
 import sys
 import time
 from collections.abc import Coroutine, Mapping
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-from checkpointing.storage.durable import dump_line
 from trainer.agent.control.peer_timeout import AGENT_TIMEOUT_SECONDS, POLL_SECONDS, PeerTimeout
-from trainer.agent.control.tcp_transport import Message, Peer, WireError
+from trainer.agent.control.tcp_transport import CoordinatorPeer, WireError
 from trainer.agent.evidence.collector import EvidenceCollector
 from trainer.agent.flight.recorder import FlightSockets
 from trainer.agent.fork_server import cpu_binding
 from trainer.agent.fork_server.link import ForkServerLink
-from trainer.agent.fork_server.rank_launch import GenerationOptions, RankLauncher
+from trainer.agent.fork_server.rank_launch import RankLauncher
 from trainer.agent.nodes import machine_identity, preflight
 from trainer.agent.processes import agent_report, detached_thread
 from trainer.agent.processes.checkpoint_writers import CheckpointWriters
@@ -29,6 +29,8 @@ from trainer.agent.watch.root_cause import exit_words, signal_name
 from trainer.agent.watch.sampling import Sampler, no_writer
 from trainer.contract.config import JobConfig
 from trainer.contract.events import EventKind, EventLog
+from trainer.contract.messages import agents, fork_server
+from trainer.contract.messages.ranks import Saves, Speeds, Store
 from trainer.contract.node_identity import NodeIdentity
 from trainer.contract.outcome import AgentEnd, ExitCode
 from trainer.contract.ranks.progress import StopReason
@@ -36,9 +38,6 @@ from trainer.contract.run_dir import AttemptDir, RunDir
 
 _LOOK_SECONDS = 0.1
 _MAX_STARTUP_FAILURES = 3
-_STORE = ("host", "port", "key")
-_FORWARDED = {"store": _STORE, "fitness": ("matmul", "memory", "pairs"), "saves": ("reason", "size")}
-"""What ranks say that the coordinator has to hear, with its keys."""
 
 
 class NodeAgent:
@@ -57,16 +56,16 @@ class NodeAgent:
         self._sockets = FlightSockets()
         self._writers: CheckpointWriters | None = None
         self._node_rank: int | None = None  # of a spare: none
-        self._startup_failures, self._sigterm_sent, self._options = 0, False, GenerationOptions()
+        self._startup_failures, self._sigterm_sent = 0, False
         self._reports = ReportSchedule(identity.node, config.cluster.all_nodes, time.monotonic())
         self._tasks: set[asyncio.Task[None]] = set()
         self._exit_reports = ExitReports(self._spawn)
         self._early: list[int] = []
-        self._peer: Peer
+        self._peer: CoordinatorPeer
         self._launcher: RankLauncher
         self._evidence: EvidenceCollector
 
-    async def serve(self, peer: Peer) -> int:
+    async def serve(self, peer: CoordinatorPeer) -> int:
         """Work until the coordinator says it is over, or is lost; returns the agent's exit code."""
         self._peer = peer
         self._evidence = EvidenceCollector(self._attempt, self._node.node, self._sockets)
@@ -91,15 +90,15 @@ class NodeAgent:
         reasons = "; ".join(fault.reason for fault in faults)
         node = self._node
         self._events.write(EventKind.PREFLIGHT, node=node.node, name=node.name, ok=not faults, reason=reasons)
-        found = [fault.to_json() for fault in faults]
-        self._peer.send("fit", faults=found, wall=time.time(), machine=machine_identity.identity())
+        machine, wall = machine_identity.identity(), time.time()
+        self._peer.send(agents.PreflightReport(faults=tuple(faults), wall=wall, machine=machine))
         if not faults:
             self._start_fork_server()
 
     def on_signal(self, number: int) -> None:
         """Slurm, or a person, sent this agent a signal: the coordinator decides what it means."""
         if hasattr(self, "_peer"):
-            self._peer.send("signal", name=signal_name(number))
+            self._peer.send(agents.SignalReceived(name=signal_name(number)))
         else:
             self._early.append(number)
 
@@ -117,8 +116,8 @@ class NodeAgent:
             if message is None:
                 return await self._lost_coordinator(AgentEnd.GONE, "the connection ended")
             timeout.received(time.monotonic())
-            if message["say"] == "end":
-                return int(message["code"])
+            if isinstance(message, agents.End):
+                return message.code
             self._handle(message)
 
     async def _lost_coordinator(self, end: AgentEnd, reason: str) -> int:
@@ -127,31 +126,34 @@ class NodeAgent:
         await agent_report.write(self._attempt, self._node, end, reason)
         return ExitCode.RETRY
 
-    def _handle(self, message: Message) -> None:
-        match message["say"]:
-            case "node_rank":
-                self._take_node_rank(message["node_rank"])
-            case "start":
-                self._take_node_rank(message["node_rank"])
-                self._options = GenerationOptions.from_message(message)
-                self._start_generation(message["generation"], message["master"])
-            case "store" if self._ranks and self._ranks.generation == message["generation"]:
-                self._ranks.send(dump_line({"kind": "store"} | {key: message[key] for key in _STORE}).encode(), but=0)
-            case "ask":
-                self._ask_stop(StopReason(message["reason"]), message["seconds"])
-            case "due" if self._ranks is not None:
-                self._ranks.expect_stop(time.monotonic() + message["seconds"])
-            case "flight" | "evidence" | "stacks" if self._ranks is not None and self._sampler is not None:
-                self._spawn(self._evidence.collect(message, self._ranks, self._sampler, self._peer))
-            case "drill" if self._ranks is not None and fault_injection.is_here(message, self._ranks, self._node_rank):
-                step = None if self._config.command else self._ranks.summary()["step"]
-                rank = None if message["kind"] in fault_injection.AGENT_KINDS else message["at"]
-                self._events.write(EventKind.DRILL, kind=message["kind"], rank=rank, node=self._node.name, step=step)
-                fault_injection.inject(message, self._ranks)
-            case "attend":
-                self._reports.attend(message["seconds"], time.monotonic())
-            case "kill":
-                self._kill(message["generation"])
+    def _handle(self, message: agents.ToAgent) -> None:
+        ranks = self._ranks
+        match message:
+            case agents.NodeRank():
+                self._take_node_rank(message.node_rank)
+            case agents.StartGeneration():
+                self._take_node_rank(message.node_rank)
+                self._start_generation(message)
+            case agents.AskStop():
+                self._ask_stop(message.reason, message.seconds)
+            case agents.ReportOften():
+                self._reports.attend(message.seconds, time.monotonic())
+            case agents.KillGeneration():
+                self._kill(message.generation)
+            case agents.GenerationStore() if ranks is not None and ranks.generation == message.generation:
+                ranks.pass_on(message.store)
+            case agents.ExpectStop() if ranks is not None:
+                ranks.expect_stop(time.monotonic() + message.seconds)
+            case agents.QueryFlights() | agents.CollectEvidence() if ranks is not None and self._sampler is not None:
+                self._spawn(self._evidence.collect(message, ranks, self._sampler, self._peer))
+            case agents.InjectFault() if ranks is not None and fault_injection.is_here(message, ranks, self._node_rank):
+                self._inject(message, ranks)
+
+    def _inject(self, order: agents.InjectFault, ranks: LocalRanks) -> None:
+        step = None if self._config.command else ranks.summary().step
+        rank = None if order.kind in fault_injection.AGENT_KINDS else order.at
+        self._events.write(EventKind.DRILL, kind=order.kind, rank=rank, node=self._node.name, step=step)
+        fault_injection.inject(order, ranks)
 
     # -- the fork server ---------------------------------------------------------------------------------------------
 
@@ -160,7 +162,7 @@ class NodeAgent:
             attempt=self._attempt,
             environ={**self._environ, **self._config.env, **cpu_binding.gpus(self._node, self._config, self._environ)},
             output=self._output(),
-            on_packet=self._on_fork_server_packet,
+            on_message=self._on_fork_server_message,
             on_lost=self._on_fork_server_lost,
         )
 
@@ -182,31 +184,30 @@ class NodeAgent:
         per_node = self._config.cluster.ranks_per_node
         return range(self._node_rank * per_node, (self._node_rank + 1) * per_node)
 
-    def _on_fork_server_packet(self, packet: dict[str, Any], descriptors: list[int]) -> None:
-        match packet["say"]:
-            case "ready":
+    def _on_fork_server_message(self, message: fork_server.FromForkServer, descriptors: list[int]) -> None:
+        match message:
+            case fork_server.ForkServerReady():
                 self._startup_failures = 0
-                facts = {key: packet[key] for key in ("warm", "reason", "seconds")}
-                self._events.write(EventKind.FORK_SERVER, node=self._node.node, **facts)
-                self._peer.send("ready", warm=packet["warm"])
-            case "unloadable":
+                self._events.write(EventKind.FORK_SERVER, node=self._node.node, **asdict(message))
+                self._peer.send(agents.Ready(warm=message.warm))
+            case fork_server.ImportFailed():
                 self._startup_failures = _MAX_STARTUP_FAILURES
-                _log(packet["traceback"])
-                self._peer.send("unloadable", exception=packet["exception"], message=packet["message"])
-            case "spawned":
-                self._on_spawned(packet, descriptors[0])
-            case "exit":
-                self._on_exited(packet["rank"], packet["exit_code"], packet["signal"])
-            case "gone":
-                self._gone(packet["rank"])
-            case "spawn_failed":
+                _log(message.traceback)
+                self._peer.send(agents.Unloadable(exception=message.exception, message=message.message))
+            case fork_server.RankSpawned():
+                self._on_spawned(message, descriptors[0])
+            case fork_server.RankEnded():
+                self._on_exited(message.rank, message.exit_code, message.signal)
+            case fork_server.RankGone():
+                self._gone(message.rank)
+            case fork_server.SpawnFailed():
                 assert self._link is not None
-                self._link.kill(f"rank {packet['rank']} could not be started: {packet['reason']}")
+                self._link.kill(f"rank {message.rank} could not be started: {message.reason}")
 
     def _on_fork_server_lost(self, reason: str) -> None:
         died = {"warm": False, "reason": f"died: {reason}", "seconds": 0.0}
         self._events.write(EventKind.FORK_SERVER, node=self._node.node, **died)
-        self._peer.send("unready", reason=reason)
+        self._peer.send(agents.Unready(reason=reason))
         self._spawn(self._replace_fork_server(reason))
 
     async def _replace_fork_server(self, reason: str) -> None:
@@ -216,46 +217,43 @@ class NodeAgent:
             if not ranks.all_gone():
                 # Ranks that ended before the fork server did are reported first.
                 await self._exit_reports.wait_until_sent()
-                self._peer.send("broken", generation=ranks.generation, reason=reason)
+                self._peer.send(agents.ForkServerDied(generation=ranks.generation, reason=reason))
             await kill_orphaned_ranks.kill_all(ranks, self._on_exited, self._gone, self._pids_of_helpers())
         self._startup_failures += 1
         if self._startup_failures < _MAX_STARTUP_FAILURES:
             self._start_fork_server()
         elif self._startup_failures == _MAX_STARTUP_FAILURES:
             again = f"its fork server died {_MAX_STARTUP_FAILURES} times in a row: {reason}"
-            self._peer.send("fork_server_failed", reason=again)
+            self._peer.send(agents.ForkServerFailed(reason=again))
 
     def _pids_of_helpers(self) -> tuple[int, ...]:
         return (*self.other_children, *(self._writers.pids() if self._writers is not None else ()))
 
     # -- a generation ------------------------------------------------------------------------------------------------
 
-    def _start_generation(self, generation: int, master: list[Any] | None) -> None:
+    def _start_generation(self, start: agents.StartGeneration) -> None:
         self._forget_ranks()
-        self._events.generation = generation
-        assert self._node_rank is not None
-        ranks = self._ranks = LocalRanks(generation, self._local_ranks())
+        self._events.generation = start.generation
+        ranks = self._ranks = LocalRanks(start.generation, self._local_ranks())
         writer = self._writers.pid_of if self._writers is not None else no_writer
         self._sampler = Sampler(ranks, self._node.name, writer)
         if self._link is None or self._link.lost:
             # It died when the other nodes were ready: its replacement belongs to the next generation.
             ranks.mark_never_started()
-            self._peer.send("broken", generation=generation, reason="before its ranks were started")
+            self._peer.send(agents.ForkServerDied(generation=start.generation, reason="before its ranks were started"))
             return
         for local_rank, local in enumerate(ranks.by_rank.values()):
-            order = self._launcher.launch_order(self._node_rank, local_rank, ranks.generation, master, self._options)
+            order = self._launcher.launch_order(start, local_rank)
             # If the fork server is lost in here, `_on_fork_server_lost` follows, and these ranks are killed as orphans.
             self._start_rank(order, local, local_rank)
             self._watch_control_socket(local)
-            assert local.theirs is not None
-            local.theirs.close()
-            local.theirs = None
+            local.close_theirs()
 
-    def _start_rank(self, order: dict[str, Any], local: LocalRank, local_rank: int) -> None:
+    def _start_rank(self, order: fork_server.StartRank, local: LocalRank, local_rank: int) -> None:
         assert self._link is not None
         output = self._logs.descriptor(self._attempt.rank_log(local.rank))
         if self._writers is None:
-            self._link.start_rank(order, [output, *(local.descriptors() if order["spec"] else ())])
+            self._link.start_rank(order, [output, *(local.descriptors() if order.spec is not None else ())])
             return
         with self._writers.connection(local_rank) as ends:
             self._link.start_rank(order, [output, *local.descriptors(), *ends])
@@ -265,19 +263,22 @@ class NodeAgent:
         assert ranks is not None
 
         def read() -> None:
-            message = local.receive_message()
-            if message is None:
-                loop.remove_reader(local.control)
-            elif (kind := message.get("kind")) in _FORWARDED:
-                said = {key: message[key] for key in _FORWARDED[kind]}
-                self._peer.send(kind, generation=ranks.generation, rank=local.rank, **said)
+            match message := local.receive_message():
+                case None:
+                    loop.remove_reader(local.control)
+                case Store():
+                    self._peer.send(agents.GenerationStore(generation=ranks.generation, store=message))
+                case Speeds():
+                    self._peer.send(agents.RankSpeeds(generation=ranks.generation, rank=local.rank, speeds=message))
+                case Saves():
+                    self._peer.send(agents.RankSaves(generation=ranks.generation, rank=local.rank, saves=message))
 
         loop.add_reader(local.control, read)
 
-    def _on_spawned(self, packet: dict[str, Any], handle: int) -> None:
+    def _on_spawned(self, spawned: fork_server.RankSpawned, handle: int) -> None:
         assert self._ranks is not None
-        local = self._ranks.by_rank[packet["rank"]]
-        local.pid, local.handle = packet["pid"], handle
+        local = self._ranks.by_rank[spawned.rank]
+        local.pid, local.handle = spawned.pid, handle
         asyncio.get_running_loop().add_reader(handle, self._on_pid_dead, self._ranks, local)
 
     def _on_pid_dead(self, ranks: LocalRanks, local: LocalRank) -> None:
@@ -297,19 +298,18 @@ class NodeAgent:
         local = self._ranks.by_rank[rank]
         local.ended = True
         generation, command = self._ranks.generation, bool(self._config.command)
-        if command:
-            exit_code, number = decode_shell_exit(exit_code, number)
+        exit_code, number = decode_shell_exit(exit_code, number) if command else (exit_code, number)
         info = ExitInfo.of(local, self._node.name, self._ranks.memory_kill(rank, number))
         reason = "killed by its agent" if self._ranks.killed else exit_words(exit_code, number, info.memory_kill)
         known = {"exit_code": exit_code, "signal": number, "reason": reason}
         self._events.write(EventKind.RANK_EXITED, rank=rank, node=self._node.name, **known)
-        self._peer.send("progress", generation=generation, **self._ranks.summary())
+        self._peer.send(self._ranks.summary())
         end = partial(exit_report, self._attempt, generation, info, exit_code, number, command=command, logs=self._logs)
         self._exit_reports.add(end, partial(self._send_exit, self._ranks, local))
 
-    def _send_exit(self, ranks: LocalRanks, local: LocalRank, known: dict[str, Any]) -> None:
+    def _send_exit(self, ranks: LocalRanks, local: LocalRank, report: agents.RankExit) -> None:
         if ranks is self._ranks:
-            self._peer.send("exit", generation=ranks.generation, rank=local.rank, **known)
+            self._peer.send(report)
             local.reported = True
             self._send_gone(ranks)
 
@@ -321,14 +321,14 @@ class NodeAgent:
 
     def _send_gone(self, ranks: LocalRanks) -> None:
         if ranks.all_reported():
-            self._peer.send("gone", generation=ranks.generation)
+            self._peer.send(agents.GenerationGone(generation=ranks.generation))
 
     # -- stopping ----------------------------------------------------------------------------------------------------
 
-    def _ask_stop(self, reason: StopReason, seconds: float | None) -> None:
+    def _ask_stop(self, reason: StopReason, seconds: float) -> None:
         if self._ranks is None:
             return
-        self._ranks.ask(reason, 0.0 if seconds is None else time.monotonic() + seconds)
+        self._ranks.ask(reason, time.monotonic() + seconds)
         stopping = reason > StopReason.SAVE_AND_GO_ON
         if self._config.command and stopping and not self._sigterm_sent and self._link is not None:
             self._sigterm_sent = True
@@ -337,7 +337,7 @@ class NodeAgent:
     def _kill(self, generation: int) -> None:
         ranks = self._ranks
         if ranks is None or ranks.generation != generation or ranks.all_reported():
-            self._peer.send("gone", generation=generation)
+            self._peer.send(agents.GenerationGone(generation=generation))
             return
         ranks.killed = True
         if self._link is not None:  # without one they are being killed as orphans
@@ -375,13 +375,13 @@ class NodeAgent:
             now, ranks, sampler = time.monotonic(), self._ranks, self._sampler
             if ranks is None or sampler is None:
                 if self._reports.due(now):
-                    self._peer.send("progress", generation=0)
+                    self._peer.send(agents.ProgressReport(generation=0))
                 continue
             summary = ranks.summary()
-            first = reported != ranks.generation and summary["stepped"]
+            first = reported != ranks.generation and summary.stepped
             reported = ranks.generation if first else reported
             if self._reports.due(now, closely=sampler.sees_halted(), at_once=first):
-                self._peer.send("progress", generation=ranks.generation, **summary, **sampler.report())
+                self._peer.send(sampler.report(summary))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
         task = asyncio.get_running_loop().create_task(work)

@@ -14,11 +14,9 @@ from trainer.contract.drill_config import DrillConfig
 from trainer.contract.fault_detection_config import HangConfig, PreflightConfig, SpikeConfig, StragglerConfig
 from trainer.contract.logs.log_rotation import LogsConfig
 from trainer.contract.run_dir import RunDir
+from trainer.contract.scheduler_kinds import choice_words, choices
 from trainer.contract.user_command.command_checkpoints import CommandCheckpointsConfig
 from trainer.contract.user_command.command_progress import CommandProgressConfig
-
-SLURM_EARLY = 60.0
-"""Seconds by which Slurm may send the signal of --signal before it was asked to."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,8 +57,8 @@ class ClusterShape:
     """Seconds before the time limit at which the job starts to save and stop (also sbatch's `--signal`)."""
 
     def __post_init__(self) -> None:
-        if self.kind not in ("auto", "slurm", "local"):
-            raise ValueError(f"cluster.kind={self.kind}: must be auto, slurm or local")
+        if self.kind not in choices():
+            raise ValueError(f"cluster.kind={self.kind}: must be {choice_words()}")
         for name in ("nodes", "ranks_per_node", "cpus_per_task"):
             if getattr(self, name) < 1:
                 raise ValueError(f"cluster.{name}={getattr(self, name)}: must be at least 1")

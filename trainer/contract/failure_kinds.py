@@ -81,6 +81,7 @@ TRAITS: dict[FailureKind, FailureTraits] = {
     FailureKind.DESYNC: FailureTraits(budget=Budget.PERSON, comes_back=True, examined=True),
     FailureKind.NUMERIC: FailureTraits(budget=Budget.PERSON, comes_back=True, of_the_state=True),
     FailureKind.STORAGE: FailureTraits(budget=Budget.TIME, seen_inside=True),
+    FailureKind.INSTALLATION: FailureTraits(budget=Budget.PERSON, comes_back=True, seen_inside=True),
     FailureKind.UNKNOWN: FailureTraits(budget=Budget.TRIES, losses=Losses.CLUSTER),
 }  # fmt: skip
 """Every kind; docs/failures.md has it in words, and a test compares the two."""

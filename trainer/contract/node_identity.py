@@ -3,14 +3,16 @@
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
+
+from trainer.contract.process_identity import start_time
+from trainer.contract.scheduler_kinds import LOCAL, SLURM
 
 
 @dataclass(frozen=True, kw_only=True)
 class NodeIdentity:
     """One agent's place in its job; `node` counts from 0."""
 
-    kind: str  # slurm or local
+    kind: str  # of scheduler_kinds.KINDS
     job_id: str
     node: int
     nodes: int
@@ -20,8 +22,10 @@ class NodeIdentity:
 
 def local_job_id(pid: int) -> str:
     """Identity of a local job: pid and start time (clock ticks since boot), because pids come back."""
-    stat = Path(f"/proc/{pid}/stat").read_text()
-    return f"{pid}-{stat.rpartition(')')[2].split()[19]}"
+    started = start_time(pid)
+    if started is None:
+        raise ProcessLookupError(f"there is no process {pid}")
+    return f"{pid}-{started}"
 
 
 def discover(environ: Mapping[str, str] = os.environ) -> NodeIdentity:
@@ -29,7 +33,7 @@ def discover(environ: Mapping[str, str] = os.environ) -> NodeIdentity:
     if "SUBMITIT_LOCAL_JOB_ID" in environ:
         node = int(environ["SUBMITIT_LOCAL_GLOBALID"])
         return NodeIdentity(
-            kind="local",
+            kind=LOCAL,
             job_id=local_job_id(int(environ["SUBMITIT_LOCAL_JOB_ID"])),
             node=node,
             nodes=int(environ["SUBMITIT_LOCAL_NTASKS"]),
@@ -37,7 +41,7 @@ def discover(environ: Mapping[str, str] = os.environ) -> NodeIdentity:
         )
     if "SLURM_JOB_ID" in environ and "SLURM_NODEID" in environ:
         return NodeIdentity(
-            kind="slurm",
+            kind=SLURM,
             job_id=environ["SLURM_JOB_ID"],
             node=int(environ["SLURM_NODEID"]),
             nodes=int(environ.get("SLURM_NNODES", "1")),

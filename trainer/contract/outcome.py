@@ -46,6 +46,7 @@ class FailureKind(StrEnum):
     DESYNC = "desync"  # ranks called different collectives: a bug of the program
     NUMERIC = "numeric"  # NaN, infinity or a loss spike that a rollback did not fix
     STORAGE = "storage"  # disk full, quota, read-only or I/O error
+    INSTALLATION = "installation"  # nodes have different versions of orch
     UNKNOWN = "unknown"
 
 
@@ -154,6 +155,7 @@ class AgentEnd(StrEnum):
     FROZEN = "frozen"  # its own node saw it stand still, and ended it
     SILENT = "silent"  # no message of the coordinator came for too long
     GONE = "gone"  # its connection to the coordinator ended
+    REFUSED = "refused"  # the coordinator speaks another protocol
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,7 @@ to one file lose lines on NFS.
 
 import os
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 
@@ -220,7 +221,7 @@ class RunDir:
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
-    @property
+    @cached_property  # a controller asks thousands of times in a pass
     def attempts(self) -> Path:
         return self.path / "attempts"
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from trainer.contract.messages.ranks import ReportedEnd
 from trainer.contract.outcome import ExitCode, RankOutcome, legible
 from trainer.contract.ranks.progress import ProgressCell
 from trainer.contract.ranks.rank_messages import RankSpec, send_message
@@ -49,16 +50,12 @@ def failed_outcome(spec: RankSpec, cell: ProgressCell, error: BaseException) -> 
 def report_end(spec: RankSpec, control: socket.socket, last: RankOutcome) -> None:
     """Tell the agent and keep the outcome; neither can change how the rank ends."""
     try:
-        send_message(
-            control,
-            "last",
-            exit_code=last.exit_code,
-            exception=last.exception,
+        end = ReportedEnd(
+            exit_code=last.exit_code, step=last.step, exception=last.exception,
             message=None if last.message is None else legible(last.message)[:_MAX_MESSAGE],
-            secondary=last.secondary,
-            step=last.step,
-            position=last.position,
-        )
+            secondary=last.secondary, position=last.position,
+        )  # fmt: skip
+        send_message(control, end)
     except OSError as error:
         write_stderr(f"orch: could not report the end of this rank to its agent: {error}")
     try:

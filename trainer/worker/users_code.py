@@ -41,5 +41,5 @@ def _place(error: BaseException) -> str:
 
 def _is_library(name: str) -> bool:
     path = Path(name)
-    ours = any(path.is_relative_to(_OURS / package) for package in ("orchestrator", "trainer", "checkpointing"))
+    ours = any(path.is_relative_to(_OURS / package) for package in ("orch", "orchestrator", "trainer", "checkpointing"))
     return ours or "site-packages" in path.parts or name.startswith(("<", sys.prefix, sys.base_prefix))

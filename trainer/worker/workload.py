@@ -7,7 +7,7 @@ generators of torch, Python and NumPy, or what the workload's own `state_dict()`
 
 import importlib
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,6 +20,7 @@ from trainer.contract.config import JobConfig, WorkloadConfig
 from trainer.contract.ranks.progress import Phase
 from trainer.contract.token_shards import TokensError
 from trainer.worker.data import Data, StatefulData, TokenData
+from trainer.worker.fsdp_units import fsdp_units
 from trainer.worker.mesh import Layout
 from trainer.worker.metric_values import Mean as Mean
 from trainer.worker.metric_values import Metric
@@ -80,7 +81,7 @@ class BaseWorkload:
         self.config, self.args = config, args
 
     def parallelize(self, model: nn.Module, layout: Layout) -> nn.Module:
-        """FSDP over every child with parameters and the rest; has no plan for tensor parallelism."""
+        """FSDP over `fsdp_units` and the rest; has no plan for tensor parallelism."""
         if layout.tp.size() > 1:
             raise WorkloadError(
                 f"parallel.tp={layout.tp.size()}, but {type(self).__name__} has no `parallelize` of its own: "
@@ -88,7 +89,7 @@ class BaseWorkload:
             )
         model.to(layout.device)
         policy = mixed_precision(self.config)
-        for unit in (*_blocks(model), model):
+        for unit in (*fsdp_units(model), model):
             copy_views(unit)
             fully_shard(unit, mesh=layout.fsdp, mp_policy=policy)
         return model
@@ -181,19 +182,6 @@ def mixed_precision(config: JobConfig) -> MixedPrecisionPolicy:
     if config.train.dtype == "float32":
         return MixedPrecisionPolicy()
     return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-
-
-def _blocks(model: nn.Module) -> Sequence[nn.Module]:
-    """The units of sharding: children with parameters, and the members of module lists one by one."""
-    found: list[nn.Module] = []
-    for child in model.children():
-        if isinstance(child, nn.ModuleList):
-            found += list(child)
-        elif isinstance(child, nn.ModuleDict):
-            found += list(child.values())
-        else:
-            found.append(child)
-    return [block for block in found if any(True for _ in block.parameters())]
 
 
 def find(config: WorkloadConfig) -> type[Any]:

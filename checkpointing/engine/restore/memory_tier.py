@@ -16,8 +16,6 @@ from checkpointing.engine.restore.saved_layout import PlannedFiles, SavedLayout,
 from checkpointing.engine.restore.source import OptionalKeys, Source, in_one_row
 from checkpointing.writer.arena import Arena, Record
 
-TIER = "memory"
-
 _WORTH_IT = 8  # a buffer's templates are not written again for less than this part of it
 
 

@@ -10,12 +10,13 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from checkpointing.config import MEMORY
 from checkpointing.engine.ranks.failure import explain, is_damage, result_or
 from checkpointing.engine.ranks.group import RankGroup
 from checkpointing.engine.ranks.peer_codec import peer_message
 from checkpointing.engine.restore.foreign_dcp import describe, foreign_names, source_of, step_of
 from checkpointing.engine.restore.loader import Loaded, load, load_own, on_all_ranks
-from checkpointing.engine.restore.memory_tier import TIER, Memory
+from checkpointing.engine.restore.memory_tier import Memory
 from checkpointing.engine.restore.metadata_reader import read_index, with_places
 from checkpointing.engine.restore.saved_layout import owners
 from checkpointing.engine.restore.source import OptionalKeys, Source, Targets, shards_of
@@ -215,7 +216,7 @@ class Restorer:
         except Refused:
             self.memory.forget(candidate.name)
             raise
-        return _restored(candidate, TIER, extra, loaded)
+        return _restored(candidate, MEMORY, extra, loaded)
 
     def _from_foreign(
         self, place: ResolvedTier, candidate: Candidate, tensors: Mapping[str, Tensor], optional_keys: OptionalKeys
@@ -319,7 +320,7 @@ class Restorer:
 
     def _refuse(self, refusal: Refused, candidate: Candidate | None) -> None:
         if candidate is not None and refusal.damaged:
-            tier = TIER if candidate.place < 0 else self._places[candidate.place].path
+            tier = MEMORY if candidate.place < 0 else self._places[candidate.place].path
             self.distrusted.refuse(tier, refusal.name)
         parts = parse_name(refusal.name)
         step = candidate.step if candidate is not None else parts.step if parts is not None else 0
@@ -331,7 +332,7 @@ class Restorer:
     def _where(self, place: int) -> dict[str, str]:
         """The tier, when there is more than one that it could be."""
         if place < 0:
-            return {"tier": TIER}
+            return {"tier": MEMORY}
         return {"tier": self._places[place].path} if len(self._places) > 1 or self.memory is not None else {}
 
     def _emit_restored(self, restored: Restored, seconds: float) -> None:

@@ -38,13 +38,30 @@ def warn_of_moved(screen: Screen, row: dict[str, Any]) -> None:
         warn_of_missing(screen, row["run"], row["run_dir"])
 
 
+def warn_of_lost_checkpoint(screen: Screen, row: dict[str, Any]) -> None:
+    """Say of a status row that the newest checkpoint, as the registry has it, is not in the run's folder any more."""
+    last, path = row["last_checkpoint"], row["saved_path"] or ""
+    home = os.path.dirname(path)
+    if last is None or home != str(RunDir(Path(row["run_dir"])).checkpoints) or not _answers(home, there=True):
+        return
+    if _answers(path, there=False):
+        run, step = row["run"], last["step"]
+        words = f"the folder of step {step} of {run} is gone; `orch ckpt ls {run}` shows which checkpoints are there"
+        screen.warn("checkpoint_gone", words)
+
+
 def _is_missing(run_dir: str) -> bool:
     """Whether it is not there; False when its file system does not say in time."""
+    return _answers(run_dir, there=False)
+
+
+def _answers(folder: str, *, there: bool) -> bool:
+    """Whether its file system says in time that a folder is there, or is not."""
     said: list[bool] = []
-    asker = threading.Thread(target=lambda: said.append(os.path.isdir(run_dir)), name="folder", daemon=True)
+    asker = threading.Thread(target=lambda: said.append(os.path.isdir(folder)), name="folder", daemon=True)
     asker.start()
     asker.join(ASK_WITHIN)
-    return said == [False]
+    return said == [there]
 
 
 def _missing(run: str) -> str:

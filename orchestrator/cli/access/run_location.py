@@ -7,6 +7,7 @@ from typing import Any
 from orchestrator.controller.leasing.lease import LeaseState, displayed_state, host_of
 from orchestrator.errors import Precondition
 from orchestrator.home import registry_path
+from trainer.contract.scheduler_kinds import traits
 
 START = "`orch controller start` starts one"
 """What to type where no controller runs."""
@@ -63,8 +64,7 @@ def locate_run(row: dict[str, Any]) -> RunLocation:
 
 def reaches(kind: str, scheduler: str) -> bool:
     """Whether this host reaches that scheduler; one that does not answer just now may well be it."""
-    from orchestrator.scheduler.available_schedulers import kinds
-    from orchestrator.scheduler.scheduler_instance import instance_of
+    from orchestrator.scheduler.available_schedulers import instance_of, kinds
 
     if not scheduler:
         return True
@@ -77,7 +77,7 @@ def where_to_start(scheduler: str, kind: str, here: str) -> str:
     """On which host a controller for these runs is started; empty for this one, and where that is not known."""
     if not scheduler or scheduler == f"local@{here}":
         return ""
-    return f"on {scheduler.partition('@')[2]}" if kind == "local" else f"on a login node of {scheduler}"
+    return f"on {scheduler.partition('@')[2]}" if traits(kind).simulated_nodes else f"on a login node of {scheduler}"
 
 
 def last_seen(scheduler: str) -> str:

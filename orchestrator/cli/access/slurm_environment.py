@@ -9,6 +9,7 @@ from orchestrator.controller.slurm_contact import SlurmContact, read_contact
 from orchestrator.errors import Precondition
 from orchestrator.home import registry_path
 from orchestrator.registry.records import Lease
+from orchestrator.scheduler.available_schedulers import FACTORIES
 from orchestrator.scheduler.slurm.client_environment import ClientEnvironment
 
 RESTART = "`orch controller stop`, then the same again: the next controller has this shell's environment"
@@ -27,17 +28,23 @@ def silence_of(lease: Lease | None) -> str:
     return contact.silence if contact is not None else ""
 
 
+def unset_words(kind: str) -> str:
+    """That this shell does not say which Slurm is meant, where that matters."""
+    matters = FACTORIES[kind].named_by_environment
+    return "; SLURM_CONF is not set" if matters and not os.environ.get("SLURM_CONF") else ""
+
+
 def warn_of_silence(screen: Screen, kind: str, scheduler: str, here: str) -> bool:
     """Say why nobody has acted on a request yet where its scheduler is silent; whether it is.
 
     `here` is what this process was told in a pass of its own, empty where a controller acts.
     """
     if here:
-        unset = "" if kind != "slurm" or "SLURM_CONF" in os.environ else "; SLURM_CONF is not set"
-        told = f"{kind} does not answer from here ({here}{unset}): the request stands"
+        told = f"{kind} does not answer from here ({here}{unset_words(kind)}): the request stands"
         screen.warn("no_answer", f"{told}; {_ELSEWHERE}")
         return True
     from orchestrator.registry import fast_queries
+    from orchestrator.scheduler.available_schedulers import instance_of
     from orchestrator.scheduler.scheduler_instance import unknown_instance
 
     leases = [fast_queries.lease(registry_path(), key) for key in (scheduler, unknown_instance(kind)) if key]
@@ -45,7 +52,15 @@ def warn_of_silence(screen: Screen, kind: str, scheduler: str, here: str) -> boo
     if silence:
         told = f"{kind} does not answer the controller ({silence}): the request stands, and is carried out when it does"
         screen.warn("no_answer", told)
-    return bool(silence)
+    if silence or any(displayed_state(lease, time.time()).alive for lease in leases):
+        return bool(silence)
+    reached = instance_of(kind)
+    if not reached():  # no pass has asked: nothing that lives belongs to it
+        screen.warn(
+            "no_answer", f"{kind} does not answer from here ({reached.silence}): the request stands; {_ELSEWHERE}"
+        )
+        return True
+    return False
 
 
 def compare_with_controller(screen: Screen, kind: str) -> None:
@@ -53,10 +68,10 @@ def compare_with_controller(screen: Screen, kind: str) -> None:
 
     Raises Precondition when it gets no answer for want of something that cannot be handed on.
     """
-    if kind != "slurm":
+    if not FACTORIES[kind].named_by_environment:
         return
     from orchestrator.registry import fast_queries
-    from orchestrator.scheduler.scheduler_instance import lease_key
+    from orchestrator.scheduler.available_schedulers import lease_key
 
     lease = fast_queries.lease(registry_path(), lease_key(kind))
     contact, mine = contact_of(lease), ClientEnvironment.here()

@@ -17,6 +17,10 @@ from orchestrator.cli.terminal.argument_types import NonEmptyPath
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Screen, count, size
 from orchestrator.errors import CheckpointInvalid, ConfigError, NotFound, Precondition
+from trainer.contract.scheduler_kinds import choices
+
+_PROVENANCE = "orch.json"
+"""The file of an export that says where it comes from."""
 
 
 @click.command("export", cls=Verb)
@@ -39,9 +43,14 @@ def export(
     """
     if with_optimizer and to != "torch":
         raise ConfigError("safetensors has no place for an optimizer", where="--with-optimizer", hint="--to torch")
-    chosen = find_one(target, screen.warn)
     folder = folder.expanduser()
-    screen.if_interrupted = lambda: f"interrupted: {folder} is {'complete' if any(folder.glob('*')) else 'not written'}"
+    before = (folder / _PROVENANCE).exists()
+    screen.if_interrupted = lambda: (
+        f"interrupted: {folder} is {'complete' if (folder / _PROVENANCE).exists() and not before else 'not written'}"
+    )
+    if folder.exists() and not folder.is_dir():
+        raise Precondition(f"{folder} is a file, and must be a folder", hint="name a new folder")
+    chosen = find_one(target, screen.warn)
     torch_env.prepare()
     from checkpointing.errors import CheckpointError
     from trainer.worker.interchange.checkpoint_export import ExportRequest
@@ -93,9 +102,7 @@ def _tell_export(
 @click.argument("preset", metavar="CONFIG")
 @OVERRIDES
 @click.option("-n", "--name", default=None, help="Name of the run; orch adds a number.")
-@click.option(
-    "--cluster", type=click.Choice(["auto", "local", "slurm"]), default=None, help="Where; overrides cluster.kind."
-)
+@click.option("--cluster", type=click.Choice(choices()), default=None, help="Where; overrides cluster.kind.")
 @click.option("--weights-only", is_flag=True, help="Skip the optimizer's state: step 0, a fresh optimizer.")
 @click.option("--no-controller", is_flag=True, help="Start no controller: launch from here and return.")
 @click.option("--dry-run", is_flag=True, help="Only check whether it fits; write and submit nothing.")

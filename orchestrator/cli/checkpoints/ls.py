@@ -18,6 +18,7 @@ from orchestrator.cli.terminal.render import Column, Screen, count, decimal, iso
 from orchestrator.registry.records import RestoreTest
 from trainer.contract.run_dir import RunDir
 
+_NOT_RESUMED = ("CORRUPT", "SUSPECT", "DELETED", "WRITING")
 _NAMED = 5
 """Steps of checkpoints that are gone which a warning names."""
 
@@ -40,7 +41,8 @@ def ls(screen: Screen, run: str, everything: bool) -> None:
         tests = by_checkpoint(store.restore_tests(found.name))
     warn_of_missing(screen, found.name, found.run_dir)
     tiers = tiers_of(RunDir(Path(found.run_dir)))
-    if _add_places(screen, rows, tiers, now) and not keeps_on_nodes(RunDir(Path(found.run_dir))):
+    visible = Path(found.run_dir).is_dir()  # else the warning above has said it, and nothing is known of what was in it
+    if _add_places(screen, rows, tiers, now) and visible and not keeps_on_nodes(RunDir(Path(found.run_dir))):
         _mark_gone(screen, found.name, rows)
     _add_verdicts(rows, tiers)
     pins = read_pins(tiers[0].storage)
@@ -101,7 +103,9 @@ def _mark_gone(screen: Screen, run: str, rows: dict[str, dict[str, Any]]) -> Non
         steps = ", ".join(str(row["step"]) for row in sorted(gone, key=lambda row: row["step"])[:_NAMED])
         more = f" and {len(gone) - _NAMED} more" if len(gone) > _NAMED else ""
         words = f"no tier has these checkpoints of {run} any more: {steps}{more}"
-        screen.warn("checkpoints_gone", f"{words}; a resume goes back to one that is there")
+        left = [row["step"] for row in rows.values() if row["tiers"] and row["trust"] not in _NOT_RESUMED]
+        then = f"a resume goes back to step {max(left)}" if left else "none is left: a resume begins at step 0"
+        screen.warn("checkpoints_gone", f"{words}; {then}")
 
 
 def _add_verdicts(rows: dict[str, dict[str, Any]], tiers: list[Tier]) -> None:

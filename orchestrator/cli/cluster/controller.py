@@ -16,6 +16,7 @@ from orchestrator.cli.terminal.render import Screen, iso, span
 from orchestrator.errors import Precondition, SlurmUnreachable
 from orchestrator.home import registry_path
 from orchestrator.states import LIVE_RUNS
+from trainer.contract.scheduler_kinds import choices
 
 if TYPE_CHECKING:
     from orchestrator.controller.reconciler.reconcile import TickReport
@@ -30,7 +31,7 @@ def controller() -> None:
 @click.option(
     "--idle-exit", type=Seconds(min=0), default=None, metavar="SECONDS", help="Exit after so long without live runs."
 )
-@click.option("--cluster", type=click.Choice(["auto", "local", "slurm"]), default="auto", help="Which runs to serve.")
+@click.option("--cluster", type=click.Choice(choices()), default="auto", help="Which runs to serve.")
 @click.pass_obj
 def run(screen: Screen, idle_exit: float | None, cluster: str) -> None:
     """Run a controller in the foreground until stopped (`orch submit` starts one by itself).
@@ -50,7 +51,7 @@ def run(screen: Screen, idle_exit: float | None, cluster: str) -> None:
 
 
 @controller.command("start")
-@click.option("--cluster", type=click.Choice(["auto", "local", "slurm"]), default="auto", help="Which runs to serve.")
+@click.option("--cluster", type=click.Choice(choices()), default="auto", help="Which runs to serve.")
 @click.pass_obj
 def start(screen: Screen, cluster: str) -> None:
     """Start a controller in the background if none is alive; it ends when nothing is left to do.
@@ -117,8 +118,7 @@ def _pass() -> "tuple[TickReport | None, str]":
     With it why nobody acts for one of them.
     """
     from orchestrator.controller import service
-    from orchestrator.scheduler.available_schedulers import kinds
-    from orchestrator.scheduler.scheduler_instance import lease_key
+    from orchestrator.scheduler.available_schedulers import kinds, lease_key
 
     reports = {kind: service.tick_once(registry_path(), kind) for kind in kinds()}
     acted = [report for report in reports.values() if report is not None]

@@ -14,6 +14,7 @@ from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Screen
 from orchestrator.errors import OrchError, Precondition
 from orchestrator.scheduler.interface import Resources
+from trainer.contract.scheduler_kinds import SLURM
 
 FIRST_RUN = "slurm-first-run"
 """The preset that a newcomer submits first."""
@@ -38,7 +39,7 @@ def doctor(screen: Screen, root: Path | None, source: str, locks: bool, peer: st
     place = place.expanduser() if place else None
     found += registry_locks(peer) if locks or peer else ()
     found += machine(place)
-    wanted = cluster.get("kind") == "slurm"
+    wanted = cluster.get("kind") == SLURM
     found += slurm(place, wanted=wanted, jobs=_jobs(source if wanted else FIRST_RUN))
     found.append(periodic_passes())
     failed = [check for check in found if check.level == FAIL]
@@ -67,10 +68,10 @@ def _jobs(source: str) -> dict[str, Resources]:
     from orchestrator.scheduler.available_schedulers import kinds
     from orchestrator.submission.job_check import first_job
 
-    if "slurm" not in kinds():
+    if SLURM not in kinds():
         return {}
     try:
-        return {source: first_job(compose(source, (), environ=os.environ).config, "slurm").resources}
+        return {source: first_job(compose(source, (), environ=os.environ).config, SLURM).resources}
     except OrchError:  # told by `_cluster`, where it is the configuration that was asked for
         return {}
 

@@ -142,29 +142,29 @@ def _request_each(screen: Screen, verb: str, names: list[str], args: dict[str, A
 
 def _clusters(store: Any, verb: str, name: str) -> list[str]:
     """The clusters that have this node, as the registry knows, or as Slurm here says. Raises NotFound, Precondition."""
+    from orchestrator.scheduler.scheduler_instance import is_one_host
+
     found = [node.cluster for node in store.nodes() if node.name == name]
-    if verb == EXCLUDE and found and all(cluster.partition("@")[0] == "local" for cluster in found):
+    if verb == EXCLUDE and found and all(map(is_one_host, found)):
         raise Precondition(
             f"{name} is a simulated node: all of them are this machine", where=found[0],
             hint="nodes of a Slurm cluster can be excluded",
         )  # fmt: skip
     if not found and verb == EXCLUDE:
-        found = [_slurm_with(name)]
+        found = [_cluster_with(name)]
     if not found:
         raise NotFound(f"no run has used a node {name}", hint="`orch nodes ls` lists the nodes that are known")
     return found
 
 
-def _slurm_with(name: str) -> str:
-    """The Slurm that is reached from here, which has a node that no run has used yet; raises NotFound."""
-    from orchestrator.scheduler.available_schedulers import kinds
-    from orchestrator.scheduler.scheduler_instance import instance_of
-    from orchestrator.scheduler.slurm.commands import run_command
+def _cluster_with(name: str) -> str:
+    """The cluster that is reached from here, which has a node that no run has used yet; raises NotFound."""
+    from orchestrator.scheduler.available_schedulers import FACTORIES, instance_of, kinds
 
-    if "slurm" in kinds():
-        done = run_command(["sinfo", "-h", "-a", "-N", "-n", name, "-o", "%N"])
-        if done.returncode == 0 and name in done.stdout.split():
-            return instance_of("slurm")()
+    for kind in kinds():
+        has_node = FACTORIES[kind].has_node
+        if has_node is not None and has_node(name):
+            return instance_of(kind)()
     raise NotFound(
         f"no run has used a node {name}, and no Slurm here has it",
         hint="`sinfo -N` lists a cluster's nodes, `orch nodes ls` those that runs have used",

@@ -9,7 +9,7 @@ from orchestrator.controller.leasing.lease import LEASE_TTL
 from orchestrator.controller.service import Health
 from orchestrator.errors import Precondition
 from orchestrator.home import registry_path
-from orchestrator.scheduler.scheduler_instance import lease_key
+from orchestrator.scheduler.available_schedulers import lease_key
 
 ALIVE_WITHIN = 30.0
 """Seconds that a new controller may take until it has the lease."""

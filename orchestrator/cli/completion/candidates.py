@@ -11,6 +11,7 @@ from orchestrator.errors import OrchError
 from orchestrator.home import registry_path
 from orchestrator.registry import fast_queries
 from orchestrator.states import ENDED_RUNS, LIVE_RUNS, RunState
+from trainer.contract.scheduler_kinds import choices
 
 Item = CompletionItem[str]
 Source = Callable[[click.Context, str], Iterable[Item]]
@@ -119,7 +120,7 @@ def _values(path: tuple[str, ...], before: str) -> Iterator[Item]:
 
 
 _CHOICES = {
-    ("cluster", "kind"): ("auto", "local", "slurm"),
+    ("cluster", "kind"): choices(),
     ("train", "dtype"): ("bfloat16", "float32"),
     ("restore_tests", "sample"): ("unproven", "newest", "oldest", "random"),
 }

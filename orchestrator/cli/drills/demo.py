@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from checkpointing.config import MEMORY
 from orchestrator.cli.access.registry import open_store
 from orchestrator.cli.drills.demo_folder import demo_root
 from orchestrator.cli.drills.demo_report import DemoReport, read_demo_report
@@ -19,6 +20,7 @@ from orchestrator.cli.terminal.argument_types import NonEmptyPath, Seconds
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Screen, decimal
 from orchestrator.errors import ConfigError, RunFailed
+from trainer.contract.scheduler_kinds import LOCAL
 
 RESTORE_TEST = "restore-test"
 
@@ -62,7 +64,7 @@ def _killed_and_recovered(screen: Screen, overrides: tuple[str, ...], root: Path
     settings = (f"cluster.root={demo_root(root)}", "cluster.kind=local")
     composed = compose("demo", overrides, environ=os.environ, preset_wins=True, settings=settings)
     screen.note("demo: 2 simulated nodes x 2 ranks train on real text; a rank is killed on the way")
-    launched = launch(screen, composed, "local", no_controller=False)
+    launched = launch(screen, composed, LOCAL, no_controller=False)
     run = launched["run"]
     screen.note(f"{run}: job {launched['job_id']}, folder {launched['run_dir']}")
     row = wait_until_end(screen, run, timeout=timeout, follow=True)
@@ -99,7 +101,7 @@ def _lines(report: DemoReport) -> list[str]:
     if report.fault is not None:
         lines.append(f"hit        {report.fault}")
     if report.recovery_s is not None:
-        source = "memory, at" if report.tier == "memory" else "the checkpoint of"
+        source = "memory, at" if report.tier == MEMORY else "the checkpoint of"
         resumed = "" if report.resumed_from is None else f", from {source} step {report.resumed_from}"
         lines.append(f"recovered  trained again {report.recovery_s:.1f} s later{resumed}")
     if report.replayed:

@@ -23,6 +23,7 @@ from orchestrator.errors import ConfigError, Precondition, RunFailed, WaitTimeou
 from trainer.contract.config import JobConfig
 from trainer.contract.drill_config import KINDS
 from trainer.contract.run_dir import RunDir
+from trainer.contract.scheduler_kinds import LOCAL
 
 STEP = 25
 """Of the demo: where a rank is hit."""
@@ -139,7 +140,7 @@ def _in_a_demo(
         composed = compose("demo", overrides, environ=os.environ, preset_wins=True, settings=(*place, *words))
         _check(kind, "this demo", composed.config)
         screen.note(f"drill: 2 simulated nodes x 2 ranks train on this machine; {kind} strikes on the way")
-        launched = launch(screen, composed, "local", no_controller=False)
+        launched = launch(screen, composed, LOCAL, no_controller=False)
         run = launched["run"]
         screen.note(f"{run}: job {launched['job_id']}, folder {launched['run_dir']}")
         with following(screen, run) as follower:

@@ -50,16 +50,16 @@ class DrillRun:
 
         Raises Precondition when the job refuses it or ends before, WaitTimeout after `seconds`.
         """
-        self._nodes = [str(name) for name in found.heartbeat.get("nodes", ())]
+        self._nodes = found.heartbeat.nodes
         last = found.cluster.nodes - 1  # spares have no place that could be hit
         match self._kind:
             case "full-disk" if self._disk is not None:
                 self._disk.fill()
-                self._record_injection(found, step=found.heartbeat.get("step"))
+                self._record_injection(found, step=found.heartbeat.step)
                 screen.note(f"{found.run}: its disk is full, {self._disk.path}")
             case "full-disk":
-                writers = fill_disk(str(found.heartbeat["job_id"]))
-                self._record_injection(found, step=found.heartbeat.get("step"))
+                writers = fill_disk(found.heartbeat.job_id)
+                self._record_injection(found, step=found.heartbeat.step)
                 screen.note(f"{found.run}: {writers} checkpoint writers can write no more")
             case "corrupt-checkpoint":
                 expendable(found.folder)
@@ -107,7 +107,7 @@ class DrillRun:
             screen.note(f"{self._run}: {answer}")
 
     def _record_injection(self, found: LiveAttempt, **data: Any) -> None:
-        place = {key: int(found.heartbeat.get(key) or 0) for key in ("attempt", "generation")}
+        place = {"attempt": found.heartbeat.attempt, "generation": found.heartbeat.generation}
         told = {"kind": self._kind, "rank": None, **data}
         self._done.append(Event(time=time.time(), source="drill", seq=1, kind=EventKind.DRILL, data=told, **place))
 

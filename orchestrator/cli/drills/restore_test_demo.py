@@ -17,6 +17,7 @@ from orchestrator.cli.terminal.render import Screen
 from orchestrator.errors import Precondition, RunFailed
 from orchestrator.registry.records import Checkpoint, RestoreTest
 from trainer.contract.restore_test import Outcome
+from trainer.contract.scheduler_kinds import LOCAL
 
 SETTINGS = (
     "name=restore-test-demo", "train.steps=30", "checkpoint.every=10", "drill.events=[]", "restore_tests.every=off",
@@ -66,7 +67,7 @@ def _trained(screen: Screen, overrides: tuple[str, ...], root: Path | None, time
     settings = (f"cluster.root={demo_root(root)}", "cluster.kind=local", *SETTINGS)
     composed = compose("demo", overrides, environ=os.environ, preset_wins=True, settings=settings)
     screen.note("demo: 2 simulated nodes x 2 ranks train on real text; then their checkpoints are tested")
-    launched = launch(screen, composed, "local", no_controller=False)
+    launched = launch(screen, composed, LOCAL, no_controller=False)
     run, run_dir = str(launched["run"]), str(launched["run_dir"])
     screen.note(f"{run}: job {launched['job_id']}, folder {run_dir}")
     trouble = end_error(wait_until_end(screen, run, timeout=timeout, follow=True))
@@ -95,7 +96,7 @@ def _tested(screen: Screen, checkpoint: Checkpoint, layout: str, seconds: float)
     with open_store() as store:
         asked = Asked(checkpoint=checkpoint, layout=layout, forced=True)
         test = begin_test(store, DirectFiles(), store.run(checkpoint.run), asked, time.time())
-        wake_controller(screen, "local", no_controller=False)
+        wake_controller(screen, LOCAL, no_controller=False)
 
         def now() -> RestoreTest:
             return store.restore_test(test.test) or test

@@ -3,16 +3,16 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from orchestrator.cli.access.run_folder import existing_folder
 from orchestrator.cli.runs.next_commands import after_end
-from orchestrator.cli.runs.run_reader import json_object
+from orchestrator.cli.runs.run_reader import newest_heartbeat
 from orchestrator.cli.runs.status import one_row
 from orchestrator.errors import Precondition, WaitTimeout
 from orchestrator.states import ENDED_RUNS, RunState
 from trainer.contract.config import ClusterShape, JobConfig, load
 from trainer.contract.events import EventKind, read_events
+from trainer.contract.heartbeat import Heartbeat
 from trainer.contract.outcome import AttemptOutcome
 from trainer.contract.requests import REFUSED, Request, RequestKind
 from trainer.contract.run_dir import AttemptDir, RunDir
@@ -31,7 +31,7 @@ class LiveAttempt:
     run: str
     folder: RunDir
     attempt_dir: AttemptDir
-    heartbeat: dict[str, Any]  # its newest one
+    heartbeat: Heartbeat  # its newest one
 
     def send_request(self, kind: RequestKind, reason: str, *, value: float | None = None, detail: str = "") -> str:
         """Put a request where agent 0 looks once a second; returns the request's name."""
@@ -75,8 +75,8 @@ def find_live_attempt(name: str, now: float | None = None) -> LiveAttempt:
         raise Precondition(f"{run} is {state}: nothing runs", where=row["reason"], hint=after_end(row))
     folder = existing_folder(run, row["run_dir"])
     attempts = folder.all_attempts()
-    heartbeat = json_object(attempts[-1].heartbeat) if attempts else {}
-    if not heartbeat:
+    heartbeat = newest_heartbeat(attempts[-1]) if attempts else None
+    if heartbeat is None:
         raise Precondition(
             f"{run} is {state}: its job has not begun", where=row["reason"], hint=f"wait for it:  orch status {run} -w"
         )
@@ -87,7 +87,7 @@ def find_live_attempt(name: str, now: float | None = None) -> LiveAttempt:
             f"attempt {attempt_dir.number} of {run} has ended, the next one has not begun", where=over,
             hint=f"wait for it:  orch status {run} -w",
         )  # fmt: skip
-    silent = (time.time() if now is None else now) - float(heartbeat.get("time", 0.0))
+    silent = (time.time() if now is None else now) - heartbeat.time
     if silent > SILENT:
         raise Precondition(
             f"attempt {attempt_dir.number} of {run} has been silent for {silent:.0f} s: it would not answer",
@@ -124,10 +124,10 @@ def await_end(found: LiveAttempt, request: str, timeout: float, clock: Callable[
     Raises Precondition when it refuses the request that is to end it, and WaitTimeout.
     """
     began = clock()
-    heartbeat, still = json_object(found.attempt_dir.heartbeat), began
+    heartbeat, still = newest_heartbeat(found.attempt_dir), began
     while _end_reason(found.attempt_dir) is None:
         found.raise_if_refused(request)
-        now, newest = clock(), json_object(found.attempt_dir.heartbeat)
+        now, newest = clock(), newest_heartbeat(found.attempt_dir)
         if newest != heartbeat:
             heartbeat, still = newest, now
         elif now - still >= STOPPED:

@@ -8,6 +8,7 @@ from orchestrator.cli.live_jobs.live_attempt import await_answer, find_live_atte
 from orchestrator.cli.terminal.argument_types import Seconds
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Screen
+from orchestrator.interrupts import interrupts_held
 from trainer.contract.requests import RequestKind
 
 _SAVED = re.compile(r"^saved at step (\d+)")
@@ -20,9 +21,12 @@ _SAVED = re.compile(r"^saved at step (\d+)")
 @click.pass_obj
 def save(screen: Screen, run: str, wait_: bool, timeout: float) -> None:
     """Save a checkpoint now, at the next step boundary; training continues."""
+    screen.if_interrupted = lambda: "interrupted: nothing was asked for"
     found = find_live_attempt(run)
-    request = found.send_request(RequestKind.SAVE, "orch save")
-    screen.if_interrupted = lambda: f"interrupted: the request stands, and {found.run} saves at its next step boundary"
+    stands = f"interrupted: the request stands, and {found.run} saves at its next step boundary"
+    with interrupts_held():
+        request = found.send_request(RequestKind.SAVE, "orch save")
+        screen.if_interrupted = lambda: stands
     answer = await_answer(found, request, timeout) if wait_ else None
     said = _SAVED.match(answer or "")
     if screen.json:

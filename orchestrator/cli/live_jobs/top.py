@@ -14,12 +14,13 @@ from orchestrator.cli.access.run_folder import existing_folder
 from orchestrator.cli.live_jobs.training_speed import TrainingSpeed, training_speed
 from orchestrator.cli.runs.event_text import describe_event
 from orchestrator.cli.runs.follow import is_over
-from orchestrator.cli.runs.run_reader import EventFeed, StepMetrics, json_object
+from orchestrator.cli.runs.run_reader import EventFeed, StepMetrics, json_object, newest_heartbeat
 from orchestrator.cli.runs.status import one_row, warn_without_controller
 from orchestrator.cli.terminal.argument_types import Seconds
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Column, Screen, count, decimal, iso, one_line, progress, span
 from trainer.contract.events import EventKind
+from trainer.contract.heartbeat import Heartbeat, Stage
 from trainer.contract.run_dir import AttemptDir, RunDir
 
 MOST = 64
@@ -38,7 +39,7 @@ class Reading:
 
     at: float
     row: dict[str, Any]  # of the registry, as `orch status` has it
-    beat: dict[str, Any]  # heartbeat.json
+    beat: Heartbeat | None
     metric: StepMetrics | None
     ranks: list[dict[str, Any]]
     world: int
@@ -50,7 +51,7 @@ class Reading:
     def last_checkpoint(self) -> dict[str, Any] | None:
         """The newest one; the job's own files tell of it before the registry does."""
         known: dict[str, Any] | None = self.row["last_checkpoint"]
-        told: list[tuple[int, float | None]] = [(int(self.beat.get("saved_step") or 0), None)]
+        told: list[tuple[int, float | None]] = [(self.beat.saved_step if self.beat is not None else 0, None)]
         told += [(self.saved[0], _since(self.at, self.saved[1]))] if self.saved is not None else []
         step, age = max(told, key=lambda one: (one[0], one[1] is not None))
         if step <= (known["step"] if known is not None else 0):
@@ -60,18 +61,18 @@ class Reading:
     @property
     def step(self) -> int:
         newest = self.metric.step if self.metric is not None else 0
-        return max(newest, int(self.beat.get("step") or 0), int(self.row["step"] or 0))
+        told = self.beat.step if self.beat is not None else 0
+        return max(newest, told or 0, int(self.row["step"] or 0))
 
     def to_json(self) -> dict[str, Any]:
-        metric, last = self.metric, self.last_checkpoint
+        metric, last, beat = self.metric, self.last_checkpoint, self.beat
         return {
             "run": self.row["run"], "state": self.row["state"], "step": self.step,
             "total_steps": self.row["total_steps"],
             "loss": metric.loss if metric is not None else self.row["loss"],
             "tokens_per_s": metric.tokens_per_s if metric is not None else None,
-            "attempt": self.beat.get("attempt"), "generation": self.beat.get("generation"),
-            "phase": self.beat.get("phase"), "silent_s": _since(self.at, self.beat.get("time")),
-            "last_checkpoint": last, "saved_step": self.beat.get("saved_step"), "world": self.world,
+            **{key: beat and getattr(beat, key) for key in ("attempt", "generation", "phase", "saved_step")},
+            "silent_s": _since(self.at, beat and beat.time), "last_checkpoint": last, "world": self.world,
             "ranks": self.ranks, "events": [{"time": iso(when), "text": text} for when, text in self.events],
             "step_seconds": self.speed.step_seconds, "eta_s": self.speed.eta_s,
             "loss_change": self.speed.loss_change, "loss_steps": self.speed.loss_steps,
@@ -94,11 +95,12 @@ class Reader:
             if text is not None:
                 self._told.append((event.time, text))
         attempts = self._folder.all_attempts()
-        beat = json_object(attempts[-1].heartbeat) if attempts else {}
-        board = _board(attempts[-1], beat) if attempts else {}
-        ranks = [row for row in board.get("ranks", []) if isinstance(row, dict)]
+        beat = newest_heartbeat(attempts[-1]) if attempts else None
+        board = _board(attempts[-1], beat) if beat is not None else {}
         row, now = one_row(self._run), time.time()
-        training = beat.get("state") == "running" and not is_over(row)
+        known = [] if is_over(row) else board.get("ranks", [])  # of a run that is over they stand where they ended
+        ranks = [rank for rank in known if isinstance(rank, dict)]
+        training = beat is not None and beat.state == Stage.RUNNING and not is_over(row)
         return Reading(
             at=now, row=row, beat=beat, metric=self._feed.latest, ranks=ranks,
             world=int(board.get("world") or len(ranks)), events=list(self._told), saved=self._saved,
@@ -106,10 +108,10 @@ class Reader:
         )  # fmt: skip
 
 
-def _board(attempt: AttemptDir, beat: dict[str, Any]) -> dict[str, Any]:
+def _board(attempt: AttemptDir, beat: Heartbeat) -> dict[str, Any]:
     """Where the ranks stand; nothing of a generation that is over."""
     board = json_object(attempt.ranks)
-    return board if board.get("generation") == beat.get("generation") else {}
+    return board if board.get("generation") == beat.generation else {}
 
 
 def _since(now: float, moment: Any) -> float | None:
@@ -199,9 +201,9 @@ def head(reading: Reading) -> list[str]:
     words += [f"{count(round(speed))} tokens/s"] if isinstance(speed, (int, float)) else []
     lines.append("   ".join(words))
     lines += _speed_words(reading.speed)
-    if beat:
-        silent = _since(reading.at, beat.get("time"))
-        said = f"attempt {beat.get('attempt')} generation {beat.get('generation')}   {_doing(beat)}"
+    if beat is not None:
+        silent = _since(reading.at, beat.time)
+        said = f"attempt {beat.attempt} generation {beat.generation}   {_doing(beat)}"
         lines.append(f"{said}   heartbeat {span(silent)} ago")
     last = reading.last_checkpoint
     age = f", {span(last['age_s'])} ago" if last and last["age_s"] is not None else ""
@@ -209,10 +211,9 @@ def head(reading: Reading) -> list[str]:
     return [*lines, f"last checkpoint {saved}"]
 
 
-def _doing(beat: dict[str, Any]) -> str:
+def _doing(beat: Heartbeat) -> str:
     """What the job does: the phase of its ranks while they run."""
-    stage = str(beat.get("state"))
-    return STAGES.get(stage) or f"{stage}: {beat.get('phase')}"
+    return STAGES.get(beat.state) or f"{beat.state}: {beat.phase}"
 
 
 def _speed_words(speed: TrainingSpeed) -> list[str]:
@@ -232,10 +233,10 @@ def _flat(row: dict[str, Any]) -> dict[str, Any]:
     return {**row, "still": still, "doing": state, "work": f"{ratio:.2f} x" if isinstance(ratio, (int, float)) else ""}
 
 
-STAGES = {
-    "joining": "checking nodes",
-    "warming": "importing torch and your code",
-    "clearing": "ending the remaining ranks",
+STAGES: dict[str, str] = {
+    Stage.JOINING: "checking nodes",
+    Stage.WARMING: "importing torch and your code",
+    Stage.CLEARING: "ending the remaining ranks",
 }
 """What a job does while no rank trains."""
 STATES = {"T": "stopped", "t": "traced", "D": "waits for a device", "Z": "dead", "X": "gone"}

@@ -5,6 +5,7 @@ folder deleted, the rows. What a kill has left is finished by the same command.
 """
 
 import sys
+import time
 from typing import Any
 
 import click
@@ -18,6 +19,9 @@ from orchestrator.cli.terminal.render import Screen, size
 from orchestrator.controller import failpoints
 from orchestrator.errors import ConfigError, NotFound, OrchError, Precondition
 from orchestrator.registry.store import Store
+
+OTHER_WITHIN = 5.0
+"""Seconds that another command gets to finish what it removes."""
 
 
 @click.command(cls=Verb)
@@ -54,6 +58,11 @@ def _plans(screen: Screen, store: Store, names: tuple[str, ...], choice: Choice)
                 hint = f"rm takes whole names, so that it meets no other run: {run.name}?"
                 raise NotFound(f"no run {name}", hint=hint)
             plans.append(plan_removal(store, run, choice))
+        except FileNotFoundError:
+            error = _removed_meanwhile(store, name)
+            refused = refused or error
+            if len(names) > 1:
+                screen.warn(type(error).__name__, f"{error.what}; {error.hint}")
         except OrchError as error:
             refused = refused or error
             if len(names) > 1:
@@ -83,6 +92,13 @@ def _is_removed(screen: Screen, store: Store, plan: Plan) -> bool:
         for test in plan.tests:
             remove(store, test)
         remove(store, plan)
+    except (FileNotFoundError, NotFound) as error:
+        if _is_gone(store, plan):
+            screen.note(f"{plan.run.name}: another command removed it just now, too")
+            return True
+        words = f"{plan.run.name}: {error.what if isinstance(error, OrchError) else error}"
+        screen.warn("NotRemoved", f"{words}; the same command finishes what was begun")
+        return False
     except (OSError, ImportError) as error:
         words = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         place = getattr(error, "filename", None) or plan.folder
@@ -92,6 +108,33 @@ def _is_removed(screen: Screen, store: Store, plan: Plan) -> bool:
         screen.warn(type(error).__name__, f"{error.what}; {error.hint}")
         return False
     return True
+
+
+def _is_gone(store: Store, plan: Plan) -> bool:
+    """Whether another command finishes the removal; one that is at it gets some time."""
+    give_up = time.monotonic() + OTHER_WITHIN
+    while time.monotonic() < give_up:
+        try:
+            if store.attempts(store.run(plan.run.name).name)[0].nonce != plan.first.nonce:
+                return True  # the name is another run's by now
+        except NotFound:
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def _removed_meanwhile(store: Store, name: str) -> OrchError:
+    """What to say of a run whose files went away while they were counted."""
+    give_up = time.monotonic() + OTHER_WITHIN
+    while time.monotonic() < give_up:
+        try:
+            store.run(name)
+        except NotFound:
+            return NotFound(f"{name} has just been removed by another command", hint="orch status")
+        time.sleep(0.1)
+    return Precondition(
+        f"files of {name} go away while they are looked at", where=name, hint="`orch status` shows whether it is gone"
+    )
 
 
 def remove(store: Store, plan: Plan) -> None:

@@ -15,6 +15,7 @@ from orchestrator.cli.terminal.render import Screen, span
 from orchestrator.errors import ConfigError, NotFound
 from orchestrator.registry.records import Checkpoint, RestoreTest, Run
 from orchestrator.states import Trust
+from trainer.contract.scheduler_kinds import LOCAL
 
 LOOK_EVERY = 0.5
 
@@ -51,7 +52,7 @@ def restore_test(
         run = _run(target)
         row = _checkpoint(screen, store, run, target)
         wanted = chosen or store.config(run.config_digest).get("restore_tests", {}).get("layouts") or ["same"]
-        kind = "local" if local else ""
+        kind = LOCAL if local else ""
         asked = [
             Asked(checkpoint=row, layout=each, steps=steps, level=level, tier=tier, kind=kind, forced=True)
             for each in wanted

@@ -19,6 +19,7 @@ from orchestrator.cli.terminal.render import Screen
 from orchestrator.errors import ConfigError, NotFound, OrchError, Precondition, SlurmUnreachable
 from orchestrator.registry.records import REFUSED, Run
 from orchestrator.states import LIVE_ATTEMPTS, LIVE_RUNS, RunState, may_move
+from trainer.contract.scheduler_kinds import traits
 
 NO_CONTROLLER = click.option("--no-controller", is_flag=True, help="Start no controller; act once from here.")
 ANSWER_TIMEOUT = 30.0
@@ -169,6 +170,9 @@ def _request(store: Any, verb: str, name: str, target: RunState, here: bool, cha
             f"{run.name} is being removed", where=run.run_dir, hint=f"`orch rm {run.name} -y` finishes that"
         )
     key = _key_here(run.cluster, must=here) if here or not run.scheduler else ""
+    still = run.state not in (*LIVE_RUNS, RunState.CANCELLED)
+    if still and not run.scheduler and not traits(run.cluster).simulated_nodes:
+        _require_cluster(verb, run, key, store.attempts(run.name))
     where = run_location.locate_run({"run": run.name, "cluster": run.cluster, "scheduler": key or run.scheduler})
     item = {"run": run.name, "state": str(run.state), "ask": None, "answer": "", "kind": run.cluster, "where": where}
     item["here"] = key not in ("", run.scheduler)
@@ -196,6 +200,22 @@ def _request(store: Any, verb: str, name: str, target: RunState, here: bool, cha
     return {**item, "ask": ask}
 
 
+def _require_cluster(verb: str, run: Run, key: str, attempts: list[Any]) -> None:
+    """Raise what keeps everybody from acting on a run that stands still, of which no cluster is known."""
+    if not key:
+        raise SlurmUnreachable(
+            f"{run.cluster} does not answer, and it is not known which cluster has the jobs of {run.name}",
+            where=run.reason,
+            hint="in a shell where `sinfo` answers, type the same again; nothing was asked for",
+        )
+    if verb == "cancel" and may_move(run.state, RunState.CANCELLED) and _may_have_job(attempts):
+        raise Precondition(
+            f"it is not known which cluster has the jobs of {run.name}",
+            where=run.reason,
+            hint=f"if it is this one ({key}): `orch resume {run.name} --here`, then `orch cancel {run.name}`",
+        )
+
+
 def _already_live(run: Run, item: dict[str, Any], change: Change | None) -> dict[str, Any]:
     if change is not None and change.overrides:
         raise Precondition(
@@ -221,12 +241,15 @@ def _may_have_job(attempts: list[Any]) -> bool:
 
 def _key_here(kind: str, *, must: bool) -> str:
     """The scheduler that this host reaches, to go on with a run there; empty, or an error, while it is silent."""
-    from orchestrator.scheduler.scheduler_instance import instance_of
+    from orchestrator.scheduler.available_schedulers import instance_of
 
     found = instance_of(kind)
     key = found()
     if must and not key:
-        raise SlurmUnreachable(f"it is not known which cluster this is: {found.silence}", hint="try again later")
+        raise SlurmUnreachable(
+            f"it is not known which cluster this is: {found.silence}",
+            hint="type the same in a shell where `sinfo` answers",
+        )
     return key
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+from checkpointing.config import MEMORY
 from orchestrator.cli.runs.run_reader import StepMetrics
 from orchestrator.cli.terminal.render import count, decimal, progress, size
 from orchestrator.recovery.drilled_failures import drill_words
@@ -110,12 +111,12 @@ def _s(data: dict[str, Any]) -> str:
 def _of(data: dict[str, Any]) -> str:
     """In which tier, where there is more than one."""
     tier = data.get("tier")
-    return "" if not tier else " in memory" if tier == "memory" else f" in {tier}"
+    return "" if not tier else " in memory" if tier == MEMORY else f" in {tier}"
 
 
 def _source(data: dict[str, Any]) -> str:
     """What a restart in place has loaded needs no disk; where else it lay is worth telling on a disk of the node."""
-    return "memory, " if data.get("tier") == "memory" else ""
+    return "memory, " if data.get("tier") == MEMORY else ""
 
 
 def _software(data: dict[str, Any]) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 from checkpointing.storage.durable import read_json
 from trainer.contract.events import Event, read_events
+from trainer.contract.heartbeat import Heartbeat
 from trainer.contract.logs.line_file import read_new_lines
 from trainer.contract.run_dir import AttemptDir, RunDir
 
@@ -28,6 +29,14 @@ def json_object(path: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def newest_heartbeat(attempt: AttemptDir) -> Heartbeat | None:
+    """The coordinator's newest word; None where there is none that can be read."""
+    try:
+        return Heartbeat.read(attempt.heartbeat)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return None
 
 
 def file_size(path: Path) -> int:

@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from checkpointing.config import MEMORY
 from checkpointing.storage.durable import dump_line
 from orchestrator.cli.access.registry import open_store
 from orchestrator.cli.access.run_folder import warn_of_missing
@@ -320,7 +321,7 @@ def _generation_row(item: Generation, attempt: Attempt) -> dict[str, Any]:
         "ended_at": end,
         "took": _took(item.started_at, end),
         "failure": _end_of(item, unreported),
-        "decision": "resumed from memory" if item.tier == "memory" else "",
+        "decision": "resumed from memory" if item.tier == MEMORY else "",
     }
 
 

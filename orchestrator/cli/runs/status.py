@@ -6,7 +6,7 @@ from typing import Any
 import click
 
 from orchestrator.cli.access.registry import open_store, require_registry
-from orchestrator.cli.access.run_folder import warn_of_moved
+from orchestrator.cli.access.run_folder import warn_of_lost_checkpoint, warn_of_moved
 from orchestrator.cli.access.run_location import START, TAKE_OVER, controller_state, where_to_start
 from orchestrator.cli.access.slurm_environment import silence_of
 from orchestrator.cli.runs.edited_config import warn_of_edited_config
@@ -60,6 +60,7 @@ def status(
         if runs:
             for row in rows:
                 warn_of_moved(screen, row)
+                warn_of_lost_checkpoint(screen, row)
                 warn_of_edited_config(screen, row)
         _show(screen, rows)
         if runs:

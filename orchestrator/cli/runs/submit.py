@@ -12,7 +12,7 @@ import click
 
 from orchestrator.cli.access.registry import open_store
 from orchestrator.cli.access.run_location import START, TAKE_OVER, controller_state
-from orchestrator.cli.access.slurm_environment import compare_with_controller, silence_of
+from orchestrator.cli.access.slurm_environment import compare_with_controller, silence_of, unset_words
 from orchestrator.cli.config import OVERRIDES, print_config
 from orchestrator.cli.runs.follow import detached, end_error, wait_until_end
 from orchestrator.cli.runs.status import one_row
@@ -23,7 +23,9 @@ from orchestrator.config.redaction import redacted, redacted_origins
 from orchestrator.errors import ConfigError, Fenced, Precondition, SlurmUnreachable, SubmitRejected
 from orchestrator.home import registry_path
 from orchestrator.registry.records import Run
+from orchestrator.scheduler.available_schedulers import FACTORIES
 from orchestrator.states import ENDED_RUNS, RunState
+from trainer.contract.scheduler_kinds import choices
 
 JOB_WITHIN = 30.0
 """Seconds for which submit waits for the job's id; the controller goes on trying afterwards."""
@@ -43,9 +45,7 @@ CHECK_CONTROLLER_EVERY = 3.0
 @click.option("--weights-only", is_flag=True, help="With --from: only the weights; step 0, a fresh optimizer.")
 @click.option("-t", "--tag", "tags", multiple=True, metavar="NAME", help="Tag the run; repeatable.")
 @click.option("-n", "--name", default=None, help="Name of the run; orch adds a number.")
-@click.option(
-    "--cluster", type=click.Choice(["auto", "local", "slurm"]), default=None, help="Where; overrides cluster.kind."
-)
+@click.option("--cluster", type=click.Choice(choices()), default=None, help="Where; overrides cluster.kind.")
 @click.option("--wait", "wait_", is_flag=True, help="Return when the run has ended; the exit code says how.")
 @click.option("--follow", is_flag=True, help="The same, and print events.")
 @click.option("--no-controller", is_flag=True, help="Start no controller: launch from here and return.")
@@ -203,12 +203,12 @@ def _begin(run: Run) -> None:
 def _ask_slurm(screen: Screen, composed: Any, cluster: str | None) -> None:
     """Raises SubmitRejected for a job that Slurm would not take: no run is made that could only be held."""
     from orchestrator.scheduler.available_schedulers import kinds, resolve
-    from orchestrator.submission.job_check import check_script, check_with_slurm
+    from orchestrator.submission.job_check import check_script, check_with_scheduler
 
     kind = resolve(cluster or composed.config.cluster.kind)
-    if kind == "slurm" and kind in kinds():
+    if kind in kinds():
         check_script(composed.config, kind)
-        check_with_slurm(composed.config, lambda words: screen.warn("slurm_refuses_now", words))
+        check_with_scheduler(composed.config, kind, lambda words: screen.warn("slurm_refuses_now", words))
 
 
 def _no_job_yet(row: dict[str, Any]) -> str:
@@ -216,7 +216,7 @@ def _no_job_yet(row: dict[str, Any]) -> str:
     from orchestrator.registry import fast_queries
 
     why = row["reason"] or silence_of(fast_queries.lease(registry_path(), row["scheduler"] or None))
-    unset = "" if row["scheduler"] or row["cluster"] != "slurm" or os.environ.get("SLURM_CONF") else _UNSET
+    unset = "" if row["scheduler"] or not unset_words(row["cluster"]) else _UNSET
     said = f"no job yet{f': {why}' if why else ''}{unset}"
     return f"{said}; the controller goes on trying: orch status {row['run']}"
 
@@ -289,7 +289,7 @@ def preview(screen: Screen, composed: Any, cluster: str | None, *, only_script: 
 
     submitted(composed, os.environ)  # refused as by a submit
     kind = _kind(screen, cluster or composed.config.cluster.kind)
-    script = _script(composed) if kind == "slurm" else None
+    script = _script(composed, kind)
     try:
         _ask_slurm(screen, composed, cluster)
     except SubmitRejected as error:
@@ -301,7 +301,7 @@ def preview(screen: Screen, composed: Any, cluster: str | None, *, only_script: 
     if not only_script:
         print_config(screen, composed.data, composed.origins)
         screen.say(f"\n# config digest {composed.digest}\n# cluster {kind}\n")
-    for line in (script or "# local: no sbatch script; the agents are processes of this machine").splitlines():
+    for line in (script or f"# {kind}: no sbatch script; the agents are processes of this machine").splitlines():
         screen.raw(line)
     screen.note("nothing was submitted")
 
@@ -316,9 +316,9 @@ def _kind(screen: Screen, wanted: str) -> str:
     return kind
 
 
-def _script(composed: Any) -> str:
+def _script(composed: Any, kind: str) -> str | None:
     """The sbatch text of the first attempt, with placeholders where a submitted run has its number and nonce."""
-    from orchestrator.scheduler.slurm import slurm_scheduler
     from orchestrator.submission.job_check import first_job
 
-    return slurm_scheduler.render(first_job(composed.config, "slurm"))
+    script = FACTORIES[kind].script
+    return script(first_job(composed.config, kind)) if script is not None else None

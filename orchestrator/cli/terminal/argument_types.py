@@ -6,6 +6,8 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
+from trainer.contract.time_spans import parse_span
+
 
 class CompletedText(click.types.StringParamType):
     """Text; at a Tab, what `orchestrator.cli.completion.candidates` knows of the parameter."""
@@ -22,11 +24,18 @@ COMPLETED_TEXT = CompletedText()
 
 
 class Seconds(click.FloatRange):
-    """A finite number of seconds: `nan` is neither small nor large, and `inf` never comes."""
+    """A finite number of seconds, or a time with its unit (`1m`): `nan` is no length, and `inf` never comes."""
 
     name = "seconds"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if isinstance(value, str):
+            span = parse_span(value)
+            value = value if span is None else span
+        try:
+            float(value)
+        except ValueError:
+            self.fail(f"{value!r} is no time: type seconds (60), or a number with s, m, h or d (1m)", param, ctx)
         number = super().convert(value, param, ctx)
         if isinstance(number, float) and not math.isfinite(number):
             self.fail(f"{value!r} is not a finite number of seconds", param, ctx)

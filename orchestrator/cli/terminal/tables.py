@@ -15,8 +15,6 @@ _PIECE = 44
 """Characters of a command or a long word that are kept on one line where there is room for them."""
 _COMMAND = r"`[^`]+`\S*|orch(?: [\w@.=/+-]+){1,4}\S*"
 _PIECES = re.compile(rf"{_COMMAND}|\S+")
-_BREAKS = re.compile(r"[^/,:=@]*[/,:=@]*")
-"""Where a word that is longer than a whole line may be broken."""
 
 
 def as_text(value: Any) -> str:
@@ -116,10 +114,7 @@ def _shared_out(columns: Sequence[Column], cells: Cells, width: int, *, last_fol
         given = max(_least(column, cells), widths[column] + spare)
         spare += widths[column] - given
         widths[column] = given
-    if spare < 0 and columns:  # narrower than anything that can be read: the widest column gives way
-        widest = max(widths, key=lambda column: widths[column])
-        widths[widest] = max(8, widths[widest] + spare)
-    return widths
+    return widths  # narrower than names and words are: lines are too long then, and what they say can be copied
 
 
 def table_lines(
@@ -162,7 +157,7 @@ def wrapped(text: str, width: int, hang: int = 0) -> list[str]:
 
 
 def folded_text(text: str, width: int) -> list[str]:
-    """The text in lines of at most `width`; commands are kept whole where they fit, words always if they can be."""
+    """The text in lines of at most `width`, or of one longer word; commands are kept whole where they fit."""
     if cell_width(text) <= width:
         return [text] if text else []
     lines: list[str] = []
@@ -177,21 +172,12 @@ def folded_text(text: str, width: int) -> list[str]:
 
 
 def _pieces(text: str, width: int) -> list[tuple[int, int]]:
-    """The pieces that may not be broken, by their places: commands, words, and parts of words that are too long."""
+    """The pieces that may not be broken, by their places: commands that fit, and words."""
     found = []
     for match in _PIECES.finditer(text):
         if cell_width(match[0]) <= min(width, _PIECE):
             found.append(match.span())
             continue
-        for word in re.finditer(r"\S+", match[0]):
-            start = match.start() + word.start()
-            found += [(start + first, start + last) for first, last in _parts(word[0], width)]
+        words = re.finditer(r"\S+", match[0])
+        found += [(match.start() + word.start(), match.start() + word.end()) for word in words]
     return found
-
-
-def _parts(word: str, width: int) -> list[tuple[int, int]]:
-    """A word whole if it fits on a line; else in parts that end with a slash or the like, or, at last, anywhere."""
-    if cell_width(word) <= width:
-        return [(0, len(word))]
-    spans = [match.span() for match in _BREAKS.finditer(word) if match[0]]
-    return [(first, min(first + width, last)) for start, last in spans for first in range(start, last, max(1, width))]

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from orchestrator.controller.leasing.observed_since import ObservedSince
-from orchestrator.process_identity import is_visible, process_space, process_state, start_time
 from orchestrator.registry.records import Lease
+from trainer.contract.process_identity import is_visible, process_space, process_state, start_time
 
 if TYPE_CHECKING:
     from orchestrator.registry.store import Store

@@ -33,6 +33,7 @@ from orchestrator.registry.store import Store
 from orchestrator.states import AttemptState, RunState, Trust
 from trainer.contract.events import EventKind
 from trainer.contract.outcome import Failure, FailureKind
+from trainer.contract.scheduler_kinds import traits
 
 PoolSize = Callable[[RunConfig], int | None]
 
@@ -88,7 +89,7 @@ def conclude(
 
 def _note_nodes(actor: Actor, run: Run, attempt: Attempt, failure: Failure | None, blamed: Sequence[Blame]) -> None:
     """Count the failure on its node, and write down which nodes are avoided from now on."""
-    if run.cluster == "local":
+    if traits(run.cluster).simulated_nodes:
         return
     stamp = actor.stamp()
     why = "" if failure is None else f"{failure.kind} in {run.name}/{attempt.number}"
@@ -184,7 +185,7 @@ def pool_of(store: Store, view: RunView, now: float, pool_size: PoolSize, gone: 
 
     `gone`: nodes that the scheduler has taken out of the newest attempt's job while it went on.
     """
-    if view.run.cluster == "local":
+    if traits(view.run.cluster).simulated_nodes:
         return Pool(size=view.config.cluster.all_nodes, needed=view.config.cluster.all_nodes)
     nodes = [node for node in store.nodes() if node.cluster == view.run.domain]
     back = {node.name: node.excluded_until for node in nodes}

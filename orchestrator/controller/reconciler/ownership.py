@@ -14,6 +14,7 @@ from orchestrator.scheduler.interface import UNREADABLE, JobStatus
 from orchestrator.scheduler.job_tags import tags
 from orchestrator.scheduler.scheduler_instance import Instance, is_known, same_cluster_name
 from orchestrator.states import LIVE_RUNS
+from trainer.contract.scheduler_kinds import traits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +74,7 @@ def _submitted_on(run: Run, host: str) -> str:
 
 def _is_evidence(run: Run, job: JobStatus) -> bool:
     """Of a local job that its host lost in a reboot nobody can tell which host that was."""
-    return job.state != UNREADABLE and not (run.cluster == "local" and job.state == "NODE_FAIL")
+    return job.state != UNREADABLE and not (traits(run.cluster).simulated_nodes and job.state == "NODE_FAIL")
 
 
 class Domain:

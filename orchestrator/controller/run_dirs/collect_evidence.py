@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from checkpointing.storage.disk_probe import write_probe
-from checkpointing.storage.durable import NotAFile, number, read_json
+from checkpointing.storage.durable import NotAFile
 from orchestrator.controller.jobs.scheduler_snapshot import SchedulerSnapshot
 from orchestrator.controller.leasing.observed_since import ObservedSince
 from orchestrator.controller.run_dirs.bounded_files import DirectFiles, Files
@@ -19,18 +19,15 @@ from orchestrator.recovery.evidence import Evidence, LogTail
 from orchestrator.registry.records import Attempt
 from orchestrator.scheduler.interface import ENDED_STATES, LEAVING_STATES, RUNNING_STATES, JobStatus
 from orchestrator.scheduler.slurm.sbatch_values import minutes
-from trainer.contract.config import SLURM_EARLY
+from trainer.contract.heartbeat import Heartbeat
 from trainer.contract.logs.log_rotation import read_tail
 from trainer.contract.outcome import AgentReport, AttemptOutcome, AttemptResult, FailureKind
 from trainer.contract.requests import RequestKind, pending
 from trainer.contract.run_dir import AttemptDir, RunDir
+from trainer.contract.scheduler_kinds import traits
 
 T = TypeVar("T")
 
-MOST_HEARTBEAT = 1 << 20
-"""Bytes beyond which nothing is a heartbeat."""
-MOST_TROUBLE = 500
-"""Characters of what a heartbeat says of saves that fail."""
 SILENCED = "silent"
 """`detail` of a stop that orch asks for because the heartbeat is silent."""
 REQUEUED = "requeued"
@@ -39,30 +36,6 @@ BEFORE_AGENTS = 60.0
 """Seconds that a job may need until its first agent runs."""
 TAIL = 64 * 1024
 """Bytes read from the end of each log."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Heartbeat:
-    """What the coordinator last wrote; `seq` grows with every write."""
-
-    seq: int
-    step: int | None = None
-    loss: float | None = None
-    saves_failing: str = ""
-    total_steps: int = 0
-    saved_step: int = 0  # newest checkpoint that ranks know of, one that they began with included
-
-    @classmethod
-    def read(cls, path: Path) -> "Heartbeat":
-        """The heartbeat; raises OSError, ValueError, TypeError, KeyError or AttributeError when there is none."""
-        fields = read_json(path, MOST_HEARTBEAT)
-        loss = fields.get("loss")
-        total, saved = fields.get("total_steps"), fields.get("saved_step")
-        return cls(
-            seq=int(fields["seq"]), step=fields.get("step"), loss=None if loss is None else number(loss),
-            total_steps=total if isinstance(total, int) else 0, saved_step=saved if isinstance(saved, int) else 0,
-            saves_failing=str(fields.get("saves_failing") or "")[:MOST_TROUBLE],
-        )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +119,7 @@ def collect_evidence(
         outcome=outcome,
         cancel_asked=view.cancel is not None,
         tails=files.call(view.folder.path, lambda: read_tails(place)) if ended and is_unexplained(outcome) else (),
-        near_limit=near_limit(job, outcome, view.config.cluster.signal_lead),
+        near_limit=near_limit(job, outcome, view.config.cluster.signal_lead, traits(view.run.cluster).signal_early),
         odd=seen.odd,
     )
 
@@ -158,8 +131,10 @@ def is_unexplained(outcome: AttemptOutcome | None) -> bool:
     return outcome.failure.kind is FailureKind.PREEMPTED
 
 
-def near_limit(job: JobStatus | None, outcome: AttemptOutcome | None, lead: float) -> bool:
-    """Whether the attempt ended when Slurm's signal was due, by the time limit that its job has now.
+def near_limit(job: JobStatus | None, outcome: AttemptOutcome | None, lead: float, early: float) -> bool:
+    """Whether the attempt ended when the scheduler's signal was due, by the time limit that its job has now.
+
+    `lead`: seconds before the limit at which it was asked for; `early`: by which it may come too soon.
 
     Somebody may have shortened it: the job may not have heard of that before the signal came.
     """
@@ -169,7 +144,7 @@ def near_limit(job: JobStatus | None, outcome: AttemptOutcome | None, lead: floa
         limit = 60.0 * minutes("time limit", job.settings.get("time limit", ""))
     except ConfigError:
         return False
-    return limit - (outcome.ended_at - outcome.started_at) <= lead + SLURM_EARLY + BEFORE_AGENTS
+    return limit - (outcome.ended_at - outcome.started_at) <= lead + early + BEFORE_AGENTS
 
 
 def removed_nodes(job: JobStatus | None, observed: ObservedSince, key: str) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from checkpointing.config import MEMORY
 from orchestrator.controller.run_dirs.bounded_files import DirectFiles, Files
 from orchestrator.controller.run_dirs.event_files import (
     NewEvents,
@@ -24,9 +25,7 @@ from orchestrator.registry.store import Store
 from orchestrator.states import Trust, may_move
 from trainer.contract.events import Event, EventKind
 from trainer.contract.outcome import Failure, FailureKind
-
-MEMORY = "memory"
-"""The tier of what a restart in place has loaded from the memory that outlived its ranks."""
+from trainer.contract.scheduler_kinds import traits
 
 UNREADABLE_EVENT = "event.unreadable"
 """The notice of an event that lacks what its kind must have."""
@@ -324,7 +323,7 @@ def _spare_used(writer: _EventWriter) -> None:
     """The attempt goes on, and no failure of it will tell of the node that was lost."""
     lost, cluster = str(writer.data["instead"]), writer.view.run.domain
     _notice(writer, lost, **{TAKEN_FOR: writer.blamed(lost)})
-    if lost and cluster != "local" and not writer.data.get("drill"):
+    if lost and not traits(writer.view.run.cluster).simulated_nodes and not writer.data.get("drill"):
         why = f"replaced by a spare in {writer.run}/{writer.attempt}: {writer.data.get('reason', '')}"
         writer.store.saw_node(lost, cluster, epoch=writer.epoch, now=writer.event.time, failure=why)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpointing.storage.durable import number, open_regular
-from orchestrator.controller.run_dirs.collect_evidence import Heartbeat
+from trainer.contract.heartbeat import Heartbeat
 from trainer.contract.run_dir import AttemptDir
 
 METRICS_TAIL = 16 * 1024

@@ -3,7 +3,7 @@
 import logging
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +54,7 @@ class Record:
     changes: int = 0  # how many transitions there were, those left out included
 
     def encode(self) -> bytes:
-        return dump_line({"schema": SCHEMA, **asdict(self)}).encode()
+        return dump_line({"schema": SCHEMA, **_fields(self)}).encode()
 
     @classmethod
     def read(cls, path: Path) -> "Record":
@@ -75,6 +75,13 @@ class Record:
         return record
 
 
+def _fields(value: Any) -> Any:
+    """`dataclasses.asdict`, without its copies of what lies below: a record is written with every change."""
+    if is_dataclass(value):
+        return {name: _fields(inner) for name, inner in vars(value).items()}
+    return [_fields(item) for item in value] if isinstance(value, tuple) else value
+
+
 def _impossible(value: Any, name: str = "") -> str:
     """The first number that no registry can hold, or no calendar has; empty where there is none."""
     if isinstance(value, dict):
@@ -87,6 +94,10 @@ def _impossible(value: Any, name: str = "") -> str:
 
 def record_of(store: Reads, name: str) -> Record:
     """What the registry knows of a run now."""
+    return store.database.read(lambda _: _record_of(store, name))
+
+
+def _record_of(store: Reads, name: str) -> Record:
     run, attempts = store.run(name), tuple(store.attempts(name))
     used = {node for attempt in attempts for node in attempt.nodes}
     used |= {str(attempt.failure["node"]) for attempt in attempts if attempt.failure and attempt.failure.get("node")}

@@ -22,7 +22,6 @@ from checkpointing.storage.disk_errors import explain_disk_error
 from checkpointing.storage.durable import write_durably
 from orchestrator.errors import ConfigError, Precondition, SlurmUnreachable, SubmitAmbiguous, SubmitRejected
 from orchestrator.home import state_home
-from orchestrator.process_identity import boot_id
 from orchestrator.scheduler import submitit_payload
 from orchestrator.scheduler.interface import UNREADABLE, JobSpec, JobStatus
 from orchestrator.scheduler.job_environment import package_root
@@ -30,6 +29,7 @@ from orchestrator.scheduler.local import local_records as records
 from orchestrator.scheduler.local.local_records import End, Intent, JobProcess
 from orchestrator.scheduler.slurm.sbatch_values import check_field, minutes
 from trainer.contract.outcome import ExitCode, FailureKind
+from trainer.contract.process_identity import boot_id
 
 _START_TIMEOUT_S = 60.0
 _ORPHAN_GRACE_S = 5.0

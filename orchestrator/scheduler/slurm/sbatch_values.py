@@ -20,6 +20,7 @@ from orchestrator.scheduler.slurm.sbatch_options import (
     memory_meant,
     time_meant,
 )
+from trainer.contract import slurm_time
 
 _NAME = r"[A-Za-z0-9_.@+][A-Za-z0-9_.@+:-]*"
 _FIELDS = {
@@ -34,10 +35,6 @@ _FIELDS = {
 }
 _FREE = re.compile(r"[A-Za-z0-9_./:@+%=\[(][A-Za-z0-9_./:@+%=,;&|*()\[\]!^~ -]*", re.ASCII)
 _OPTION = re.compile(r"[a-z][a-z]*(-[a-z]+)*", re.ASCII)
-_TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", re.ASCII)
-
-_NO_LIMIT = ("infinite", "unlimited", "-1")
-
 _BY_KEY = "set it by its own key"
 OWNED = {
     **dict.fromkeys(("partition", "account", "qos", "constraint", "exclude", "mem", "time"), f"{_BY_KEY}: cluster."),
@@ -126,19 +123,14 @@ def check_field(key: str, field: str, value: object) -> str:
 def minutes(key: str, value: object) -> int:
     """A time limit in Slurm's notation, in whole minutes, rounded up as Slurm does; raises ConfigError."""
     text = str(value)
-    match = _TIME.fullmatch(text)
     hint = f"{key} takes minutes, H:MM:SS or D-HH:MM:SS: {key}=2-00:00:00"
-    if match is None:
-        meant = "7-00:00:00; a longer run continues in a new attempt" if text.lower() in _NO_LIMIT else time_meant(text)
+    try:
+        seconds = slurm_time.seconds(text)
+    except ValueError as error:
+        longest = "7-00:00:00; a longer run continues in a new attempt"
+        meant = longest if slurm_time.is_no_limit(text) else time_meant(text)
         what = f"{key}={_printable(text)}: Slurm cannot read this as a time limit"
-        raise ConfigError(what, where=key, hint=f"{key}={meant}" if meant else hint)
-    days, first, second, third = (None if part is None else int(part) for part in match.groups())
-    if days is not None:  # D-H, D-H:MM, D-H:MM:SS
-        seconds = ((days * 24 + (first or 0)) * 60 + (second or 0)) * 60 + (third or 0)
-    elif third is not None:  # H:MM:SS
-        seconds = ((first or 0) * 60 + (second or 0)) * 60 + third
-    else:  # MM, MM:SS
-        seconds = (first or 0) * 60 + (second or 0)
+        raise ConfigError(what, where=key, hint=f"{key}={meant}" if meant else hint) from error
     if seconds <= 0:
         raise ConfigError(f"{key}={_printable(text)}: must be longer than nothing", where=key, hint=hint)
     return math.ceil(seconds / 60)

@@ -41,7 +41,9 @@ def _part(node: ast.expr) -> str:
 def offered() -> list[tuple[str, list[str]]]:
     """Every command that a message shows, with its place."""
     files = [
-        path for package in ("orchestrator", "trainer", "checkpointing") for path in (ROOT / package).rglob("*.py")
+        path
+        for package in ("orch", "orchestrator", "trainer", "checkpointing")
+        for path in (ROOT / package).rglob("*.py")
     ]
     return [
         (f"{path.relative_to(ROOT)}:{line}", words)

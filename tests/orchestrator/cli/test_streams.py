@@ -85,7 +85,8 @@ def test_a_page_is_as_wide_as_the_terminal(seeds: Seeds, width: int) -> None:
                 printed += piece
     os.close(ours)
     assert process.returncode == 0, printed
-    longest = max(map(len, printed.decode().splitlines()))
+    lines = [line for line in printed.decode().splitlines() if " " in line]  # the registry's path is kept whole
+    longest = max(map(len, lines))
     assert width - 20 < longest <= width
 
 

@@ -248,7 +248,7 @@ WRONG_OVERRIDES = [
     ("checkpoint.tiers=[{path: /a, shared: false}]", "none of them is shared", "~checkpoint.tiers"),
     ("checkpoint.tiers=[{path: $NOPE/a}]", "there is no variable NOPE here", "export NOPE=..."),
     ("checkpoint.tiers=/a", "must be a list of mappings", "checkpoint.tiers=["),
-    ("cluster.kind=pbs", "must be auto, slurm or local", "~cluster.kind"),
+    ("cluster.kind=pbs", "must be auto, local or slurm", "~cluster.kind"),
     ("cluster.gpus_per_node=1", "must be 0 or equal cluster.ranks_per_node", "~cluster.gpus_per_node"),
     ("parallel.dp_shard=3", "3 x tp=2 = 6, but cluster.nodes x cluster.ranks_per_node = 4", "parallel.dp_shard=0"),
     ("train.batch_size=15", "multiple of the 2 data-parallel ranks", "train.batch_size=14"),

@@ -10,9 +10,10 @@ import pytest
 
 from orchestrator.controller import service
 from orchestrator.controller.leasing.lease import this_process
+from orchestrator.home import controller_log
 from orchestrator.registry.records import NewRun
 from orchestrator.registry.store import Store
-from orchestrator.scheduler.scheduler_instance import lease_key
+from orchestrator.scheduler.available_schedulers import lease_key
 from orchestrator.states import AttemptState, RunState
 
 
@@ -84,4 +85,4 @@ def test_a_controller_killed_after_sending_is_followed_by_one_that_repeats_it_on
     first, second = lines_of(told)
     assert first == second
     assert first.startswith("r-1/HELD/")
-    assert os.path.exists(service.log_path())
+    assert os.path.exists(controller_log())

@@ -13,8 +13,9 @@ import pytest
 from orchestrator.controller import service
 from orchestrator.controller.leasing.lease import host_name
 from orchestrator.controller.leasing.lease_wait import is_awaited
+from orchestrator.home import controller_log
 from orchestrator.registry.store import Store
-from orchestrator.scheduler.scheduler_instance import lease_key
+from orchestrator.scheduler.available_schedulers import lease_key
 from tests.orchestrator.controller.until import until
 
 
@@ -33,7 +34,7 @@ def test_a_daemon_is_started_once_found_and_stopped(path: Path) -> None:
     assert service.stop(path) is True
     assert not service.status(path).alive
     assert service.stop(path) is False
-    assert "controller ends" in service.log_path().read_text()
+    assert "controller ends" in controller_log().read_text()
 
 
 def test_a_killed_daemon_is_replaced_at_once(path: Path) -> None:

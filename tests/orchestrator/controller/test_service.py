@@ -18,10 +18,10 @@ from orchestrator.controller.leasing.observed_since import Clock
 from orchestrator.controller.reconciler.reconcile import Controller
 from orchestrator.errors import RegistryError
 from orchestrator.home import registry_path, state_home
-from orchestrator.process_identity import start_time
 from orchestrator.registry.records import Lease, NewRun
 from orchestrator.registry.store import Store
 from trainer.contract.logs.log_rotation import LogFile
+from trainer.contract.process_identity import start_time
 from trainer.contract.run_dir import RunDir
 
 

@@ -43,6 +43,7 @@ def test_one_answer_has_all_that_status_shows(desk: Desk) -> None:
         "config_digest": run.config_digest, "step": 20, "total_steps": 100, "created_at": 1.0, "updated_at": 10.0,
         "scheduler": "", "slurm_cluster": None,
         "not_before": 0.0, "attempts": 2, "generations": 3, "attempt": 2, "job_id": "8", "job_state": "RUNNING",
+        "saved_path": "/p",
         "nodes": ["b", "c"], "last_checkpoint": {"step": 20, "trust": "COMMITTED", "committed_at": 20.0},
         "failure": None, "restore_test": None, "bad_test": None, "test_of": None,
         "tags": [], "notified": {}, "removal": "", "speed_since": {"step": 0, "at": 1.0},

@@ -8,10 +8,10 @@ import pytest
 
 from orchestrator.controller.leasing.lease import Holder, host_name
 from orchestrator.errors import RegistryError
-from orchestrator.process_identity import start_time
 from orchestrator.registry_rebuild.rebuild import rebuild
 from orchestrator.states import RunState
 from tests.orchestrator.registry.test_rebuild import begin, lose
+from trainer.contract.process_identity import start_time
 
 Desk = Any
 

@@ -293,6 +293,24 @@ def test_a_read_in_another_thread_does_not_see_an_open_write(desk: Desk) -> None
     assert desk.store.run(run.name).step == 7
 
 
+def test_what_is_read_together_is_one_snapshot_and_writes_nothing(desk: Desk) -> None:
+    run, _ = desk.run()
+    steps: list[int] = []
+
+    def read(_: Any) -> None:
+        steps.append(desk.store.run(run.name).step)
+        writer = threading.Thread(target=lambda: desk.store.note_run(run.name, **desk.stamp, step=7))
+        writer.start()
+        writer.join(10)
+        steps.append(desk.store.run(run.name).step)
+        with pytest.raises(AssertionError, match="a write within a read"):
+            desk.store.note_run(run.name, **desk.stamp, step=8)
+
+    desk.store.database.read(read)
+    assert steps == [0, 0]
+    assert desk.store.run(run.name).step == 7
+
+
 def test_a_registry_that_stays_locked_is_told_so(desk: Desk) -> None:
     from orchestrator.registry.database import Database
 

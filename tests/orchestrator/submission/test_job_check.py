@@ -8,7 +8,7 @@ import pytest
 from orchestrator.config.compose import compose
 from orchestrator.errors import ConfigError, SubmitRejected
 from orchestrator.scheduler.slurm import sbatch
-from orchestrator.submission.job_check import check_script, check_with_slurm
+from orchestrator.submission.job_check import check_script, check_with_scheduler
 from tests.fakes.slurm_commands import SINFO, refusing, write_commands
 
 NO_NODES = "allocation failure: Requested node configuration is not available"
@@ -26,7 +26,7 @@ class Site:
         self.monkeypatch.setenv("PATH", path)
         words = [f"cluster.root={self.folder / 'runs'}", *overrides]
         config = compose("slurm-first-run", words, environ={"HOME": "/nowhere"}).config
-        check_with_slurm(config, self.warned.append)
+        check_with_scheduler(config, "slurm", self.warned.append)
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,19 @@ def test_the_environment_is_named_without_importing_torch() -> None:
     assert found["torch"] == run_identity.packages()["torch"]
     assert found["slurm"] is None
     assert found["python"].count(".") == 2
+
+
+def test_of_two_packages_with_one_name_the_one_that_is_imported_is_noted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder, version in (("first", "2.0"), ("second", "1.0")):
+        about = tmp_path / folder / f"twice-{version}.dist-info"
+        about.mkdir(parents=True)
+        (about / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: twice\nVersion: {version}\n\nName: of the text\n"
+        )
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "first"), str(tmp_path / "second")])
+    assert run_identity.packages() == {"twice": "2.0"}
 
 
 def test_a_git_that_does_not_answer_leaves_open_whether_there_are_changes(

@@ -2,13 +2,19 @@
 
 import pytest
 
-from trainer.agent.attempt_state.deadline import SLURM_EARLY, Bounds
+from trainer.agent.attempt_state.deadline import Bounds
 from trainer.agent.attempt_state.stopping import Stopping
+from trainer.contract.messages.agents import ProgressReport
 from trainer.contract.ranks.progress import ProgressCell, StopReason
+from trainer.contract.scheduler_kinds import traits
 
 
 def stopping(kind: str = "slurm", limit: str = "1:00:00", lead: float = 120.0) -> Stopping:
     return Stopping(kind=kind, started=0.0, limit=limit, signal_lead=lead, bounds=Bounds())
+
+
+def took(save: float, step: float) -> ProgressReport:
+    return ProgressReport(generation=1, save_seconds=save, step_seconds=step)
 
 
 @pytest.mark.parametrize(
@@ -16,43 +22,43 @@ def stopping(kind: str = "slurm", limit: str = "1:00:00", lead: float = 120.0) -
     [
         ("slurm", 0.0, 0.0, 3600 - 120),
         ("slurm", 30.0, 5.0, 3600 - 120),  # 5 + 60 + 10 + 30 = 105 s: the configured lead is enough
-        ("slurm", 300.0, 5.0, 3600 - 5 - SLURM_EARLY - 10 - 300),
+        ("slurm", 300.0, 5.0, 3600 - 5 - traits("slurm").signal_early - 10 - 300),
         ("local", 300.0, 5.0, 3600 - 5 - 10 - 300),
-        ("slurm", 30.0, 60.0, 3600 - 5 - SLURM_EARLY - 120 - 30),  # ranks agree within two steps
+        ("slurm", 30.0, 60.0, 3600 - 5 - traits("slurm").signal_early - 120 - 30),  # ranks agree within two steps
         ("slurm", 5000.0, 5.0, 1800),  # hopeless: half of the job is trained all the same
     ],
 )
 def test_the_stop_comes_early_enough_for_the_slowest_save_seen(kind, save, step, at):
     plan = stopping(kind)
-    plan.learned([{"save_seconds": save, "step_seconds": step}, {"save_seconds": 0.0, "step_seconds": 0.0}])
+    plan.learned([took(save, step), took(0.0, 0.0)])
     assert plan.stop_at == at
     assert not plan.due(at - 1)
     assert plan.due(at)
-    early = SLURM_EARLY if kind == "slurm" else 0.0
+    early = traits(kind).signal_early
     assert plan.expected_at == min(at, 3600 - 120 - early)
     assert plan.ending(at).reason is StopReason.TIME_LIMIT
 
 
 def test_the_newest_word_counts_and_the_last_one_stays_when_there_is_none():
     plan = stopping()
-    plan.learned([{"save_seconds": 300.0, "step_seconds": 60.0}])
-    plan.learned([{"save_seconds": 200.0, "step_seconds": 1.0}])
+    plan.learned([took(300.0, 60.0)])
+    plan.learned([took(200.0, 1.0)])
     assert plan.stop_at == 3600 - 5 - 60 - 2 - 200
-    plan.learned([{}])  # between two generations nobody knows
-    plan.learned([{"save_seconds": 0.0, "step_seconds": 0.0}])  # nor at the beginning of one
+    plan.learned([ProgressReport(generation=0)])  # between two generations nobody knows
+    plan.learned([took(0.0, 0.0)])  # nor at the beginning of one
     assert plan.stop_at == 3600 - 5 - 60 - 2 - 200
 
 
 def test_the_schedulers_word_on_the_end_moves_the_plan():
     plan = stopping()
-    plan.learned([{"save_seconds": 300.0, "step_seconds": 0.0}])
+    plan.learned([took(300.0, 0.0)])
     plan.correct(7200.0)
     assert plan.stop_at == 7200 - 5 - 60 - 300
 
 
 def test_a_job_without_a_limit_is_never_due():
     plan = stopping(limit="UNLIMITED")
-    plan.learned([{"save_seconds": 300.0}])
+    plan.learned([took(300.0, 0.0)])
     assert plan.stop_at is None
     assert plan.expected_at is None
     assert not plan.due(1e9)
@@ -64,7 +70,7 @@ def test_a_short_job_trains_at_least_half_of_its_time():
 
 def test_a_signal_that_comes_with_the_planned_stop_is_of_the_time_limit():
     plan = stopping()
-    plan.learned([{"save_seconds": 600.0, "step_seconds": 0.0}])
+    plan.learned([took(600.0, 0.0)])
     assert plan.heard("SIGUSR2", 3600 - 660).reason is StopReason.TIME_LIMIT
     assert stopping().heard("SIGUSR2", 3600 - 660).reason is StopReason.PREEMPTION
 

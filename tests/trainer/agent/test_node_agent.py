@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 import pytest
@@ -15,30 +15,38 @@ from trainer.agent.attempt_state.coordinator_timeouts import Timeouts
 from trainer.agent.control import peer_timeout
 from trainer.agent.node_agent import NodeAgent
 from trainer.agent.nodes import preflight
-from trainer.agent.nodes.preflight import Fault
 from trainer.agent.processes.log_pipes import LogPipes
 from trainer.agent.ranks import rank_exit
 from trainer.agent.ranks.local_ranks import LocalRanks
 from trainer.contract.config import ClusterShape, JobConfig
 from trainer.contract.events import EventLog
+from trainer.contract.messages import agents
+from trainer.contract.messages.agents import Fault
+from trainer.contract.messages.ranks import ReportedEnd, Store
 from trainer.contract.node_identity import NodeIdentity
 from trainer.contract.outcome import RankOutcome
 from trainer.contract.ranks.rank_messages import send_message
 from trainer.contract.ranks.rank_outcomes import append_outcome
 from trainer.contract.run_dir import RunDir
 
+M = TypeVar("M")
+
 
 class Told:
     """Stands for the connection to the coordinator: remembers what was said."""
 
     def __init__(self) -> None:
-        self.messages: list[dict[str, Any]] = []
+        self.messages: list[agents.FromAgent] = []
 
-    def send(self, kind: str, /, **fields: Any) -> None:
-        self.messages.append({"say": kind, **fields})
+    def send(self, message: agents.FromAgent) -> None:
+        self.messages.append(message)
 
-    def of(self, kind: str) -> list[dict[str, Any]]:
-        return [message for message in self.messages if message["say"] == kind]
+    def of(self, kind: type[M]) -> list[M]:
+        return [message for message in self.messages if isinstance(message, kind)]
+
+    def names(self) -> list[str]:
+        """Of all but progress."""
+        return [type(one).__name__ for one in self.messages if not isinstance(one, agents.ProgressReport)]
 
 
 class LostLink:
@@ -67,13 +75,13 @@ class Alone:
         self.ranks = self.agent._ranks = LocalRanks(1, range(2))
         self.agent._node_rank = 0
 
-    def ended(self, exit_code: int | None, number: int | None = None) -> dict[str, Any]:
+    def ended(self, exit_code: int | None, number: int | None = None) -> agents.RankExit:
         async def end() -> None:
             self.agent._on_exited(0, exit_code, number)
             await self.agent._exit_reports.wait_until_sent()
 
         asyncio.run(end())
-        return self.told.of("exit")[-1]
+        return self.told.of(agents.RankExit)[-1]
 
     def close(self) -> None:
         self.agent._ranks.close()
@@ -87,46 +95,46 @@ def alone(tmp_path: Path) -> Iterator[Alone]:
     made.close()
 
 
-LAST = {"exit_code": 1, "exception": "OSError", "message": "[Errno 28] full", "secondary": False, "step": 9}
+LAST = ReportedEnd(exit_code=1, exception="OSError", message="[Errno 28] full", step=9)
 
 
 def test_a_rank_that_could_not_write_its_outcome_is_believed_by_its_socket(alone):
     theirs = alone.ranks.by_rank[0].theirs
-    send_message(theirs, "store", host="h", port=1, key="00")
-    send_message(theirs, "last", **LAST)
+    send_message(theirs, Store(host="h", port=1, key="00"))
+    send_message(theirs, LAST)
     end = alone.ended(1)
-    assert {key: end[key] for key in LAST} == LAST
-    assert end["reported"]
+    assert (end.exit_code, end.exception, end.message, end.step) == (1, "OSError", "[Errno 28] full", 9)
+    assert end.reported
 
 
 def test_the_outcome_file_comes_before_the_socket(alone):
-    send_message(alone.ranks.by_rank[0].theirs, "last", **LAST)
+    send_message(alone.ranks.by_rank[0].theirs, LAST)
     node = alone.agent._node.name
     append_outcome(alone.attempt, RankOutcome(rank=0, generation=1, node=node, step=10, exit_code=0, time=0.0))
     # It died in the interpreter's teardown.
     end = alone.ended(None, 6)
-    assert (end["exit_code"], end["signal"], end["step"], end["reported"]) == (0, None, 10, True)
+    assert (end.exit_code, end.signal, end.step, end.reported) == (0, None, 10, True)
 
 
 def test_a_rank_that_leaves_with_zero_and_says_nothing_has_not_said_so(alone):
-    assert not alone.ended(0)["reported"]
-    assert not alone.ended(76)["reported"]
+    assert not alone.ended(0).reported
+    assert not alone.ended(76).reported
 
 
 def test_a_last_word_that_cannot_be_read_is_none(alone):
-    alone.ranks.by_rank[0].theirs.send(b'{"kind": "last", "mess')
-    send_message(alone.ranks.by_rank[0].theirs, "last", exit_code=0)
-    assert not alone.ended(0)["reported"]
+    alone.ranks.by_rank[0].theirs.send(b'{"say": "reported_end", "mess')
+    alone.ranks.by_rank[0].theirs.send(b'{"say": "reported_end", "exit_code": 0}')
+    assert not alone.ended(0).reported
 
 
 def test_a_command_needs_no_word(tmp_path):
     alone = Alone(tmp_path, command=["true"])
-    assert alone.ended(0)["reported"]
+    assert alone.ended(0).reported
     alone.close()
 
 
 async def begin(alone: Alone) -> None:
-    alone.agent._start_generation(2, None)
+    alone.agent._start_generation(agents.StartGeneration(generation=2, node_rank=0))
 
 
 def test_a_start_that_meets_a_dead_fork_server_breaks_the_generation(alone):
@@ -134,9 +142,9 @@ def test_a_start_that_meets_a_dead_fork_server_breaks_the_generation(alone):
     alone.ranks.close()
     alone.agent._ranks = None
     asyncio.run(begin(alone))
-    assert [message["generation"] for message in alone.told.of("broken")] == [2]
+    assert [message.generation for message in alone.told.of(agents.ForkServerDied)] == [2]
     alone.agent._kill(2)
-    assert [message["generation"] for message in alone.told.of("gone")] == [2]
+    assert [message.generation for message in alone.told.of(agents.GenerationGone)] == [2]
 
 
 class Line(Told):
@@ -146,12 +154,12 @@ class Line(Told):
 
     def __init__(self) -> None:
         super().__init__()
-        self._said: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
+        self._said: asyncio.Queue[agents.ToAgent | None] = asyncio.Queue()
 
-    def send_message(self, kind: str, /, **fields: Any) -> None:
-        self._said.put_nowait({"say": kind, **fields})
+    def say(self, message: agents.ToAgent) -> None:
+        self._said.put_nowait(message)
 
-    async def receive(self) -> dict[str, Any] | None:
+    async def receive(self) -> agents.ToAgent | None:
         return await self._said.get()
 
 
@@ -170,7 +178,7 @@ def test_an_agent_that_was_stopped_itself_does_not_take_its_coordinator_for_lost
         listening = asyncio.create_task(alone.agent._listen())
         await asyncio.sleep(0.05)
         time.sleep(1.0)  # noqa: ASYNC251  # all of the process stands still
-        asyncio.get_running_loop().call_later(0.1, lambda: line.send_message("end", code=0))
+        asyncio.get_running_loop().call_later(0.1, lambda: line.say(agents.End(code=0)))
         return await listening
 
     assert asyncio.run(scene()) == 0
@@ -189,7 +197,7 @@ def test_an_agent_speaks_while_its_node_is_examined_and_can_be_told_to_end(alone
     fault = Fault(check="GPUs", reason="0 GPU(s)", shared=False)
     monkeypatch.setattr(preflight, "examine", lambda *_: answered.wait(20) and [fault])
 
-    async def heard(line: Line, kind: str) -> None:
+    async def heard(line: Line, kind: type) -> None:
         async with asyncio.timeout(5):
             while not line.of(kind):
                 await asyncio.sleep(0.01)
@@ -198,19 +206,19 @@ def test_an_agent_speaks_while_its_node_is_examined_and_can_be_told_to_end(alone
         answered.clear()
         line, alone.agent._ranks = Line(), None
         serving = asyncio.create_task(alone.agent.serve(line))
-        await heard(line, "progress")
-        assert not line.of("fit")
+        await heard(line, agents.ProgressReport)
+        assert not line.of(agents.PreflightReport)
         if driver:
             answered.set()
-            await heard(line, "fit")
-        line.send_message("end", code=0)
+            await heard(line, agents.PreflightReport)
+        line.say(agents.End(code=0))
         assert await asyncio.wait_for(serving, 5) == 0
         answered.set()
         return line
 
     try:
-        assert not asyncio.run(scene(driver=False)).of("fit")
-        assert [message["faults"] for message in asyncio.run(scene(driver=True)).of("fit")] == [[fault.to_json()]]
+        assert not asyncio.run(scene(driver=False)).of(agents.PreflightReport)
+        assert [message.faults for message in asyncio.run(scene(driver=True)).of(agents.PreflightReport)] == [(fault,)]
     finally:
         alone.agent._ranks = alone.ranks  # closed by the fixture
 
@@ -224,7 +232,7 @@ def test_a_file_system_that_stands_still_when_ranks_die_stops_no_agent(alone, mo
     back = threading.Event()
     monkeypatch.setattr(rank_exit, "_READ_SECONDS", 1.5)
     monkeypatch.setattr(rank_exit, "find_outcome", lambda *_: back.wait(3) and None)
-    send_message(alone.ranks.by_rank[1].theirs, "last", **LAST)
+    send_message(alone.ranks.by_rank[1].theirs, LAST)
 
     async def scene() -> None:
         before = time.monotonic()
@@ -238,17 +246,17 @@ def test_a_file_system_that_stands_still_when_ranks_die_stops_no_agent(alone, mo
             alone.agent._gone(rank)
         alone.agent._kill(1)
         assert time.monotonic() - before < 1.0
-        assert not alone.told.of("exit") + alone.told.of("gone")
+        assert not alone.told.of(agents.RankExit) + alone.told.of(agents.GenerationGone)
         await alone.agent._exit_reports.wait_until_sent()
 
     try:
         asyncio.run(scene())
     finally:
         back.set()
-    told = [(message["say"], message.get("rank")) for message in alone.told.messages if message["say"] != "progress"]
-    assert told == [("exit", 1), ("exit", 0), ("gone", None)]
-    first, second = alone.told.of("exit")
-    assert (first["reported"], first["exception"], second["reported"], second["signal"]) == (True, "OSError", False, 9)
+    assert alone.told.names() == ["RankExit", "RankExit", "GenerationGone"]
+    first, second = alone.told.of(agents.RankExit)
+    assert (first.rank, first.reported, first.exception) == (1, True, "OSError")
+    assert (second.rank, second.reported, second.signal) == (0, False, 9)
 
 
 def test_an_end_is_not_told_of_a_generation_that_is_over(alone):
@@ -259,7 +267,7 @@ def test_an_end_is_not_told_of_a_generation_that_is_over(alone):
 
     asyncio.run(scene())
     alone.agent._ranks = alone.ranks
-    assert not alone.told.of("exit")
+    assert not alone.told.of(agents.RankExit)
 
 
 def test_who_ended_before_its_fork_server_is_told_of_before_it(alone):
@@ -268,9 +276,8 @@ def test_who_ended_before_its_fork_server_is_told_of_before_it(alone):
     async def scene() -> None:
         alone.agent._on_exited(0, 1, None)
         alone.agent._on_fork_server_lost("killed by SIGKILL")
-        while not alone.told.of("gone"):
+        while not alone.told.of(agents.GenerationGone):
             await asyncio.sleep(0.01)
 
     asyncio.run(asyncio.wait_for(scene(), 5))
-    told = [message["say"] for message in alone.told.messages if message["say"] != "progress"]
-    assert told == ["unready", "exit", "broken", "exit", "gone"]
+    assert alone.told.names() == ["Unready", "RankExit", "ForkServerDied", "RankExit", "GenerationGone"]

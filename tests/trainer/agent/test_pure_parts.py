@@ -2,13 +2,14 @@
 
 import pytest
 
+from trainer.agent.attempt_state.attempt_progress import AttemptProgress
 from trainer.agent.attempt_state.deadline import Bounds, bound, lead, parse_time, reason_of
-from trainer.agent.attempt_state.heartbeat import AttemptProgress
 from trainer.agent.attempt_state.stopping import Stopping
 from trainer.agent.fork_server import cpu_binding
 from trainer.agent.nodes import preflight
 from trainer.agent.nodes.preflight import Fault, examine, find_blamed_node
 from trainer.contract.config import ClusterShape, DataConfig, JobConfig
+from trainer.contract.messages.agents import ProgressReport
 from trainer.contract.node_identity import NodeIdentity
 from trainer.contract.outcome import FailureKind
 from trainer.contract.ranks.progress import StopReason
@@ -92,8 +93,8 @@ def test_a_later_signal_shortens_a_stop_and_keeps_its_reason():
     assert stop.asked("again", 120).until == 130
 
 
-def report(**fields) -> list[dict]:
-    return [{"generation": 1, "step": 5, "saved": 0, "phase": "forward", **fields}]
+def report(**fields) -> list[ProgressReport]:
+    return [ProgressReport(**{"generation": 1, "step": 5, "phase": "forward", **fields})]
 
 
 def test_ranks_that_move_get_their_time_again_when_nobody_presses():
@@ -223,11 +224,9 @@ def test_gpus_are_counted_before_anything_trains(tmp_path, monkeypatch, driver, 
 
 def test_a_heartbeat_keeps_what_was_known_through_a_restart():
     standing = AttemptProgress(1, "7", lambda: 5.0)
-    standing.merge(
-        [{"step": 9, "loss": 2.5, "saved": 8, "total": 20, "phase": "data"}, {"step": 8, "phase": "forward"}]
-    )
-    standing.merge([{"step": 0, "loss": None, "phase": "init"}, {"step": 0, "phase": "init"}])
+    standing.merge(report(step=9, loss=2.5, saved=8, total=20, phase="data") + report(step=8))
+    standing.merge(2 * report(step=0, phase="init"))
     beat = standing.beat(generation=2, nodes=["a"], state="running")
     assert (beat.step, beat.loss, beat.saved_step, beat.total_steps, beat.phase) == (8, 2.5, 8, 20, "init")
-    standing.merge([{"step": 5, "loss": 3.0, "phase": "data"}])
+    standing.merge(report(step=5, loss=3.0, phase="data"))
     assert standing.beat(generation=2, nodes=["a"], state="running").step == 5

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from trainer.agent import main
-from trainer.agent.attempt_state.heartbeat import Heartbeat
 from trainer.agent.evidence import bundle
 from trainer.agent.evidence.incidents import write_verdict
 from trainer.agent.fork_server.torchrun_command import torchrun_environment
@@ -20,6 +19,7 @@ from trainer.agent.watch.hangs import Judgement, Verdict
 from trainer.contract import skipped_batches
 from trainer.contract.config import JobConfig
 from trainer.contract.events import EventKind, EventLog
+from trainer.contract.heartbeat import Heartbeat
 from trainer.contract.outcome import AgentEnd, AgentReport, AttemptOutcome, AttemptResult, RankOutcome
 from trainer.contract.ranks.rank_outcomes import append_outcome
 from trainer.contract.restore_test import Outcome, RestoreVerdict

@@ -13,10 +13,11 @@ import pytest
 
 from tests.trainer.agent.coordination.test_coordinator import Scene, hear
 from tests.trainer.agent.job import LocalJob, alive, until
-from trainer.agent.control.tcp_transport import Peer
+from trainer.agent.control.tcp_transport import CoordinatorPeer
 from trainer.agent.nodes.preflight import Fault
 from trainer.contract import token_shards
 from trainer.contract.events import EventKind
+from trainer.contract.messages import agents
 from trainer.contract.outcome import AttemptOutcome, AttemptResult
 
 TINY = {
@@ -84,19 +85,19 @@ def led(folder: Path, script: Callable[[Scene], Any], spares: int = 1, **timeout
     asyncio.run(whole())
 
 
-SICK = Fault(check="open files", reason="open-files limit is 64, below 1024", shared=False).to_json()
+SICK = Fault(check="open files", reason="open-files limit is 64, below 1024", shared=False)
 
 
 def test_a_node_that_is_not_fit_is_left_out_and_the_spare_begins_in_its_place(tmp_path):
     async def script(scene: Scene) -> None:
         peers = [await scene.join(0), await scene.join(1, fit=False), await scene.join(2)]
-        peers[1].send("fit", faults=[SICK])
-        assert [(await hear(peers[node], "start"))["node_rank"] for node in (0, 2)] == [0, 1]
-        peers[2].send("exit", generation=1, rank=1, step=3, exit_code=None, signal=9, reported=False)
+        peers[1].send(agents.PreflightReport(faults=(SICK,)))
+        assert [(await hear(peers[node], agents.StartGeneration)).node_rank for node in (0, 2)] == [0, 1]
+        peers[2].send(agents.RankExit(generation=1, rank=1, step=3, exit_code=None, signal=9, reported=False))
         # Who has no seat is not waited for.
         for node in (0, 2):
-            peers[node].send("gone", generation=1)
-        assert (await hear(peers[2], "start"))["generation"] == 2
+            peers[node].send(agents.GenerationGone(generation=1))
+        assert (await hear(peers[2], agents.StartGeneration)).generation == 2
 
     led(tmp_path, script)
 
@@ -104,14 +105,14 @@ def test_a_node_that_is_not_fit_is_left_out_and_the_spare_begins_in_its_place(tm
 def test_a_job_starts_without_a_node_that_does_not_come_and_takes_it_as_a_spare_when_it_does(tmp_path):
     async def script(scene: Scene) -> None:
         peers = [await scene.join(0), await scene.join(2)]
-        assert [(await hear(peer, "start"))["node_rank"] for peer in peers] == [0, 1]
+        assert [(await hear(peer, agents.StartGeneration)).node_rank for peer in peers] == [0, 1]
         late = await scene.join(1)
         while len(scene.events(EventKind.AGENT_JOINED)) < 3:
-            await hear(late, "ping")
+            await hear(late, agents.Ping)
         await peers[1].close()
-        peers[0].send("gone", generation=1)
-        start = await hear(late, "start")
-        assert (start["node_rank"], start["generation"]) == (1, 2)
+        peers[0].send(agents.GenerationGone(generation=1))
+        start = await hear(late, agents.StartGeneration)
+        assert (start.node_rank, start.generation) == (1, 2)
 
     led(tmp_path, script, more_nodes=0.5)
 
@@ -121,7 +122,7 @@ def test_too_few_fit_nodes_end_the_attempt_with_the_node_named(tmp_path):
         for node in (0, 1, 2):
             peer = await scene.join(node, fit=node == 0)
             if node:
-                peer.send("fit", faults=[SICK])
+                peer.send(agents.PreflightReport(faults=(SICK,)))
         assert await asyncio.wait_for(scene.leading, 15) == 77
         failure = AttemptOutcome.read(scene.attempt.outcome).failure
         assert failure is not None
@@ -133,9 +134,9 @@ def test_too_few_fit_nodes_end_the_attempt_with_the_node_named(tmp_path):
 def test_a_node_that_is_lost_while_the_others_warm_up_is_replaced(tmp_path):
     async def script(scene: Scene) -> None:
         peers = [await scene.join(node, ready=node != 1) for node in (0, 1, 2)]
-        assert (await hear(peers[1], "node_rank"))["node_rank"] == 1
+        assert (await hear(peers[1], agents.NodeRank)).node_rank == 1
         await peers[1].close()
-        assert (await hear(peers[2], "start"))["node_rank"] == 1
+        assert (await hear(peers[2], agents.StartGeneration)).node_rank == 1
         (used,) = scene.events(EventKind.SPARE_USED)
         assert (used.data["name"], used.data["instead"]) == ("n2", "n1")
 
@@ -146,10 +147,10 @@ def test_a_node_that_is_lost_while_the_others_warm_up_is_replaced(tmp_path):
 def test_a_node_that_cannot_start_ranks_is_replaced(tmp_path, how):
     async def script(scene: Scene) -> None:
         peers = [await scene.join(node, ready=node != 1) for node in (0, 1, 2)]
-        assert (await hear(peers[1], "node_rank"))["node_rank"] == 1
+        assert (await hear(peers[1], agents.NodeRank)).node_rank == 1
         if how == "fork_server_failed":
-            peers[1].send("fork_server_failed", reason="its fork server died 3 times in a row")
-        assert (await hear(peers[2], "start"))["node_rank"] == 1
+            peers[1].send(agents.ForkServerFailed(reason="its fork server died 3 times in a row"))
+        assert (await hear(peers[2], agents.StartGeneration)).node_rank == 1
         (used,) = scene.events(EventKind.SPARE_USED)
         assert (used.data["name"], used.data["instead"]) == ("n2", "n1")
         assert ("died 3 times" if how == "fork_server_failed" else "had no fork server ready") in used.data["reason"]
@@ -163,15 +164,15 @@ UNLOADABLE = {"exception": "OSError", "message": "[Errno 5] model.py"}
 def test_a_spare_that_cannot_import_the_workload_ends_nothing_and_takes_no_seat(tmp_path):
     async def script(scene: Scene) -> None:
         peers = [await scene.join(node) for node in (0, 1, 2)]
-        await hear(peers[1], "start")
-        peers[2].send("unloadable", **UNLOADABLE)
+        await hear(peers[1], agents.StartGeneration)
+        peers[2].send(agents.Unloadable(**UNLOADABLE))
         while not scene.state.roster.members[2].excluded:
-            await hear(peers[0], "ping")
+            await hear(peers[0], agents.Ping)
         for _ in range(2):
-            await hear(peers[0], "ping")
+            await hear(peers[0], agents.Ping)
         assert not scene.events(EventKind.GENERATION_ENDED)
         await peers[1].close()
-        peers[0].send("gone", generation=1)
+        peers[0].send(agents.GenerationGone(generation=1))
         assert await asyncio.wait_for(scene.leading, 15) == 75
         assert not scene.events(EventKind.SPARE_USED)
 
@@ -181,11 +182,11 @@ def test_a_spare_that_cannot_import_the_workload_ends_nothing_and_takes_no_seat(
 def test_a_node_alone_that_cannot_import_the_workload_is_replaced(tmp_path):
     async def script(scene: Scene) -> None:
         peers = [await scene.join(node, ready=node != 1) for node in (0, 1, 2)]
-        await hear(peers[1], "node_rank")
+        await hear(peers[1], agents.NodeRank)
         while not all(scene.state.roster.members[node].ready for node in (0, 2)):
-            await hear(peers[1], "ping")
-        peers[1].send("unloadable", **UNLOADABLE)
-        assert (await hear(peers[2], "start"))["node_rank"] == 1
+            await hear(peers[1], agents.Ping)
+        peers[1].send(agents.Unloadable(**UNLOADABLE))
+        assert (await hear(peers[2], agents.StartGeneration)).node_rank == 1
         (used,) = scene.events(EventKind.SPARE_USED)
         assert (used.data["name"], used.data["instead"]) == ("n2", "n1")
         assert used.data["reason"].startswith("n1: the workload cannot be imported: OSError: [Errno 5] model.py, while")
@@ -196,8 +197,8 @@ def test_a_node_alone_that_cannot_import_the_workload_is_replaced(tmp_path):
 def test_a_workload_that_nobody_could_import_is_the_users_error_and_uses_no_spare(tmp_path):
     async def script(scene: Scene) -> None:
         peers = [await scene.join(node, ready=False) for node in (0, 1, 2)]
-        await hear(peers[1], "node_rank")
-        peers[1].send("unloadable", **UNLOADABLE)
+        await hear(peers[1], agents.NodeRank)
+        peers[1].send(agents.Unloadable(**UNLOADABLE))
         assert await asyncio.wait_for(scene.leading, 15) == 78
         assert AttemptOutcome.read(scene.attempt.outcome).failure.kind == "user_error"
         assert not scene.events(EventKind.SPARE_USED)
@@ -209,8 +210,8 @@ def test_a_node_whose_clock_is_off_is_left_out_and_that_is_told(tmp_path):
     async def script(scene: Scene) -> None:
         peers = [await scene.join(node, fit=False) for node in (0, 1, 2)]
         for node, ahead in enumerate((0.0, 3600.0, 0.0)):
-            peers[node].send("fit", faults=[], wall=time.time() + ahead)
-        assert [(await hear(peers[node], "start"))["node_rank"] for node in (0, 2)] == [0, 1]
+            peers[node].send(agents.PreflightReport(faults=(), wall=time.time() + ahead))
+        assert [(await hear(peers[node], agents.StartGeneration)).node_rank for node in (0, 2)] == [0, 1]
         (told,) = scene.events(EventKind.PREFLIGHT)
         assert (told.data["name"], told.data["ok"]) == ("n1", False)
         assert "its clock is 3600 s ahead" in told.data["reason"]
@@ -218,11 +219,13 @@ def test_a_node_whose_clock_is_off_is_left_out_and_that_is_told(tmp_path):
     led(tmp_path, script)
 
 
-async def examined(scene: Scene, *ahead: float | None) -> list[Peer]:
+async def examined(scene: Scene, *ahead: float | None) -> list[CoordinatorPeer]:
     """Nodes whose clocks are so many seconds ahead; None: one that is not fit."""
     peers = [await scene.join(node, fit=False) for node in range(len(ahead))]
     for peer, seconds in zip(peers, ahead, strict=True):
-        peer.send("fit", faults=[SICK] if seconds is None else [], wall=time.time() + (seconds or 0.0))
+        peer.send(
+            agents.PreflightReport(faults=(SICK,) if seconds is None else (), wall=time.time() + (seconds or 0.0))
+        )
     return peers
 
 
@@ -230,7 +233,7 @@ async def examined(scene: Scene, *ahead: float | None) -> list[Peer]:
 def test_clocks_are_looked_at_although_another_node_is_not_fit_either(tmp_path, ahead):
     async def script(scene: Scene) -> None:
         peers = await examined(scene, *ahead)
-        assert [(await hear(peers[node], "start"))["node_rank"] for node in (0, 3)] == [0, 1]
+        assert [(await hear(peers[node], agents.StartGeneration)).node_rank for node in (0, 3)] == [0, 1]
 
     led(tmp_path, script, spares=2)
 
@@ -251,12 +254,12 @@ def test_of_two_fit_nodes_whose_clocks_differ_nobody_knows_which_is_right(tmp_pa
 def test_no_spare_is_used_once_a_stop_was_asked_for(tmp_path):
     async def script(scene: Scene) -> None:
         peers = [await scene.join(node) for node in (0, 1, 2)]
-        await hear(peers[1], "start")
-        peers[0].send("signal", name="SIGUSR2")
-        await hear(peers[1], "ask")
+        await hear(peers[1], agents.StartGeneration)
+        peers[0].send(agents.SignalReceived(name="SIGUSR2"))
+        await hear(peers[1], agents.AskStop)
         await peers[1].close()
         for node in (0, 2):
-            peers[node].send("gone", generation=1)
+            peers[node].send(agents.GenerationGone(generation=1))
         assert await asyncio.wait_for(scene.leading, 15) == 75
         assert not scene.events(EventKind.SPARE_USED)
 

@@ -8,6 +8,7 @@ import pytest
 from trainer.agent.control import unix_transport
 from trainer.agent.fork_server.server import _import_workload
 from trainer.contract.config import JobConfig, WorkloadConfig
+from trainer.contract.messages.fork_server import FROM_FORK_SERVER, ImportFailed
 
 
 @pytest.mark.parametrize(
@@ -31,9 +32,9 @@ def test_what_the_import_raises_is_told_to_the_agent(
             _import_workload(config, theirs)
         assert ended.value.code == 1
         ours.settimeout(60)
-        packet, _ = unix_transport.receive(ours)
-    assert packet is not None
-    assert (packet["say"], packet["exception"]) == ("unloadable", exception)
-    assert message in packet["message"]
-    assert "mine_that_ends.py" in packet["traceback"]
+        packet, _ = unix_transport.receive(ours, FROM_FORK_SERVER)
+    assert isinstance(packet, ImportFailed)
+    assert packet.exception == exception
+    assert message in packet.message
+    assert "mine_that_ends.py" in packet.traceback
     sys.modules.pop("mine_that_ends", None)

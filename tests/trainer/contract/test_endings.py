@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from trainer.contract.launch_token import LaunchToken, holds, revoke
+from trainer.contract.messages.ranks import FROM_RANK, TO_RANK, ReportedEnd, Store
 from trainer.contract.outcome import AttemptOutcome, AttemptResult, ExitCode, Failure, FailureKind, RankOutcome
 from trainer.contract.ranks.rank_messages import RankSpec, receive_message, send_message
 from trainer.contract.ranks.rank_outcomes import all_outcomes, append_outcome, find_outcome
@@ -78,8 +79,9 @@ def test_an_attempts_outcome_names_files_that_are_no_unicode(tmp_path):
 def test_a_word_that_is_no_unicode_over_the_control_socket():
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs:
-        send_message(ours, "last", message="caf\udce9")
-        assert receive_message(theirs) == {"kind": "last", "message": "caf\udce9"}
+        end = ReportedEnd(exit_code=1, step=3, message="caf\udce9")
+        send_message(ours, end)
+        assert receive_message(theirs, FROM_RANK) == end
 
 
 @pytest.mark.parametrize("failure", [None, Failure(kind=FailureKind.RANK_KILLED, reason="rank 1: SIGKILL", signal=9)])
@@ -146,10 +148,11 @@ def test_a_rank_spec_travels_as_text():
 
 def test_words_over_the_control_socket():
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    send_message(ours, "store", host="n0", port=29500)
-    assert receive_message(theirs) == {"kind": "store", "host": "n0", "port": 29500}
+    store = Store(host="n0", port=29500, key="00")
+    send_message(ours, store)
+    assert receive_message(theirs, TO_RANK) == store
     ours.close()
-    assert receive_message(theirs) is None
+    assert receive_message(theirs, TO_RANK) is None
     theirs.close()
 
 

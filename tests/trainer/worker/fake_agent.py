@@ -14,10 +14,12 @@ import signal
 import socket
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 from trainer.contract.config import JobConfig
 from trainer.contract.launch_token import revoke
+from trainer.contract.messages.ranks import FROM_RANK, ReportedEnd, Store
 from trainer.contract.ranks.progress import ProgressCell, StopReason
 from trainer.contract.ranks.rank_messages import RankSpec, receive_message, send_message
 from trainer.contract.run_dir import RunDir
@@ -48,7 +50,7 @@ class Rank:
             os._exit(rank_main(spec))
         theirs.close()
         self.code: int | None = None
-        self.last: dict | None = None
+        self.last: ReportedEnd | None = None
 
     def poll(self) -> bool:
         if self.code is None:
@@ -61,10 +63,10 @@ class Rank:
         reading = self.cell.read()
         return reading.step if reading else -1
 
-    def heard(self) -> dict | None:
+    def heard(self) -> ReportedEnd | None:
         """What the dead rank has said last, if it could."""
-        while (message := receive_message(self.control)) is not None:
-            if message["kind"] == "last":
+        while (message := receive_message(self.control, FROM_RANK)) is not None:
+            if isinstance(message, ReportedEnd):
                 self.last = message
         return self.last
 
@@ -110,12 +112,12 @@ class Stillness:
 def run(scenario: dict) -> dict:
     begin = time.monotonic()
     ranks = [Rank(scenario, rank) for rank in range(scenario["world"])]
-    first = receive_message(ranks[0].control)
-    store = first if first and first["kind"] == "store" else None
-    ranks[0].last = None if store else first
+    first = receive_message(ranks[0].control, FROM_RANK)
+    store = first if isinstance(first, Store) else None
+    ranks[0].last = first if isinstance(first, ReportedEnd) else None
     for rank in ranks[1:] if store else []:
         with contextlib.suppress(OSError):  # it may be dead already
-            send_message(rank.control, **store)
+            send_message(rank.control, store)
     actions = list(scenario["actions"])
     timed_out = False
     stillness = Stillness()
@@ -135,7 +137,7 @@ def run(scenario: dict) -> dict:
         "work": [[rank.cell.work().steps, *rank.cell.work().sections] for rank in ranks],
         "saved": [rank.cell.read().saved_step for rank in ranks],
         "restored": [rank.cell.read().restored_step for rank in ranks],
-        "last": [rank.heard() for rank in ranks],
+        "last": [None if (last := rank.heard()) is None else asdict(last) for rank in ranks],
         "seconds": time.monotonic() - begin,
         "timed_out": timed_out,
     }

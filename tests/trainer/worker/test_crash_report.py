@@ -38,7 +38,7 @@ def test_the_agent_hears_the_cause_when_no_file_can_be_written(make_run):
     assert answer["codes"] == [ExitCode.ERROR]
     (last,) = answer["last"]
     assert last == {
-        "kind": "last", "exit_code": 1, "exception": "DrillError", "secondary": False, "step": 2, "position": None,
+        "exit_code": 1, "exception": "DrillError", "secondary": False, "step": 2, "position": None,
         "message": "drill: raised on rank 0 after step 2",
     }  # fmt: skip
 

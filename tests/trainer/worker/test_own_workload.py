@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.trainer.worker.conftest import hang
+from trainer.contract.messages.ranks import FROM_RANK, Store
 from trainer.contract.outcome import ExitCode
 from trainer.contract.ranks.progress import Phase, ProgressCell
 from trainer.contract.ranks.rank_messages import SPEC_VARIABLE, RankSpec, receive_message
@@ -102,7 +103,7 @@ def test_a_rank_started_cold_does_the_same(make_run):
         pass_fds=(cell.descriptor, theirs.fileno()), capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")
-    assert receive_message(ours)["kind"] == "store"
+    assert isinstance(receive_message(ours, FROM_RANK), Store)
     reading = cell.read()
     assert (reading.step, reading.saved_step, reading.phase) == (3, 3, Phase.DONE)
     assert run.outcome(0, 1).exit_code == 0

@@ -3,15 +3,14 @@
 import asyncio
 import time
 from dataclasses import replace
-from typing import Any
 
+from trainer.agent.attempt_state.attempt_progress import AttemptProgress
 from trainer.agent.attempt_state.coordinator_timeouts import Timeouts
 from trainer.agent.attempt_state.deadline import Bounds
 from trainer.agent.attempt_state.generation import AttemptHistory, Generation
-from trainer.agent.attempt_state.heartbeat import AttemptProgress, Heartbeat, Stage
 from trainer.agent.attempt_state.outbox import Outbox
 from trainer.agent.attempt_state.stopping import Stop, Stopping
-from trainer.agent.control.tcp_transport import Message
+from trainer.agent.control.own_messages import InboxMessage
 from trainer.agent.ladder import node_replacement
 from trainer.agent.ladder.drilled_failures import drill_behind
 from trainer.agent.ladder.in_job_policy import Decision, Situation
@@ -20,7 +19,9 @@ from trainer.agent.nodes.roster import Roster
 from trainer.agent.watch.command_errors import CommandPast
 from trainer.contract.config import JobConfig
 from trainer.contract.events import EventKind, EventLog
+from trainer.contract.heartbeat import Heartbeat, Stage
 from trainer.contract.launch_token import LaunchToken
+from trainer.contract.messages.agents import AskStop, ExpectStop, ProgressReport
 from trainer.contract.node_identity import NodeIdentity
 from trainer.contract.outcome import Failure
 from trainer.contract.ranks.progress import StopReason
@@ -39,7 +40,7 @@ class AttemptState:
         self.events, self.token, self.timeouts = events, token, timeouts or Timeouts()
         self.started_at = time.time()
         self.stage = Stage.JOINING
-        self.inbox: asyncio.Queue[tuple[int, Message]] = asyncio.Queue()
+        self.inbox: asyncio.Queue[tuple[int, InboxMessage]] = asyncio.Queue()
         self.roster = Roster(
             identity.nodes, attempt.number, self.deliver, node_ranks=config.cluster.nodes,
             rejoin=self.timeouts.rejoin,
@@ -53,7 +54,7 @@ class AttemptState:
         self.progress = AttemptProgress(attempt.number, identity.job_id, time.time)
         self.outbox = Outbox(attempt, heartbeat=self.timeouts.heartbeat, outcome=self.timeouts.outcome)
 
-    def deliver(self, node: int, message: Message) -> None:
+    def deliver(self, node: int, message: InboxMessage) -> None:
         """Put a message into the inbox; `node` is -1 for one of the coordinator itself."""
         self.inbox.put_nowait((node, message))
 
@@ -76,10 +77,10 @@ class AttemptState:
         place = (self.attempt_dir.number, self.generation.number)
         return replace(failure, drill=drill_behind(failure, self.generation.drill, self.config.drill.events, *place))
 
-    def reports(self) -> list[dict[str, Any]]:
+    def reports(self) -> list[ProgressReport]:
         """The newest report of each training node about the current generation, by node rank."""
         newest = [member.progress for member in self.roster.training_members()]
-        return [report for report in newest if report.get("generation") == self.generation.number]
+        return [report for report in newest if report.generation == self.generation.number]
 
     def merge_reports(self) -> None:
         """Bring the attempt's progress up to date with what the nodes have reported."""
@@ -102,7 +103,7 @@ class AttemptState:
         """Ask the ranks to save and stop; False when no stop was requested."""
         stop = self.stopping.stop
         if stop is not None:
-            self.roster.broadcast("ask", reason=int(stop.reason), seconds=self.stopping.left(time.monotonic()))
+            self.roster.broadcast(AskStop(reason=stop.reason, seconds=self.stopping.left(time.monotonic())))
         return stop is not None
 
     def announce_stop(self, now: float) -> None:
@@ -110,7 +111,7 @@ class AttemptState:
         at = self.stopping.expected_at
         if at is not None and self.generation.number and abs(at - self.generation.stop_announced) > 1.0:
             self.generation.stop_announced = at
-            self.roster.broadcast("due", seconds=max(0.0, at - now))
+            self.roster.broadcast(ExpectStop(seconds=max(0.0, at - now)))
 
     # -- decisions ---------------------------------------------------------------------------------------------------
 

@@ -1,12 +1,11 @@
 """PURE: when the job ends, why it is asked to stop, and by when its ranks must have saved."""
 
-import re
 from dataclasses import dataclass
 
-from trainer.contract.config import SLURM_EARLY
+from trainer.contract import slurm_time
 from trainer.contract.ranks.progress import StopReason
+from trainer.contract.scheduler_kinds import traits
 
-_TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<first>\d+)(?::(?P<second>\d+))?(?::(?P<third>\d+))?")
 PRESSING = ("SIGTERM", "SIGINT")
 """Signals that SIGKILL follows soon."""
 
@@ -22,19 +21,11 @@ class Bounds:
 
 
 def parse_time(text: str) -> float | None:
-    """Seconds in Slurm's notation (`90`, `1:30:00`, `2-12`, `2-12:00:00`); None when there is no limit."""
+    """Seconds of a limit in Slurm's notation; None when there is none."""
     text = text.strip()
-    if not text or text.upper() in ("UNLIMITED", "INFINITE", "-1"):
+    if not text or slurm_time.is_no_limit(text):
         return None
-    match = _TIME.fullmatch(text)
-    if match is None:
-        raise ValueError(f"cluster.time={text}: not in Slurm's notation (minutes, h:mm:ss, d-hh:mm:ss)")
-    first, second, third = (int(match[name] or 0) for name in ("first", "second", "third"))
-    if match["days"] is not None:  # days-hours[:minutes[:seconds]]
-        return float(((int(match["days"]) * 24 + first) * 60 + second) * 60 + third)
-    if match["third"] is not None:  # hours:minutes:seconds
-        return float((first * 60 + second) * 60 + third)
-    return float(first * 60 + second)  # minutes[:seconds]
+    return float(slurm_time.seconds(text))
 
 
 def lead(limit: float | None, asked: float) -> float:
@@ -44,10 +35,10 @@ def lead(limit: float | None, asked: float) -> float:
 
 def reason_of(signal_name: str, *, kind: str, left: float | None, lead_seconds: float) -> StopReason:
     """Why an agent got this signal, with `left` seconds until the end of the job (None: no limit)."""
-    early = SLURM_EARLY if kind == "slurm" else 0.0
-    if left is not None and left <= lead_seconds + early:
+    scheduler = traits(kind)
+    if left is not None and left <= lead_seconds + scheduler.signal_early:
         return StopReason.TIME_LIMIT
-    if signal_name == "SIGUSR2" or kind == "slurm":
+    if signal_name == "SIGUSR2" or scheduler.preempts:
         return StopReason.PREEMPTION
     # Nothing preempts a job on this machine: a person ends it.
     return StopReason.CANCEL

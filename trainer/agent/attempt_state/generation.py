@@ -1,6 +1,5 @@
 """What the coordinator knows of the current generation, and of those before it."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +9,7 @@ from trainer.agent.ladder.in_job_policy import FIXED_BY_RESTART
 from trainer.agent.ladder.suspect_checkpoints import FailedGeneration, failed_generation
 from trainer.agent.watch.root_cause import RankEnd
 from trainer.contract.launch_token import LaunchToken
+from trainer.contract.messages.agents import ProgressReport
 from trainer.contract.outcome import Failure, FailureKind
 from trainer.contract.skipped_batches import Skip
 
@@ -80,13 +80,13 @@ class AttemptHistory:
         if suspect is not None:
             self.suspects.append(suspect)
 
-    def add_report(self, report: Mapping[str, Any]) -> None:
+    def add_report(self, report: ProgressReport) -> None:
         """Take in a node's progress report."""
-        self.trained = self.trained or bool(report.get("stepped")) or int(report.get("restored", 0)) > 0
-        if report.get("stepped"):
-            self.reached = max(self.reached, int(report.get("step", 0)))
-        saved = int(report.get("saved", 0))
-        if saved in self.suspects and int(report.get("restored", 0)) < saved:
+        self.trained = self.trained or report.stepped or report.restored > 0
+        if report.stepped:
+            self.reached = max(self.reached, report.step)
+        saved = report.saved
+        if saved in self.suspects and report.restored < saved:
             # Saved anew from an older checkpoint: the state of this step is not the one that was doubted.
             self.suspects.remove(saved)
             self.failed_generations = [one for one in self.failed_generations if one.restored != saved]

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from checkpointing.storage.durable import dump_line, write_durably
-from trainer.agent.attempt_state.heartbeat import Heartbeat
 from trainer.agent.attempt_state.ranks_file import write_readings
 from trainer.agent.processes.detached_thread import run_detached, start_detached
+from trainer.contract.heartbeat import Heartbeat
 from trainer.contract.outcome import AttemptOutcome
 from trainer.contract.run_dir import AttemptDir
 

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from checkpointing.storage.durable import dump_line, write_atomically
-from trainer.agent.attempt_state.heartbeat import Heartbeat
 from trainer.agent.watch.rank_sample import RankSample
+from trainer.contract.heartbeat import Heartbeat
 from trainer.contract.run_dir import AttemptDir
 
 MOST = 64

@@ -1,13 +1,13 @@
 """Why and by when the attempt is asked to stop: signals, requests, and the job's own end."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from checkpointing.save_interval import last_save_before
 from trainer.agent.attempt_state.deadline import PRESSING, Bounds, bound, lead, parse_time, reason_of
-from trainer.contract.config import SLURM_EARLY
+from trainer.contract.messages.agents import ProgressReport
 from trainer.contract.ranks.progress import StopReason
+from trainer.contract.scheduler_kinds import traits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,9 +26,9 @@ class Stopping:
     def __init__(self, *, kind: str, started: float, limit: str, signal_lead: float, bounds: Bounds) -> None:
         seconds = parse_time(limit)
         self._kind, self._bounds = kind, bounds
-        self._seen: list[tuple[Any, ...]] = []
+        self._seen: list[tuple[int, int, int]] = []
         self._lead = lead(seconds, signal_lead)
-        self._early = SLURM_EARLY if kind == "slurm" else 0.0
+        self._early = traits(kind).signal_early
         self._half = None if seconds is None else started + seconds / 2
         self._save = self._step = 0.0
         self.end = None if seconds is None else started + seconds
@@ -91,15 +91,15 @@ class Stopping:
         if self.stop is not None:
             self._put_off(self.stop, now)
 
-    def learned(self, reports: Sequence[Mapping[str, Any]]) -> None:
+    def learned(self, reports: Sequence[ProgressReport]) -> None:
         """How long saves (the 99th percentile) and steps take, as rank 0 has measured it; until it has, as before."""
-        self._save = max([_seconds(report, "save_seconds") for report in reports], default=0.0) or self._save
-        self._step = max([_seconds(report, "step_seconds") for report in reports], default=self._step) or self._step
+        self._save = max([report.save_seconds for report in reports], default=0.0) or self._save
+        self._step = max([report.step_seconds for report in reports], default=self._step) or self._step
 
-    def watch(self, reports: Sequence[Mapping[str, Any]], now: float) -> None:
+    def watch(self, reports: Sequence[ProgressReport], now: float) -> None:
         """Once a second, the nodes' newest reports: ranks that train on or write a checkpoint get more time."""
-        seen = [(report.get("generation"), report.get("step"), report.get("saved")) for report in reports]
-        moved = seen != self._seen or any(report.get("phase") == "checkpoint" for report in reports)
+        seen = [(report.generation, report.step, report.saved) for report in reports]
+        moved = seen != self._seen or any(report.phase == "checkpoint" for report in reports)
         self._seen = seen
         if moved and self.stop is not None:
             self._put_off(self.stop, now)
@@ -128,8 +128,3 @@ class Stopping:
 
     def _latest(self, reason: StopReason, until: float, now: float) -> float:
         return until if reason is StopReason.TIME_LIMIT else max(until, now + self._bounds.longest)
-
-
-def _seconds(report: Mapping[str, Any], key: str) -> float:
-    value = report.get(key, 0.0)
-    return float(value) if isinstance(value, (int, float)) else 0.0

@@ -6,6 +6,8 @@ import socket
 import struct
 from collections.abc import Mapping
 
+from trainer.contract.scheduler_kinds import traits
+
 _SIOCGIFADDR = 0x8915
 
 
@@ -13,7 +15,7 @@ def reachable(kind: str, interface: str, environ: Mapping[str, str] = os.environ
     """IPv4 address for rendezvous; raises RuntimeError when the named interface has none."""
     if interface:
         return of_interface(interface)
-    if kind == "local":
+    if traits(kind).simulated_nodes:
         return "127.0.0.1"
     launcher = environ.get("SLURM_LAUNCH_NODE_IPADDR", "")
     candidates = [_of_name(socket.gethostname()), _towards(launcher) if launcher else ""]

@@ -9,7 +9,8 @@ import hashlib
 import hmac
 import secrets
 
-from checkpointing.storage.durable import dump_line
+from trainer.contract.messages.codec import encode
+from trainer.contract.messages.greeting import Challenge
 
 PROOF_BYTES = 65
 """Bytes by which a line grows: 64 digits and a space."""
@@ -41,13 +42,13 @@ def new_nonce() -> str:
     return secrets.token_hex(_NONCE_DIGITS // 2)
 
 
-def is_nonce(value: object) -> bool:
-    return isinstance(value, str) and len(value) == _NONCE_DIGITS
+def is_nonce(text: str) -> bool:
+    return len(text) == _NONCE_DIGITS
 
 
 def challenge_line(nonce: str) -> bytes:
     """What a listener sends first to everybody who connects."""
-    return (dump_line({"say": "challenge", "nonce": nonce}) + "\n").encode()
+    return (encode(Challenge(nonce=nonce)) + "\n").encode()
 
 
 def hello_seal(token: str, challenge: str) -> Seal:

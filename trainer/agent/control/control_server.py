@@ -8,7 +8,10 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 
 from trainer.agent.control.authentication import challenge_line, hello_seal, is_nonce, new_nonce, session_seals
-from trainer.agent.control.tcp_transport import Message, Peer, Unproven, WireError, parse
+from trainer.agent.control.tcp_transport import AgentPeer, Unproven, WireError, read
+from trainer.contract.messages.agents import FROM_AGENT
+from trainer.contract.messages.codec import encode
+from trainer.contract.messages.greeting import HELLO, PROTOCOL, Hello, Refused, Welcome, installed_release, why_foreign
 
 HELLO_SECONDS = 5.0
 LONGEST_HELLO = 1 << 12
@@ -18,7 +21,9 @@ _PAUSE = 0.01
 """So many connections are accepted at once, then a pause: a flood gets a bounded share of the loop's time."""
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
-Serve = Callable[[Message, Peer], Awaitable[None]]
+Admit = Callable[[Hello, AgentPeer], str]
+"""Lets an agent join; returns why it may not, if so."""
+Serve = Callable[[Hello, AgentPeer], Awaitable[None]]
 
 
 class _UnauthenticatedPeer:
@@ -49,9 +54,12 @@ class ControlServer:
     """
 
     def __init__(
-        self, token: str, *, admit: Callable[[Message, Peer], bool], serve: Serve, patience: float = HELLO_SECONDS
-    ) -> None:
+        self, token: str, *, admit: Admit, serve: Serve, on_foreign: Callable[[Hello, str], None] | None = None,
+        patience: float = HELLO_SECONDS,
+    ) -> None:  # fmt: skip
+        """`on_foreign`: hears of an agent of another protocol, and why it was refused."""
         self.token, self._admit, self._serve, self._patience = token, admit, serve, patience
+        self._on_foreign = on_foreign
         self._unauthenticated: OrderedDict[int, _UnauthenticatedPeer] = OrderedDict()  # by descriptor, the oldest first
         self._listener: socket.socket | None = None
         self._clock: asyncio.TimerHandle | None = None
@@ -148,29 +156,37 @@ class ControlServer:
         asyncio.get_running_loop().remove_reader(descriptor)
         self._unauthenticated.pop(descriptor).connection.close()
 
-    def _opened(self, line: bytes, challenge: str) -> Message:
+    def _opened(self, line: bytes, challenge: str) -> Hello:
         """The hello that answers this connection's challenge; raises WireError for anything else."""
         text = hello_seal(self.token, challenge).opened(line)
         if text is None:
             raise Unproven("a hello without a valid proof")
-        hello = parse(text)
-        if hello["say"] != "hello" or not is_nonce(hello.get("nonce")):
+        hello = read(HELLO, text)
+        if not is_nonce(hello.nonce):
             raise WireError("no hello")
         return hello
 
     # -- agents ------------------------------------------------------------------------------------------------------
 
-    async def _serve_peer(self, stranger: _UnauthenticatedPeer, hello: Message, rest: bytes) -> None:
-        peer: Peer | None = None
-        connection, seals = stranger.connection, session_seals(self.token, stranger.challenge, hello["nonce"])
+    def _refusal(self, hello: Hello, peer: AgentPeer, foreign: str) -> str:
+        """Why this agent may not join; empty when it has."""
+        if foreign and self._on_foreign is not None:
+            self._on_foreign(hello, foreign)
+        return foreign or self._admit(hello, peer)
+
+    async def _serve_peer(self, stranger: _UnauthenticatedPeer, hello: Hello, rest: bytes) -> None:
+        peer: AgentPeer | None = None
+        connection, seals = stranger.connection, session_seals(self.token, stranger.challenge, hello.nonce)
         try:
             loop = asyncio.get_running_loop()
-            _, peer = await loop.connect_accepted_socket(lambda: Peer(rest, seals), connection)
-            if self._admit(hello, peer):
-                peer.send("welcome")
-                await self._serve(hello, peer)
+            _, peer = await loop.connect_accepted_socket(lambda: AgentPeer(FROM_AGENT, rest, seals), connection)
+            welcome = Welcome(protocol=PROTOCOL, release=installed_release())
+            refusal = self._refusal(hello, peer, why_foreign(hello, welcome))
+            if refusal:
+                peer.send_line(encode(Refused(reason=refusal, protocol=PROTOCOL, release=welcome.release)))
             else:
-                peer.send("refused", reason="this attempt has no place for this agent")
+                peer.send_line(encode(welcome))
+                await self._serve(hello, peer)
             await peer.close()
         except (asyncio.CancelledError, OSError):
             pass

@@ -1,15 +1,16 @@
 """The wire between agents and coordinator: JSON lines over TCP, each with a proof that its sender has the token."""
 
 import asyncio
-import json
-import math
 import socket
 import time
 from collections import deque
-from typing import Any, NoReturn
+from dataclasses import replace
+from typing import Generic, TypeVar
 
-from checkpointing.storage.durable import dump_line
 from trainer.agent.control.authentication import Seal, hello_seal, is_nonce, new_nonce, session_seals
+from trainer.contract.messages.agents import TO_AGENT, FromAgent, ToAgent
+from trainer.contract.messages.codec import Direction, MessageError, encode
+from trainer.contract.messages.greeting import ANSWER, CHALLENGE, Hello, Refused, Welcome, why_foreign
 
 LONGEST_LINE = 1 << 17
 """Bytes of a message, its proof included."""
@@ -18,9 +19,9 @@ _LARGEST_BACKLOG = 1 << 20
 _LARGEST_PILE = 2 * LONGEST_LINE
 _BURST, _A_SECOND = 2048.0, 512.0
 """Messages that one peer may send at once, and in every second after that: the rest waits in its socket."""
-_DIGITS, _LONG, _EXPONENT = bytes.maketrans(b"123456789E", b"000000000e"), b"0" * 19, b"e000"
 
-Message = dict[str, Any]
+Sent = TypeVar("Sent")
+Heard = TypeVar("Heard")
 
 
 class WireError(Exception):
@@ -31,50 +32,16 @@ class Unproven(WireError):
     """What was received is not from a process that has the token, or not what that sent next."""
 
 
-def parse(line: bytes | bytearray) -> Message:
-    """The message in one line; its numbers fit into 64 bits and are finite. Raises WireError."""
-    try:
-        # Checking every number costs as much as all the rest, so it is done only where one could be too large.
-        message = (_CAREFUL if _is_doubtful(line) else _QUICK).decode(line.decode())
-    except (ValueError, RecursionError) as error:  # deep nesting exhausts the parser's stack
-        raise WireError(f"no JSON: {bytes(line[:40])!r}") from error
-    if not isinstance(message, dict) or not isinstance(message.get("say"), str):
-        raise WireError(f"no message: {bytes(line[:40])!r}")
-    return message
+class ForeignProtocol(WireError):
+    """The coordinator speaks another protocol: no later try is of use."""
 
 
-def _is_doubtful(line: bytes | bytearray) -> bool:
-    """Whether a number in it may be out of range, by 19 digits in a row or an exponent of three."""
-    shapes = line.translate(_DIGITS, b"+")
-    return _LONG in shapes or _EXPONENT in shapes
-
-
-def _refuse(text: str) -> NoReturn:
-    raise ValueError(f"not a number: {text[:20]}")
-
-
-def _integer(text: str) -> int:
-    if len(text) > 20 or not -(1 << 63) <= int(text) < 1 << 63:
-        _refuse(text)
-    return int(text)
-
-
-def _real(text: str) -> float:
-    value = float(text)
-    if not math.isfinite(value):
-        _refuse(text)
-    return value
-
-
-_QUICK = json.JSONDecoder(parse_constant=_refuse)
-_CAREFUL = json.JSONDecoder(parse_constant=_refuse, parse_int=_integer, parse_float=_real)
-
-
-class Peer(asyncio.Protocol):
+class Peer(asyncio.Protocol, Generic[Sent, Heard]):
     """One connection; sending never blocks, a peer that does not read is dropped, one that floods is read slowly."""
 
-    def __init__(self, first: bytes = b"", seals: tuple[Seal, Seal] | None = None) -> None:
+    def __init__(self, heard: Direction[Heard], first: bytes = b"", seals: tuple[Seal, Seal] | None = None) -> None:
         """`first`: what was read already, after the hello; `seals`: of the lines sent and received."""
+        self._heard = heard
         self._own_seal: Seal | None
         self._peer_seal: Seal | None
         self._own_seal, self._peer_seal = seals or (None, None)
@@ -139,18 +106,27 @@ class Peer(asyncio.Protocol):
         """Seal what is sent from now on with `own`, and open what is received with `peers`."""
         self._own_seal, self._peer_seal = own, peers
 
-    def send(self, say: str, **fields: Any) -> None:
+    def send(self, message: Sent) -> None:
         """Queue one message; a message for a lost peer is dropped, its reader notices the loss."""
+        self.send_line(encode(message))
+
+    def send_line(self, text: str) -> None:
+        """Queue a message that is encoded already."""
         if self._transport.is_closing():
             return
         # A lone surrogate is replaced: the receiver could not encode it when it writes it to a file.
-        line = dump_line({"say": say, **fields}).encode(errors="replace")
+        line = text.encode(errors="replace")
         self._transport.write((self._own_seal.sealed(line) if self._own_seal else line) + b"\n")
         if self._transport.get_write_buffer_size() > _LARGEST_BACKLOG:
             self._transport.abort()
 
-    async def receive(self) -> Message | None:
+    async def receive(self) -> Heard | None:
         """The next message; None when the connection has ended. Raises WireError."""
+        line = await self.receive_line()
+        return None if line is None else read(self._heard, line)
+
+    async def receive_line(self) -> bytes | bytearray | None:
+        """The next line as its sender wrote it; None when the connection has ended. Raises WireError."""
         while not self._lines:
             if len(self._torn) > LONGEST_LINE:
                 raise WireError(f"a line of more than {LONGEST_LINE} bytes")
@@ -165,7 +141,7 @@ class Peer(asyncio.Protocol):
             self._transport.resume_reading()
         if len(line) > LONGEST_LINE:
             raise WireError(f"a line of more than {LONGEST_LINE} bytes")
-        return parse(self._open(line))
+        return self._open(line)
 
     def _open(self, line: bytes | bytearray) -> bytes | bytearray:
         if self._peer_seal is None:
@@ -206,44 +182,63 @@ class Peer(asyncio.Protocol):
         self._transport.abort()
 
 
-async def connect(host: str, port: int, token: str, hello: Message) -> Peer:
-    """Connect, prove the token, say hello and wait for the welcome.
+AgentPeer = Peer[ToAgent, FromAgent]
+"""An agent, as the coordinator has it."""
+CoordinatorPeer = Peer[FromAgent, ToAgent]
+"""The coordinator, as an agent has it."""
+
+
+def read(direction: Direction[Heard], line: bytes | bytearray) -> Heard:
+    """The message in one line; raises WireError."""
+    try:
+        return direction.read(line)
+    except MessageError as error:
+        raise WireError(str(error)) from error
+
+
+async def connect(host: str, port: int, token: str, hello: Hello) -> CoordinatorPeer:
+    """Connect, prove the token, say hello (with a nonce of its own) and wait for the welcome.
 
     Raises OSError when that fails, the connection is closed, or who listens there does not have the token: a
     coordinator under attack may drop a connection whose hello it has not read yet, so trying again is right then.
-    Raises WireError when it has read the hello and refuses.
+    Raises WireError when it has read the hello and refuses, ForeignProtocol when that is for good.
     """
     async with asyncio.timeout(WELCOME_SECONDS):  # TimeoutError is an OSError
-        _, peer = await asyncio.get_running_loop().create_connection(Peer, host, port)
-        welcome = False
+        _, peer = await asyncio.get_running_loop().create_connection(lambda: CoordinatorPeer(TO_AGENT), host, port)
+        answer: Welcome | Refused | None = None
+        foreign = ""
         try:
             answer = await _introduce(peer, token, hello)
-            welcome = answer is not None and answer["say"] == "welcome"
+            foreign = "" if answer is None else why_foreign(hello, answer)
         except Unproven as error:
             raise ConnectionRefusedError("what listens there is not this attempt's coordinator") from error
         finally:
-            if not welcome:
+            if foreign or not isinstance(answer, Welcome):
                 peer.drop()
     if answer is None:
         raise ConnectionResetError("the coordinator hung up before it said welcome")
-    if not welcome:
-        raise WireError(f"the coordinator refuses: {answer.get('reason')}")
+    if foreign:
+        raise ForeignProtocol(f"the coordinator refuses: {answer.reason}" if isinstance(answer, Refused) else foreign)
+    if isinstance(answer, Refused):
+        raise WireError(f"the coordinator refuses: {answer.reason}")
     return peer
 
 
-async def _introduce(peer: Peer, token: str, hello: Message) -> Message | None:
+async def _introduce(peer: CoordinatorPeer, token: str, hello: Hello) -> Welcome | Refused | None:
     """Answer the challenge; returns what the coordinator says to that, None when it hangs up. Raises Unproven."""
     try:
-        challenge = await peer.receive()
+        line = await peer.receive_line()
+        challenge = None if line is None else read(CHALLENGE, line)
     except WireError as error:
         raise Unproven("no challenge") from error
     if challenge is None:
         return None
-    if challenge["say"] != "challenge" or not is_nonce(challenge.get("nonce")):
+    if not is_nonce(challenge.nonce):
         raise Unproven("no challenge")
-    nonce = new_nonce()
-    peer.secure(hello_seal(token, challenge["nonce"]), None)
-    peer.send("hello", **hello, nonce=nonce)
-    listeners, own = session_seals(token, challenge["nonce"], nonce)
+    hello = replace(hello, nonce=new_nonce())
+    peer.secure(hello_seal(token, challenge.nonce), None)
+    peer.send_line(encode(hello))
+    listeners, own = session_seals(token, challenge.nonce, hello.nonce)
     peer.secure(own, listeners)
-    return await peer.receive()
+    answer = await peer.receive_line()
+    return None if answer is None else read(ANSWER, answer)

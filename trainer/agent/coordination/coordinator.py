@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from trainer.agent.attempt_state.attempt_state import AttemptState
-from trainer.agent.attempt_state.heartbeat import Stage
 from trainer.agent.control.control_server import ControlServer
+from trainer.agent.control.own_messages import AgentRefused
 from trainer.agent.coordination.job_monitor import JobMonitor
 from trainer.agent.coordination.message_loop import MessageLoop
 from trainer.agent.coordination.request_handlers import RequestHandlers
@@ -19,6 +19,9 @@ from trainer.agent.ladder import in_job_policy
 from trainer.agent.ladder.in_job_policy import Action, Decision
 from trainer.agent.user_command.command_run import CommandRun
 from trainer.contract.events import EventKind
+from trainer.contract.heartbeat import Stage
+from trainer.contract.messages.agents import End, StartGeneration
+from trainer.contract.messages.greeting import Hello
 from trainer.contract.outcome import AttemptOutcome, FailureKind
 
 HANG_UP_SECONDS = 5.0
@@ -32,7 +35,9 @@ class Coordinator:
 
     def __init__(self, state: AttemptState) -> None:
         self._state, self._host = state, ""
-        self._control_server = ControlServer(secrets.token_hex(32), admit=state.roster.admit, serve=state.roster.serve)
+        self._control_server = ControlServer(
+            secrets.token_hex(32), admit=state.roster.admit, serve=state.roster.serve, on_foreign=self._on_foreign
+        )
         self._monitor = JobMonitor(state)
         self._requests = RequestHandlers(state)
         self._timers = Timers(state, self._monitor)
@@ -49,6 +54,9 @@ class Coordinator:
         found["job_id"] = self._state.identity.job_id
         await self._state.outbox.be_found(found)
         return found
+
+    def _on_foreign(self, hello: Hello, reason: str) -> None:
+        self._state.deliver(hello.node, AgentRefused(name=hello.name, reason=reason))
 
     async def run(self) -> int:
         """Lead the attempt to its end; returns the exit code of every agent."""
@@ -78,11 +86,12 @@ class Coordinator:
         generation, cluster = state.begin_generation(), state.config.cluster
         await self._command.start_generation(generation.number)
         state.events.write(EventKind.GENERATION_STARTED, world=cluster.world_size, nodes=cluster.nodes)
-        state.roster.start_generation(
-            generation=generation.number, fit=history.new_nodes, suspects=history.suspects,
-            skip=[each.position for each in history.skipped],
-            master=[self._host, free_port(self._host)] if state.config.command else None,
+        start = StartGeneration(
+            generation=generation.number, fit=history.new_nodes, suspects=tuple(history.suspects),
+            skip=tuple(each.position for each in history.skipped),
+            master=(self._host, free_port(self._host)) if state.config.command else None,
         )  # fmt: skip
+        state.roster.start_generation(start)
         history.new_nodes = False
         self._monitor.start_generation()
         state.stopping.again(generation.started)
@@ -151,6 +160,6 @@ class Coordinator:
         state.events.write(EventKind.ATTEMPT_ENDED, result=str(result), reason=reason)
         state.stage = Stage.ENDED
         await self._timers.write_status()
-        state.roster.broadcast("end", code=int(code), reason=reason)
+        state.roster.broadcast(End(code=int(code), reason=reason))
         await state.roster.wait_until_disconnected(HANG_UP_SECONDS)
         return int(code)

@@ -1,11 +1,12 @@
 """Drills that people request of the live job: each is ordered as soon as all ranks train, and answered then."""
 
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import replace
 
 from trainer.agent.attempt_state.attempt_state import AttemptState
-from trainer.agent.attempt_state.heartbeat import Stage
 from trainer.agent.ranks import fault_injection
+from trainer.contract.heartbeat import Stage
+from trainer.contract.messages.agents import InjectFault
 from trainer.contract.requests import REFUSED, Request
 
 
@@ -14,7 +15,7 @@ class DrillOrders:
 
     def __init__(self, state: AttemptState) -> None:
         self._state = state
-        self._waiting: dict[str, tuple[dict[str, Any], str]] = {}  # request -> the order and the answer
+        self._waiting: dict[str, tuple[InjectFault, str]] = {}  # request -> the order and the answer
         self._serial = 0
 
     def refuse(self, request: Request) -> str | None:
@@ -35,8 +36,8 @@ class DrillOrders:
         self._waiting = {}
         for name, (order, answer) in waiting.items():
             self._serial += 1
-            generation.note_drill(order["kind"])
-            self._state.roster.broadcast("drill", generation=generation.number, serial=self._serial, **order)
+            generation.note_drill(order.kind)
+            self._state.roster.broadcast(replace(order, generation=generation.number, serial=self._serial))
             yield name, answer
 
 
@@ -45,5 +46,5 @@ def _all_train(state: AttemptState) -> bool:
     if state.stage is not Stage.RUNNING or state.generation.first_failure is not None:
         return False
     reports = state.reports()
-    trained = bool(state.config.command) or all(report.get("stepped") for report in reports)
+    trained = bool(state.config.command) or all(report.stepped for report in reports)
     return len(reports) == state.config.cluster.nodes and trained

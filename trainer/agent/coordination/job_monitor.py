@@ -9,7 +9,6 @@ from typing import Any
 
 from trainer.agent.attempt_state.attempt_state import AttemptState
 from trainer.agent.attempt_state.ranks_file import MOST, rank_rows
-from trainer.agent.control.tcp_transport import Message
 from trainer.agent.evidence.autopsy import analyse_dead_ranks, desync_judgement, is_needed
 from trainer.agent.evidence.incidents import event_fields, failure_of, write_verdict
 from trainer.agent.nodes.node_benchmark import NodeBenchmark, usual_speeds
@@ -19,7 +18,9 @@ from trainer.agent.watch.root_cause import RankEnd
 from trainer.agent.watch.stragglers import coordinate
 from trainer.agent.watch.work_windows import WorkWindows
 from trainer.contract.events import EventKind
+from trainer.contract.messages.agents import EvidenceCollected, FlightRecords, ProgressReport, RankSpeeds
 from trainer.contract.outcome import Failure
+from trainer.contract.scheduler_kinds import traits
 
 _SETTLED = 0.5
 """Seconds after a first bad end until most of the others have come, and their flight records are written."""
@@ -49,7 +50,7 @@ class JobMonitor:
         preflight = self._config.recovery.preflight
         self._benchmark = NodeBenchmark(nodes, machines, preflight)
         # On one machine there is no other node to take, and what else runs there would count as the node's.
-        if self._usual_speeds is None and cluster.kind == "slurm":
+        if self._usual_speeds is None and not traits(cluster.kind).simulated_nodes:
             self._usual_speeds = detached_thread.start_detached(
                 lambda: usual_speeds(self._state.run_dir, self._state.attempt_dir.number, preflight)
             )
@@ -62,21 +63,21 @@ class JobMonitor:
         gpus = bool(self._config.cluster.gpus_per_node)
         return HangDetector(hang, self._roster, generation, time.monotonic(), world=world, seen=seen, on_gpus=gpus)
 
-    def receive(self, node: int, message: Message) -> None:
+    def receive(self, node: int, message: ProgressReport | RankSpeeds | FlightRecords | EvidenceCollected) -> None:
         """A report, flight records, or the end of collecting evidence; raises what a malformed one raises."""
-        match message["say"]:
-            case "progress":
+        match message:
+            case ProgressReport():
                 self._hang_detector.add_report(node, message, time.monotonic())
-                for verdict in self._work_windows.add_report(message.get("work", ())) if self._work_windows else ():
+                for verdict in self._work_windows.add_report(message.work) if self._work_windows else ():
                     self._events.write(EventKind.STRAGGLER, **asdict(verdict))
-            case "fitness":
+            case RankSpeeds():
                 self._add_measurement(message)
-            case "flight":
+            case FlightRecords():
                 self._hang_detector.add_flight_records(node, message)
-            case "evidence":
+            case EvidenceCollected():
                 self._hang_detector.evidence_collected(node, message)
 
-    def _add_measurement(self, message: Message) -> None:
+    def _add_measurement(self, message: RankSpeeds) -> None:
         if self._benchmark is not None and self._benchmark.add(message, time.monotonic()):
             self._judge_benchmark(self._benchmark)
 

@@ -5,11 +5,7 @@ from pathlib import Path
 
 from trainer.contract.launch_token import LaunchToken
 from trainer.contract.node_identity import NodeIdentity
-
-SLURM_SECONDS = 60.0
-"""GO is written before the job is released; file systems may show it late."""
-LOCAL_SECONDS = 600.0
-"""On one machine, being held means waiting for GO."""
+from trainer.contract.scheduler_kinds import traits
 
 
 class Refused(Exception):
@@ -23,7 +19,7 @@ async def wait_for_go(path: Path, identity: NodeIdentity, attempt: int, *, secon
         raise Refused(
             f"Slurm has restarted job {identity.job_id} ({identity.restarts} times); orch starts new jobs instead"
         )
-    patience = seconds if seconds is not None else (SLURM_SECONDS if identity.kind == "slurm" else LOCAL_SECONDS)
+    patience = seconds if seconds is not None else traits(identity.kind).go_seconds
     token = await _read_late(path, patience)
     if token.attempt != attempt:
         raise Refused(f"{path} is for attempt {token.attempt}, this is attempt {attempt}")

@@ -3,21 +3,31 @@
 import asyncio
 import time
 from collections.abc import Callable
+from typing import assert_never
 
 from trainer.agent.attempt_state.attempt_state import AttemptState
-from trainer.agent.attempt_state.heartbeat import Stage
-from trainer.agent.control.tcp_transport import Message
+from trainer.agent.control.own_messages import (
+    AgentJoined,
+    AgentLost,
+    AgentRefused,
+    Fenced,
+    InboxMessage,
+    RequestFound,
+    Tick,
+)
 from trainer.agent.coordination.job_monitor import JobMonitor
 from trainer.agent.coordination.node_failures import NodeFailures
 from trainer.agent.coordination.request_handlers import RequestHandlers
 from trainer.agent.coordination.timers import Timers
-from trainer.agent.nodes.preflight import Fault
 from trainer.agent.watch.root_cause import RankEnd
 from trainer.contract.events import EventKind
+from trainer.contract.heartbeat import Stage
+from trainer.contract.messages import agents
+from trainer.contract.messages.codec import name_of
 from trainer.contract.outcome import Failure, FailureKind
 from trainer.contract.requests import Request
 
-_NO_NEWS = frozenset({"progress", "flight", "ping", "saves"})
+_NO_NEWS = (agents.ProgressReport, agents.FlightRecords, agents.RankSaves)
 """Messages that come by the thousand, and call for no decision by themselves."""
 
 
@@ -55,64 +65,66 @@ class MessageLoop:
         try:
             self._handle(node, message)
         except (LookupError, TypeError, ValueError, ArithmeticError) as error:
-            self._on_agent_lost(node, f"it sent a {message['say']!r} that cannot be read: {error!r}")
-        return message["say"] not in _NO_NEWS
+            self._on_agent_lost(node, f"it sent a {name_of(type(message))!r} that cannot be read: {error!r}")
+        return not isinstance(message, _NO_NEWS)
 
-    def _handle(self, node: int, message: Message) -> None:
+    def _handle(self, node: int, message: InboxMessage) -> None:
         state = self._state
-        match message["say"]:
-            case "joined":
+        match message:
+            case AgentJoined():
                 state.events.write(EventKind.AGENT_JOINED, node=node, name=state.roster.members[node].name)
-            case "lost":
-                self._on_agent_lost(node, message["reason"])
-            case "fit":
-                faults = [Fault(**fault) for fault in message["faults"]]
-                state.roster.record_preflight(node, faults, message, time.time())
-            case "ready" | "unready":
-                state.roster.members[node].ready = message["say"] == "ready"
-            case "unloadable":
-                self._node_failures.unloadable(node, message)
-            case "fork_server_failed":
-                self._node_failures.fork_server_failed(node, message["reason"])
-            case "signal":
-                state.request_stop(state.stopping.heard(message["name"], time.monotonic()))
-            case "request":
-                self._answer(message["request"])
-            case "tick":
+            case AgentLost():
+                self._on_agent_lost(node, message.reason)
+            case AgentRefused():
+                self._node_failures.foreign(node, message)
+            case RequestFound():
+                self._answer(message.request)
+            case Tick():
                 self._check_clock()
-            case "fenced":
+            case Fenced():
                 reason = "its launch token was revoked: the controller has fenced this attempt off"
                 state.fail(Failure(kind=FailureKind.UNKNOWN, reason=reason, step=state.progress.step))
-            case _ if message["generation"] == state.generation.number:
+            case agents.PreflightReport():
+                state.roster.record_preflight(node, message, time.time())
+            case agents.Ready() | agents.Unready():
+                state.roster.members[node].ready = isinstance(message, agents.Ready)
+            case agents.Unloadable():
+                self._node_failures.unloadable(node, message)
+            case agents.ForkServerFailed():
+                self._node_failures.fork_server_failed(node, message.reason)
+            case agents.SignalReceived():
+                state.request_stop(state.stopping.heard(message.name, time.monotonic()))
+            case _ if message.generation == state.generation.number:
                 self._handle_generation_message(node, message)
 
-    def _handle_generation_message(self, node: int, message: Message) -> None:
+    def _handle_generation_message(self, node: int, message: agents.AboutGeneration) -> None:
         """A message about the current generation; those about older ones are ignored."""
         state = self._state
         member, generation = state.roster.members[node], state.generation
-        match message["say"]:
-            case "store":
-                store = {name: message[name] for name in ("host", "port", "key")}
-                state.roster.broadcast("store", generation=generation.number, **store)
-            case "exit":
-                generation.note(RankEnd.from_message(message, member.name, time.monotonic()))
-                state.history.trained = state.history.trained or bool(message.get("stepped"))
-            case "broken":
-                self._node_failures.fork_server_died(node, message["reason"])
-            case "gone":
+        match message:
+            case agents.GenerationStore():
+                state.roster.broadcast(message)
+            case agents.RankExit():
+                generation.note(RankEnd.of(message, member.name, time.monotonic()))
+                state.history.trained = state.history.trained or message.stepped
+            case agents.ForkServerDied():
+                self._node_failures.fork_server_died(node, message.reason)
+            case agents.GenerationGone():
                 member.gone = generation.number
-            case "progress":
+            case agents.ProgressReport():
                 member.progress = message
                 state.history.add_report(message)
-                generation.restored = max(generation.restored, int(message.get("restored", 0)))
+                generation.restored = max(generation.restored, message.restored)
                 self._monitor.receive(node, message)
-            case "saves":
-                state.progress.note_saves(message["rank"], message["reason"], message["size"])
-            case "flight" | "fitness":
+            case agents.RankSaves():
+                state.progress.note_saves(message.rank, message.saves.reason, message.saves.size)
+            case agents.FlightRecords() | agents.RankSpeeds():
                 self._monitor.receive(node, message)
-            case "evidence":
+            case agents.EvidenceCollected():
                 self._monitor.receive(node, message)
                 self._requests.evidence_collected(node, message)
+            case _:
+                assert_never(message)
 
     def _on_agent_lost(self, node: int, reason: str) -> None:
         if self._state.stage is not Stage.ENDED:

@@ -1,8 +1,9 @@
 """What goes wrong with a node, and whether the current generation can do without it."""
 
 from trainer.agent.attempt_state.attempt_state import AttemptState
-from trainer.agent.control.tcp_transport import Message
+from trainer.agent.control.own_messages import AgentRefused
 from trainer.contract.events import EventKind
+from trainer.contract.messages.agents import Unloadable
 from trainer.contract.outcome import Failure, FailureKind
 
 
@@ -23,10 +24,20 @@ class NodeFailures:
         if self._roster.is_needed(node):
             self._fail(FailureKind.AGENT_LOST, node, f"the agent of {member.name} is lost: {reason}")
 
-    def unloadable(self, node: int, message: Message) -> None:
+    def foreign(self, node: int, refused: AgentRefused) -> None:
+        """An agent of another protocol was refused: unless another one has joined, its node never will."""
+        reason = f"the agent of {refused.name}: {refused.reason}"
+        self._state.events.write(EventKind.DECISION, action="refuse", reason=reason)
+        if node in self._roster.members:
+            return
+        self._roster.give_up(node)
+        if self._roster.is_needed(node):
+            self._state.fail(Failure(kind=FailureKind.INSTALLATION, reason=reason, node=refused.name))
+
+    def unloadable(self, node: int, message: Unloadable) -> None:
         """A fork server cannot import the workload: where other nodes could, that is its node's fault."""
         member = self._roster.members[node]
-        member.excluded = f"the workload cannot be imported: {message['exception']}: {message['message']}"
+        member.excluded = f"the workload cannot be imported: {message.exception}: {message.message}"
         if not self._roster.is_needed(node):
             return
         others = [other for other in self._roster.present() if other.node != node and other.ready]

@@ -1,12 +1,11 @@
 """What the coordinator does about a request to the live job, and what it answers."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from trainer.agent.attempt_state.attempt_state import AttemptState
-from trainer.agent.control.tcp_transport import Message
 from trainer.agent.coordination.drill_orders import DrillOrders
+from trainer.contract.messages.agents import AskStop, CollectEvidence, EvidenceCollected, ProgressReport
 from trainer.contract.ranks.progress import StopReason
 from trainer.contract.requests import REFUSED, Request, RequestKind
 
@@ -14,18 +13,18 @@ _SAVE_SECONDS = 3600.0
 _STACKS_SECONDS = 10.0
 
 
-def newest_own_save(reports: Sequence[Mapping[str, Any]], restored: int) -> int:
+def newest_own_save(reports: Sequence[ProgressReport], restored: int) -> int:
     """The newest step that the generation of these reports has saved itself, not restored; 0: none."""
-    saved = max((int(report.get("saved", 0)) for report in reports), default=0)
+    saved = max((report.saved for report in reports), default=0)
     return saved if saved > restored else 0
 
 
-def newest_begun_save(reports: Sequence[Mapping[str, Any]], total: int) -> int:
+def newest_begun_save(reports: Sequence[ProgressReport], total: int) -> int:
     """The newest step whose save may be under way: a request that comes now means a later one.
 
     No save can come after the last step, so that one answers in any case.
     """
-    step = max((int(report.get("step", 0)) for report in reports), default=0)
+    step = max((report.step for report in reports), default=0)
     return min(step, total - 1) if total else step
 
 
@@ -78,9 +77,9 @@ class RequestHandlers:
                 del self._stacks[name]
                 yield stacks.request, stacks.folder
 
-    def evidence_collected(self, node: int, message: Message) -> None:
+    def evidence_collected(self, node: int, message: EvidenceCollected) -> None:
         """An agent has written the stacks of its ranks, as far as it could."""
-        stacks = self._stacks.get(message["incident"])
+        stacks = self._stacks.get(message.incident)
         if stacks is not None:
             stacks.waits.discard(node)
 
@@ -100,7 +99,7 @@ class RequestHandlers:
         return None
 
     def _ask_save(self) -> None:
-        self._roster.broadcast("ask", reason=int(StopReason.SAVE_AND_GO_ON), seconds=_SAVE_SECONDS)
+        self._roster.broadcast(AskStop(reason=StopReason.SAVE_AND_GO_ON, seconds=_SAVE_SECONDS))
 
     def _request_stacks(self, request: Request, now: float) -> str | None:
         ranks = self._ranks_asked_for(request)
@@ -115,7 +114,8 @@ class RequestHandlers:
             request=request.name, folder=folder, until=now + _STACKS_SECONDS + 1.0, waits=waits
         )
         number = self._state.generation.number
-        self._roster.broadcast("evidence", generation=number, incident=name, full=ranks, seconds=_STACKS_SECONDS)
+        full = None if len(ranks) == self._config.cluster.world_size else tuple(ranks)
+        self._roster.broadcast(CollectEvidence(generation=number, incident=name, full=full, seconds=_STACKS_SECONDS))
         return None
 
     def _ranks_asked_for(self, request: Request) -> list[int]:

@@ -4,12 +4,12 @@ import time
 from collections.abc import Callable
 
 from trainer.agent.attempt_state.attempt_state import AttemptState
-from trainer.agent.attempt_state.heartbeat import Stage
 from trainer.agent.coordination.message_loop import MessageLoop
 from trainer.agent.ladder import in_job_policy, node_replacement
 from trainer.agent.ladder.in_job_policy import Action, Decision
 from trainer.agent.nodes import preflight
 from trainer.contract.events import EventKind
+from trainer.contract.heartbeat import Stage
 from trainer.contract.outcome import Failure, FailureKind
 
 

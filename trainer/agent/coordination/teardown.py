@@ -5,6 +5,7 @@ from trainer.agent.coordination.message_loop import MessageLoop
 from trainer.agent.ladder import node_replacement
 from trainer.agent.ladder.in_job_policy import Decision
 from trainer.contract.events import EventKind
+from trainer.contract.messages.agents import KillGeneration
 
 
 class Teardown:
@@ -16,7 +17,7 @@ class Teardown:
     async def kill_generation(self, decision: Decision) -> bool:
         """Kill the ranks of the current generation; whether all are gone, but for nodes that `decision` gives up."""
         number, roster = self._state.generation.number, self._state.roster
-        roster.broadcast("kill", generation=number)
+        roster.broadcast(KillGeneration(generation=number))
         given_up = node_replacement.left_behind(decision)
         return await self._messages.wait_until(lambda: roster.all_gone(number, but=given_up), self._state.timeouts.kill)
 

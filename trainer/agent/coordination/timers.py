@@ -4,12 +4,14 @@ import asyncio
 import time
 
 from trainer.agent.attempt_state.attempt_state import AttemptState
-from trainer.agent.attempt_state.heartbeat import Stage
 from trainer.agent.attempt_state.outbox import Reading
+from trainer.agent.control.own_messages import Fenced, RequestFound, Tick
 from trainer.agent.coordination.job_monitor import JobMonitor
 from trainer.agent.coordination.launch_gate import Fence
 from trainer.agent.coordination.request_inbox import RequestInbox
 from trainer.agent.watch.report_schedule import calm_seconds
+from trainer.contract.heartbeat import Stage
+from trainer.contract.messages.agents import Ping
 
 SECONDS = 1.0
 
@@ -59,15 +61,15 @@ class Timers:
             self._state.roster.tick(now)
             if now >= due:
                 due = now + self._pause - SECONDS / 2
-                self._state.roster.broadcast("ping")
-            self._state.deliver(-1, {"say": "tick"})
+                self._state.roster.broadcast(Ping())
+            self._state.deliver(-1, Tick())
             await asyncio.sleep(SECONDS)
 
     async def _touch_files(self) -> None:
         while True:
             await self.write_status()
             for request in await self._request_inbox.poll():
-                self._state.deliver(-1, {"say": "request", "request": request})
+                self._state.deliver(-1, RequestFound(request=request))
             if await self._state.outbox.look(self._fence.is_down):
-                self._state.deliver(-1, {"say": "fenced"})
+                self._state.deliver(-1, Fenced())
             await asyncio.sleep(SECONDS)

@@ -4,6 +4,7 @@ from collections.abc import Collection, Mapping
 
 from trainer.contract.config import JobConfig
 from trainer.contract.node_identity import NodeIdentity
+from trainer.contract.scheduler_kinds import traits
 
 
 def cores_of_rank(
@@ -14,7 +15,7 @@ def cores_of_rank(
     Simulated nodes share one machine, so there the cores are divided among all ranks of the job.
     """
     per_node = config.cluster.ranks_per_node
-    simulated = identity.kind == "local"
+    simulated = traits(identity.kind).simulated_nodes
     ranks = config.cluster.world_size if simulated else per_node
     mine = node_rank * per_node + local_rank if simulated else local_rank
     cores = sorted(allowed)
@@ -26,7 +27,7 @@ def cores_of_rank(
 def gpus(identity: NodeIdentity, config: JobConfig, environ: Mapping[str, str]) -> dict[str, str]:
     """CUDA_VISIBLE_DEVICES for a simulated node, when there are enough GPUs for each to have its own."""
     per_node = config.cluster.gpus_per_node
-    if identity.kind != "local" or not per_node:
+    if not traits(identity.kind).simulated_nodes or not per_node:
         return {}
     visible = [device for device in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if device]
     if len(visible) < per_node * config.cluster.all_nodes:

@@ -1,17 +1,18 @@
 """What happens in a forked child between `fork` and the first line of the rank's own code."""
 
 import errno
-import json
 import os
 import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from dataclasses import replace
+from typing import NoReturn
 
 from setproctitle import setproctitle
 
 from trainer.agent.processes.process_tree import AGENT_DIED_SIGNAL, set_pdeathsig
+from trainer.contract.messages.fork_server import StartRank
 from trainer.contract.outcome import ExitCode
 from trainer.contract.ranks.rank_messages import SPEC_VARIABLE, RankSpec, generation_mark
 
@@ -19,7 +20,7 @@ RankMain = Callable[[RankSpec], int]
 
 
 def become_rank(
-    order: dict[str, Any],
+    order: StartRank,
     descriptors: Sequence[int],
     parent: int,
     fork_server_fds: Sequence[int],
@@ -34,13 +35,13 @@ def become_rank(
     try:
         _detach_from_fork_server(parent, fork_server_fds)
         output, *others = descriptors
-        _redirect(output, order["generation"])
-        os.environ.update(order["env"])
-        if order["cores"]:
-            os.sched_setaffinity(0, order["cores"])
-        if order["command"]:
-            _run_command(order["command"], order["cwd"])
-        spec = _spec(order, others)
+        _redirect(output, order.generation)
+        os.environ.update(order.env)
+        if order.cores:
+            os.sched_setaffinity(0, order.cores)
+        if order.spec is None:
+            _run_command(order.command, order.folder)
+        spec = _with_descriptors(order.spec, others)
         if main is None:
             _run_cold(spec)
         setproctitle(f"orch-rank-{spec.rank}")
@@ -102,10 +103,10 @@ def _run_cold(spec: RankSpec) -> NoReturn:
     os.execve(sys.executable, [sys.executable, "-P", "-m", "trainer.worker.main"], os.environ)
 
 
-def _spec(order: dict[str, Any], descriptors: Sequence[int]) -> RankSpec:
+def _with_descriptors(spec: RankSpec, descriptors: Sequence[int]) -> RankSpec:
     # Arena and writer may be missing: then the rank makes its own.
-    names = ("cell_fd", "control_fd", "stacks_fd", "arena_fd", "writer_fd")
-    return RankSpec.from_json(json.dumps({**order["spec"], **dict(zip(names, descriptors, strict=False))}))
+    cell, control, stacks, arena, writer = (*descriptors, -1, -1)[:5]
+    return replace(spec, cell_fd=cell, control_fd=control, stacks_fd=stacks, arena_fd=arena, writer_fd=writer)
 
 
 def _flush() -> None:

@@ -7,11 +7,11 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from trainer.agent.control import unix_transport
 from trainer.agent.processes.proc import read_activity
 from trainer.agent.processes.process_tree import block_slurm_signals
+from trainer.contract.messages.fork_server import FROM_FORK_SERVER, FromForkServer, SignalRanks, StartRank, ToForkServer
 from trainer.contract.run_dir import AttemptDir
 
 
@@ -24,14 +24,14 @@ class ForkServerLink:
         attempt: AttemptDir,
         environ: Mapping[str, str],
         output: int,
-        on_packet: Callable[[dict[str, Any], list[int]], None],
+        on_message: Callable[[FromForkServer, list[int]], None],
         on_lost: Callable[[str], None],
     ) -> None:
         """`output`: where it prints to.
 
         Must be called in the main thread: the kernel ties the parent-death signal to the starting thread.
         """
-        self._on_packet, self._on_lost = on_packet, on_lost
+        self._on_message, self._on_lost = on_message, on_lost
         self._lost = self._listening = False
         self._loop = asyncio.get_running_loop()
         self._socket, theirs = unix_transport.pair()
@@ -73,29 +73,29 @@ class ForkServerLink:
         signs = None if self._lost else read_activity(self._process.pid)
         return signs is not None and signs.state in "Tt"
 
-    def start_rank(self, order: dict[str, Any], descriptors: Sequence[int]) -> None:
+    def start_rank(self, order: StartRank, descriptors: Sequence[int]) -> None:
         """Ask for one rank; a fork server that cannot be asked counts as lost."""
-        self._send({"do": "start", **order}, descriptors)
+        self._send(order, descriptors)
 
     def signal_ranks(self, number: int) -> None:
         """Signal the process groups of all ranks."""
-        self._send({"do": "signal", "signal": number})
+        self._send(SignalRanks(number=number))
 
-    def _send(self, packet: dict[str, Any], descriptors: Sequence[int] = ()) -> None:
+    def _send(self, message: ToForkServer, descriptors: Sequence[int] = ()) -> None:
         if self._lost:
             return
         try:
-            unix_transport.send(self._socket, packet, descriptors)
+            unix_transport.send(self._socket, message, descriptors)
         except OSError as error:
             self._lose(f"it does not listen: {error}")
 
     def _read(self) -> None:
-        packet, descriptors = unix_transport.receive(self._socket)
-        if packet is None:
+        message, descriptors = unix_transport.receive(self._socket, FROM_FORK_SERVER)
+        if message is None:
             self._loop.remove_reader(self._socket)
             return
         self._listening = True
-        self._on_packet(packet, descriptors)
+        self._on_message(message, descriptors)
 
     def _died(self) -> None:
         self._lose("")
@@ -115,14 +115,14 @@ class ForkServerLink:
         self._on_lost(reason or _how_it_ended(status))
 
     def _drain(self) -> None:
-        """Read the last packets of a dead fork server before its death is reported."""
+        """Read the last messages of a dead fork server before its death is reported."""
         self._socket.setblocking(False)
         try:
             while True:
-                packet, descriptors = unix_transport.receive(self._socket)
-                if packet is None:
+                message, descriptors = unix_transport.receive(self._socket, FROM_FORK_SERVER)
+                if message is None:
                     return
-                self._on_packet(packet, descriptors)
+                self._on_message(message, descriptors)
         except OSError:
             return
 

@@ -12,8 +12,9 @@ import socket
 import sys
 import time
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from setproctitle import setproctitle
 
@@ -21,6 +22,19 @@ from trainer.agent.control import unix_transport
 from trainer.agent.fork_server.forked_child import RankMain, become_rank
 from trainer.agent.processes import process_tree
 from trainer.contract.config import JobConfig, load
+from trainer.contract.messages.fork_server import (
+    TO_FORK_SERVER,
+    ForkServerReady,
+    FromForkServer,
+    ImportFailed,
+    RankEnded,
+    RankGone,
+    RankSpawned,
+    SignalRanks,
+    SpawnFailed,
+    StartRank,
+    ToForkServer,
+)
 from trainer.contract.run_dir import AttemptDir
 from trainer.contract.secrets.secret_redaction import in_use
 
@@ -60,26 +74,29 @@ class ForkServer:
             os.read(self._wake_in, 4096)
         self._reap()
         if self._link.fileno() in ready:
-            order, descriptors = unix_transport.receive(self._link)
+            order, descriptors = unix_transport.receive(self._link, TO_FORK_SERVER)
             if order is None:
                 return False
             self._handle(order, descriptors)
         return True
 
-    def _handle(self, order: dict[str, Any], descriptors: list[int]) -> None:
-        if order["do"] == "start":
-            self._start(order, descriptors)
-        elif order["do"] == "signal":
-            self._signal_all(order["signal"])
+    def _handle(self, order: ToForkServer, descriptors: list[int]) -> None:
+        match order:
+            case StartRank():
+                self._start(order, descriptors)
+            case SignalRanks():
+                self._signal_all(order.number)
 
-    def _start(self, order: dict[str, Any], descriptors: list[int]) -> None:
-        rank, parent = order["rank"], os.getpid()
+    def _say(self, message: FromForkServer, descriptors: Sequence[int] = ()) -> None:
+        unix_transport.send(self._link, message, descriptors)
+
+    def _start(self, order: StartRank, descriptors: list[int]) -> None:
+        rank, parent = order.rank, os.getpid()
         ends = (self._link.fileno(), self._wake_in, self._wake_out)
         try:
             pid = os.fork()
         except OSError as error:
-            reason = f"fork failed: {error.strerror}"
-            unix_transport.send(self._link, {"say": "spawn_failed", "rank": rank, "reason": reason})
+            self._say(SpawnFailed(rank=rank, reason=f"fork failed: {error.strerror}"))
             return
         finally:
             if os.getpid() == parent:
@@ -90,7 +107,7 @@ class ForkServer:
         self._leaders[pid] = rank
         handle = os.pidfd_open(pid)
         try:
-            unix_transport.send(self._link, {"say": "spawned", "rank": rank, "pid": pid}, [handle])
+            self._say(RankSpawned(rank=rank, pid=pid), [handle])
         finally:
             os.close(handle)
 
@@ -112,14 +129,14 @@ class ForkServer:
             if pid in self._leaders:
                 rank = self._groups[pid] = self._leaders.pop(pid)
                 if not silent:
-                    unix_transport.send(self._link, {"say": "exit", "rank": rank, "pid": pid, **_status(info)})
+                    self._say(_ended(rank, info))
         for group in [group for group in self._groups if not process_tree.kill_group(group, 0)]:
             self._empty[group] = self._groups.pop(group)
         # The last ones to be reported: with no rank alive, every child left is one that had left its rank's group.
         if self._empty and (self._leaders or self._groups or not process_tree.kill_children()):
-            for group, rank in self._empty.items():
+            for rank in self._empty.values():
                 if not silent:
-                    unix_transport.send(self._link, {"say": "gone", "rank": rank, "pid": group})
+                    self._say(RankGone(rank=rank))
             self._empty.clear()
 
     def _on_agent_died(self, *_: object) -> NoReturn:
@@ -142,9 +159,10 @@ def _next_dead() -> os.waitid_result | None:
         return None
 
 
-def _status(info: os.waitid_result) -> dict[str, int | None]:
-    exited = info.si_code == os.CLD_EXITED
-    return {"exit_code": info.si_status if exited else None, "signal": None if exited else info.si_status}
+def _ended(rank: int, info: os.waitid_result) -> RankEnded:
+    if info.si_code == os.CLD_EXITED:
+        return RankEnded(rank=rank, exit_code=info.si_status)
+    return RankEnded(rank=rank, signal=info.si_status)
 
 
 def fork_unsafe_reason() -> str:
@@ -168,8 +186,10 @@ def _import_workload(config: JobConfig, link: socket.socket) -> RankMain:
     except (Exception, SystemExit) as error:  # noqa: BLE001  # outermost edge
         text = in_use().text
         said = f"it called sys.exit({error.code!r})" if isinstance(error, SystemExit) else str(error)
-        fault = {"exception": type(error).__name__, "message": text(said)[:4000]}
-        unix_transport.send(link, {"say": "unloadable", **fault, "traceback": text(traceback.format_exc())[-16000:]})
+        failed = ImportFailed(
+            exception=type(error).__name__, message=text(said)[:4000], traceback=text(traceback.format_exc())[-16000:]
+        )
+        unix_transport.send(link, failed)
         sys.exit(1)
     main: RankMain = rank_main
     return main
@@ -199,7 +219,7 @@ def main(arguments: list[str]) -> None:
     process_tree.set_pdeathsig(agent, process_tree.AGENT_DIED_SIGNAL)
     why = cold or ("" if rank_main else "the ranks are the user's own command")
     seconds = time.monotonic() - started
-    unix_transport.send(link, {"say": "ready", "warm": rank_main is not None, "reason": why, "seconds": seconds})
+    unix_transport.send(link, ForkServerReady(warm=rank_main is not None, reason=why, seconds=seconds))
     fork_server.serve()
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from trainer.contract.config import JobConfig
+from trainer.contract.ranks.torchrun_variables import place_variables
 from trainer.contract.run_dir import AttemptDir, RunDir
 from trainer.contract.secrets.secret_redaction import LISTED
 
@@ -21,22 +22,15 @@ def torchrun_environment(
     per_node, world = config.cluster.ranks_per_node, config.cluster.world_size
     rank = node_rank * per_node + local_rank
     threads = inherited.get("OMP_NUM_THREADS") or str(max(1, config.cluster.cpus_per_task // per_node))
+    place = place_variables(
+        rank=rank, local_rank=local_rank, world_size=world, local_world_size=per_node, node_rank=node_rank,
+        generation=generation, run_id=f"{run.name}-{attempt.number}",
+    )  # fmt: skip
     variables = {
-        "RANK": rank,
-        "LOCAL_RANK": local_rank,
-        "WORLD_SIZE": world,
-        "LOCAL_WORLD_SIZE": per_node,
-        "GROUP_RANK": node_rank,
-        "GROUP_WORLD_SIZE": config.cluster.nodes,
-        "NODE_RANK": node_rank,
-        "ROLE_NAME": "default",
-        "ROLE_RANK": rank,
-        "ROLE_WORLD_SIZE": world,
+        **place,
         "MASTER_ADDR": master[0],
         "MASTER_PORT": master[1],
-        "TORCHELASTIC_RESTART_COUNT": generation - 1,
         "TORCHELASTIC_MAX_RESTARTS": config.recovery.restarts_in_place,
-        "TORCHELASTIC_RUN_ID": f"{run.name}-{attempt.number}",
         # torch would write an exception's words there as they are, secrets included: its log tells the same.
         **({} if LISTED in inherited else {"TORCHELASTIC_ERROR_FILE": attempt.error_file(rank, generation)}),
         # The script's own rank 0 hosts the store, a fresh one in every generation.

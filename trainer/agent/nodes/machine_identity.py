@@ -1,13 +1,11 @@
 """Which machine this is: simulated nodes share one, and must not be held against each other."""
 
-from pathlib import Path
-
-_BOOT = Path("/proc/sys/kernel/random/boot_id")
+from trainer.contract.process_identity import boot_id
 
 
 def identity() -> str:
     """The same for all processes of one running kernel; empty where the kernel does not say."""
     try:
-        return _BOOT.read_text().strip()
+        return boot_id()
     except OSError:
         return ""

@@ -3,11 +3,11 @@
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
-from typing import Any
 
 from trainer.agent.nodes.slow_nodes import RankMeasurement, find_slow_node, median_speeds_of_nodes
 from trainer.contract.events import EventKind
 from trainer.contract.fault_detection_config import PreflightConfig
+from trainer.contract.messages.agents import RankSpeeds
 from trainer.contract.outcome import Failure
 from trainer.contract.run_dir import RunDir
 
@@ -31,9 +31,9 @@ class NodeBenchmark:
         self._comparable = all(known) and len(set(known)) == len(known)
         self._measured: dict[int, RankMeasurement] = {}
 
-    def add(self, message: Mapping[str, Any], now: float) -> bool:
-        """One rank's figures; True when they complete the trial. Raises KeyError, TypeError or ValueError."""
-        one = RankMeasurement.from_message(message)
+    def add(self, message: RankSpeeds, now: float) -> bool:
+        """One rank's figures; True when they complete the trial. Raises ValueError."""
+        one = RankMeasurement.of(message)
         if not 0 <= one.rank < len(self._nodes):
             raise ValueError(f"there is no rank {one.rank}")
         if self._over:

@@ -6,10 +6,8 @@ import secrets
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from checkpointing.storage.disk_errors import FULL
 from checkpointing.storage.durable import write_durably
@@ -17,6 +15,7 @@ from trainer.agent.control import address
 from trainer.agent.nodes import gpu_health
 from trainer.contract.config import JobConfig
 from trainer.contract.fault_detection_config import PreflightConfig
+from trainer.contract.messages.agents import Fault
 from trainer.contract.outcome import Failure, FailureKind
 
 _FEWEST_FILES = 1024
@@ -26,19 +25,6 @@ _DRIVER_SECONDS = 20.0
 """The driver is queried a few times in a row, within the coordinator's timeout for the whole preflight."""
 _SHARED_MEMORY = Path("/dev/shm")
 _LEAST_SHARED = 16 << 20  # for each rank: NCCL's buffers; gloo and the progress cells need none
-
-
-@dataclass(frozen=True, kw_only=True)
-class Fault:
-    """One check that failed; `shared`: it is about something that all nodes see, so that nodes can be compared."""
-
-    check: str
-    reason: str
-    shared: bool
-    full: bool = False
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def examine(run_dir: Path, config: JobConfig) -> list[Fault]:

@@ -3,18 +3,28 @@
 import asyncio
 import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, replace
 
-from trainer.agent.control import message_schema
+from trainer.agent.control.own_messages import AgentJoined, AgentLost, InboxMessage
 from trainer.agent.control.peer_timeout import AGENT_TIMEOUT_SECONDS, STALLED_TIMEOUT_SECONDS
-from trainer.agent.control.tcp_transport import Message, Peer, WireError
+from trainer.agent.control.tcp_transport import AgentPeer, WireError
 from trainer.agent.nodes.node_ranks import NodeRanks, Replacement, assign_node_ranks_to, replacements
-from trainer.agent.nodes.preflight import Fault
+from trainer.contract.messages.agents import (
+    Fault,
+    FromAgent,
+    NodeRank,
+    PreflightReport,
+    ProgressReport,
+    StartGeneration,
+    ToAgent,
+)
+from trainer.contract.messages.greeting import Hello
 
 LATE_SECONDS = 3.0
 """A tick that is so late means that the coordinator itself was suspended, or got no CPU time."""
 LOOK_SECONDS = 1.0
+_NO_PLACE = "this attempt has no place for this agent"
+_NOTHING_REPORTED = ProgressReport(generation=-1)
 
 
 @dataclass(kw_only=True)
@@ -23,7 +33,7 @@ class Member:
 
     node: int
     name: str
-    peer: Peer
+    peer: AgentPeer
     last_message_at: float
     has_sent: bool = False  # a message after its hello
     faults: list[Fault] | None = None
@@ -33,7 +43,7 @@ class Member:
     machine: str = ""  # identity of the machine it runs on, where that is known
     ahead: float = 0.0  # seconds by which its clock is ahead of the coordinator's, network delay included
     excluded: str = ""  # why its node must not train, although its agent answers
-    progress: dict[str, Any] = field(default_factory=dict)
+    progress: ProgressReport = _NOTHING_REPORTED  # the newest one
 
     @property
     def usable(self) -> bool:
@@ -44,7 +54,7 @@ class Roster:
     """The agents that have joined; turns their connections into messages for the coordinator's inbox."""
 
     def __init__(
-        self, nodes: int, attempt: int, deliver: Callable[[int, Message], None], *, node_ranks: int | None = None,
+        self, nodes: int, attempt: int, deliver: Callable[[int, InboxMessage], None], *, node_ranks: int | None = None,
         rejoin: float = 5.0,
     ) -> None:  # fmt: skip
         """`node_ranks`: how many of the nodes train; the others are spares. `rejoin`: see `Timeouts`, in seconds."""
@@ -53,34 +63,32 @@ class Roster:
         self._assigned = False
         self._last_tick: float | None = None
         self._moved: float | None = None  # when a rank moved last; nothing was started yet
+        self._given_up: set[int] = set()  # nodes that will not join
         self.members: dict[int, Member] = {}
         self.node_ranks: NodeRanks = {
             node_rank: node_rank for node_rank in range(self._wanted)
         }  # until all are examined
 
-    def admit(self, hello: Message, peer: Peer) -> bool:
-        """Whether this authenticated agent may join: one for each node of this attempt."""
-        node, name = hello.get("node"), hello.get("name")
-        known = type(node) is int and 0 <= node < self._nodes and isinstance(name, str)
-        if not known or hello.get("attempt") != self._attempt:
-            return False
-        assert isinstance(node, int)
-        assert isinstance(name, str)
+    def admit(self, hello: Hello, peer: AgentPeer) -> str:
+        """Let this authenticated agent join, one for each node of this attempt; returns why it may not, if so."""
+        node, name = hello.node, hello.name
+        if not 0 <= node < self._nodes or hello.attempt != self._attempt:
+            return _NO_PLACE
         member = self.members.get(node)
         if member is None:
             self.members[node] = Member(node=node, name=name, peer=peer, last_message_at=time.monotonic())
-            self._deliver(node, {"say": "joined"})
-            return True
+            self._deliver(node, AgentJoined())
+            return ""
         if member.has_sent or member.lost:
-            return False
+            return _NO_PLACE
         # It got no welcome in time, and connects again.
         member.peer.drop()
         member.peer, member.name, member.last_message_at = peer, name, time.monotonic()
-        return True
+        return ""
 
-    async def serve(self, hello: Message, peer: Peer) -> None:
+    async def serve(self, hello: Hello, peer: AgentPeer) -> None:
         """Deliver the messages of one agent until it is gone."""
-        member = self.members[hello["node"]]
+        member = self.members[hello.node]
         reason = "its connection ended"
         try:
             broken = await self._receive(member, peer)
@@ -89,32 +97,29 @@ class Roster:
             reason = broken or reason
         finally:
             if member.peer is peer:
-                self._deliver(member.node, {"say": "lost", "reason": reason})
+                self._deliver(member.node, AgentLost(reason=reason))
 
-    async def _receive(self, member: Member, peer: Peer) -> str:
+    async def _receive(self, member: Member, peer: AgentPeer) -> str:
         """Until the connection ends; returns why it cannot go on when a message cannot be read."""
         try:
             while (message := await peer.receive()) is not None and member.peer is peer:
-                message_schema.check(message)
                 self._note(member, message, time.monotonic())
                 self._deliver(member.node, message)
         except WireError as error:
             return f"it sent {error}"
         return ""
 
-    def _note(self, member: Member, message: Message, now: float) -> None:
+    def _note(self, member: Member, message: FromAgent, now: float) -> None:
         """Note when it was heard; a report that differs from the one before means that its ranks move."""
         member.last_message_at, member.has_sent = now, True
-        if message["say"] == "progress" and any(
-            message.get(key) != member.progress.get(key) for key in ("generation", "step", "phase")
-        ):
+        if isinstance(message, ProgressReport) and _place(message) != _place(member.progress):
             self._moved = now
 
-    def record_preflight(self, node: int, faults: list[Fault], message: Message, wall: float) -> None:
-        """Take in an agent's preflight; `wall` is the time of day here. Raises TypeError or ValueError."""
+    def record_preflight(self, node: int, report: PreflightReport, wall: float) -> None:
+        """Take in an agent's preflight; `wall` is the time of day here."""
         member = self.members[node]
-        member.faults, member.machine = faults, str(message.get("machine", ""))
-        member.ahead = float(message.get("wall", wall)) - wall
+        member.faults, member.machine = list(report.faults), report.machine
+        member.ahead = 0.0 if report.wall is None else report.wall - wall
 
     def present(self) -> list[Member]:
         return [member for member in self.members.values() if not member.lost]
@@ -144,7 +149,11 @@ class Roster:
     def could_train(self) -> bool:
         """The same, if every node whose preflight is still missing passed it."""
         gone = {node for node, member in self.members.items() if not member.usable or member.faults}
-        return assign_node_ranks_to(self._wanted, set(range(self._nodes)) - gone)[0] is not None
+        return assign_node_ranks_to(self._wanted, set(range(self._nodes)) - gone - self._given_up)[0] is not None
+
+    def give_up(self, node: int) -> None:
+        """Do not count on a node that has not joined."""
+        self._given_up.add(node)
 
     def assign_node_ranks(self) -> str:
         """Assign node ranks and send them, if there are enough nodes; returns the reason."""
@@ -153,7 +162,7 @@ class Roster:
             return reason
         self.node_ranks, self._assigned = node_ranks, True
         for node_rank, node in sorted(node_ranks.items()):
-            self.members[node].peer.send("node_rank", node_rank=node_rank)
+            self.members[node].peer.send(NodeRank(node_rank=node_rank))
         return reason
 
     def replace_nodes(self) -> tuple[tuple[Replacement, ...], str]:
@@ -162,7 +171,7 @@ class Roster:
         moves, reason = replacements(self.node_ranks, fit, [node for node in fit if self.members[node].ready])
         for move in moves:
             self.node_ranks[move.node_rank] = move.node
-            self.members[move.node].peer.send("node_rank", node_rank=move.node_rank)
+            self.members[move.node].peer.send(NodeRank(node_rank=move.node_rank))
         return moves, reason
 
     def is_needed(self, node: int) -> bool:
@@ -225,17 +234,17 @@ class Roster:
         also = " while no rank moved" if standing else ""
         return quiet, f"it has been silent for {now - quiet.last_message_at:.0f} s{also}"
 
-    def broadcast(self, say: str, **fields: Any) -> None:
+    def broadcast(self, message: ToAgent) -> None:
         """Send one message to every agent that is not lost."""
         for member in self.present():
-            member.peer.send(say, **fields)
+            member.peer.send(message)
 
-    def start_generation(self, **fields: Any) -> None:
-        """Tell every training node to start its ranks."""
+    def start_generation(self, start: StartGeneration) -> None:
+        """Tell every training node, with its node rank, to start its ranks."""
         self._moved = time.monotonic()
         for node_rank, node in self.node_ranks.items():
             if not self.members[node].lost:
-                self.members[node].peer.send("start", node_rank=node_rank, **fields)
+                self.members[node].peer.send(replace(start, node_rank=node_rank))
 
     def names(self) -> list[str]:
         """Of all nodes that have joined: those that train by node rank, then the others that are not lost."""
@@ -248,3 +257,7 @@ class Roster:
         give_up = time.monotonic() + seconds
         while any(not member.peer.hung_up() for member in self.present()) and time.monotonic() < give_up:
             await asyncio.sleep(0.01)
+
+
+def _place(report: ProgressReport) -> tuple[int, int, str]:
+    return report.generation, report.step, report.phase

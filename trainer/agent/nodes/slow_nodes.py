@@ -3,9 +3,9 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
 
 from trainer.contract.fault_detection_config import PreflightConfig
+from trainer.contract.messages.agents import RankSpeeds
 from trainer.contract.outcome import Failure, FailureKind
 
 _WORDS = {"matmul": "matrix multiplication", "memory": "memory bandwidth"}
@@ -23,13 +23,12 @@ class RankMeasurement:
     pairs: tuple[tuple[int, float], ...] = ()  # rank it exchanged data with, seconds
 
     @classmethod
-    def from_message(cls, message: Mapping[str, Any]) -> "RankMeasurement":
-        """Raises KeyError, TypeError or ValueError when `message` is none."""
-        pairs = tuple((int(peer), float(seconds)) for peer, seconds in message["pairs"])
-        matmul, memory = float(message["matmul"]), float(message["memory"])
-        if not all(value > 0 for value in (matmul, memory, *(seconds for _, seconds in pairs))):
+    def of(cls, message: RankSpeeds) -> "RankMeasurement":
+        """What a rank has measured; raises ValueError when that is nothing."""
+        one = message.speeds
+        if not all(value > 0 for value in (one.matmul, one.memory, *(seconds for _, seconds in one.pairs))):
             raise ValueError("measured nothing")
-        return cls(rank=int(message["rank"]), matmul=matmul, memory=memory, pairs=pairs)
+        return cls(rank=message.rank, matmul=one.matmul, memory=one.memory, pairs=one.pairs)
 
 
 def speeds(measured: Iterable[RankMeasurement], nodes: Sequence[str]) -> dict[str, dict[str, float]]:

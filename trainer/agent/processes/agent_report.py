@@ -14,7 +14,7 @@ _SECONDS = 5.0
 
 async def write(attempt: AttemptDir, identity: NodeIdentity, end: AgentEnd, why: str) -> None:
     """Write it, as far as the file system answers."""
-    reason = f"{identity.name} lost the coordinator: {why}"
+    reason = f"{identity.name}{'' if end is AgentEnd.REFUSED else ' lost the coordinator'}: {why}"
     report = AgentReport(node=identity.node, name=identity.name, end=end, reason=reason, time=time.time())
     with suppress(OSError):
         await run_detached(lambda: report.write(attempt.agent_report(identity.node)), _SECONDS)

@@ -4,7 +4,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
-Known = dict[str, Any]
+from trainer.contract.messages.agents import RankExit
+
 Task = asyncio.Task[None]
 
 
@@ -16,7 +17,7 @@ class ExitReports:
         self._spawn = spawn
         self._last: Task | None = None
 
-    def add(self, read: Callable[[], Awaitable[Known]], send: Callable[[Known], None]) -> None:
+    def add(self, read: Callable[[], Awaitable[RankExit]], send: Callable[[RankExit], None]) -> None:
         """Read what is known of an exit now, and send it when its turn comes."""
         self._last = self._spawn(self._send(read, send, self._last))
 
@@ -25,7 +26,7 @@ class ExitReports:
         await _wait(self._last)
 
     async def _send(
-        self, read: Callable[[], Awaitable[Known]], send: Callable[[Known], None], before: Task | None
+        self, read: Callable[[], Awaitable[RankExit]], send: Callable[[RankExit], None], before: Task | None
     ) -> None:
         known = await read()
         await _wait(before)

@@ -2,13 +2,12 @@
 
 import os
 import signal
-from typing import Any
 
-from trainer.agent.control.tcp_transport import Message
 from trainer.agent.processes.process_tree import kill_group
 from trainer.agent.ranks.local_ranks import LocalRanks
 from trainer.contract.config import ClusterShape
 from trainer.contract.drill_config import KINDS
+from trainer.contract.messages.agents import InjectFault
 from trainer.contract.requests import REFUSED, Request
 
 AGENT_KINDS = {
@@ -21,8 +20,8 @@ _BY_SIGNAL = {"kill-rank": signal.SIGKILL, "stop-rank": signal.SIGSTOP}
 """Kinds for which no step has to come: the agent does it itself."""
 
 
-def drill_order(request: Request, cluster: ClusterShape) -> tuple[dict[str, Any] | None, str]:
-    """The message to all agents about a drill request, or None when it is refused; and the answer."""
+def drill_order(request: Request, cluster: ClusterShape) -> tuple[InjectFault | None, str]:
+    """The order that a drill request means, to be sent later, or None when it is refused; and the answer."""
     kind, at = request.detail, 0 if request.value is None else int(request.value)
     node = kind in AGENT_KINDS
     if not node and kind not in KINDS:
@@ -30,29 +29,29 @@ def drill_order(request: Request, cluster: ClusterShape) -> tuple[dict[str, Any]
     what, most = ("node", cluster.nodes) if node else ("rank", cluster.world_size)
     if not 0 <= at < most:
         return None, f"{REFUSED}there is no {what} {at}, only 0 to {most - 1}"
-    return {"kind": kind, "at": at, "value": _VALUES.get(kind, 0.0)}, f"{kind} strikes {what} {at}"
+    return InjectFault(kind=kind, at=at, value=_VALUES.get(kind, 0.0)), f"{kind} strikes {what} {at}"
 
 
 _VALUES = {"slow-rank": 0.3}
 """Seconds of work that a slow rank does in every step beyond its own."""
 
 
-def is_here(message: Message, ranks: LocalRanks, node_rank: int | None) -> bool:
+def is_here(order: InjectFault, ranks: LocalRanks, node_rank: int | None) -> bool:
     """Whether this node is the one that is hit."""
-    return message["at"] == node_rank if message["kind"] in AGENT_KINDS else message["at"] in ranks.by_rank
+    return order.at == node_rank if order.kind in AGENT_KINDS else order.at in ranks.by_rank
 
 
-def inject(message: Message, ranks: LocalRanks) -> None:
+def inject(order: InjectFault, ranks: LocalRanks) -> None:
     """Inject it; a fault that ends the agent does not return."""
-    kind = message["kind"]
+    kind = order.kind
     if kind == "kill-node":
         for local in ranks.by_rank.values():
             if local.pid is not None:
                 kill_group(local.pid)
     if kind in AGENT_KINDS:
         os.kill(os.getpid(), signal.SIGKILL)  # what it has started dies with it
-    local = ranks.by_rank[message["at"]]
+    local = ranks.by_rank[order.at]
     if kind not in _BY_SIGNAL:
-        local.cell.order_drill(list(KINDS).index(kind), message["serial"], message["value"])
+        local.cell.order_drill(list(KINDS).index(kind), order.serial, order.value)
     elif local.pid is not None and not local.ended:
         os.kill(local.pid, _BY_SIGNAL[kind])

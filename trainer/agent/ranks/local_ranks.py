@@ -5,13 +5,15 @@ import os
 import signal
 import socket
 from dataclasses import dataclass, field
-from typing import Any
 
 from trainer.agent.control import unix_transport
 from trainer.agent.processes.oom_kills import OomKills
 from trainer.agent.processes.process_tree import kill_group
+from trainer.contract.messages.agents import ProgressReport
+from trainer.contract.messages.codec import MessageError
+from trainer.contract.messages.ranks import FROM_RANK, FromRank, ReportedEnd, Store
 from trainer.contract.ranks.progress import Progress, ProgressCell, StopReason
-from trainer.contract.ranks.rank_messages import receive_message
+from trainer.contract.ranks.rank_messages import receive_message, send_message
 
 
 @dataclass(kw_only=True)
@@ -29,22 +31,28 @@ class LocalRank:
     gone: bool = False
     reported: bool = False  # its exit was reported to the coordinator
     last: Progress = field(default_factory=Progress)
-    exit_message: dict[str, Any] | None = None  # how it reported its end, over its control socket
+    reported_end: ReportedEnd | None = None  # how it reported its end, over its control socket
 
     def descriptors(self) -> list[int]:
         assert self.theirs is not None
         return [self.cell.descriptor, self.theirs.fileno(), self.stacks]
 
-    def receive_message(self) -> dict[str, Any] | None:
-        """Its next message, if there is one; what it says of its own end is kept as well."""
+    def close_theirs(self) -> None:
+        """The rank has its end of the control socket."""
+        if self.theirs is not None:
+            self.theirs.close()
+            self.theirs = None
+
+    def receive_message(self) -> FromRank | MessageError | None:
+        """Its next message, if there is one; how it reports its own end is kept as well."""
         try:
-            message = receive_message(self.control)
+            message = receive_message(self.control, FROM_RANK)
         except OSError:
             return None
-        except ValueError:  # cut off: nothing that could be understood
-            return {}
-        if message is not None and message.get("kind") == "last":
-            self.exit_message = message
+        except MessageError as error:  # cut off, or made up
+            return error
+        if isinstance(message, ReportedEnd):
+            self.reported_end = message
         return message
 
     def read_progress(self) -> Progress:
@@ -88,14 +96,12 @@ class LocalRanks:
         for local in self.by_rank.values():
             local.cell.expect_stop(at)
 
-    def send(self, line: bytes, *, but: int) -> None:
-        """Send a control message to every rank but one."""
+    def pass_on(self, store: Store) -> None:
+        """Tell every rank where the store is; rank 0 has made it."""
         for local in self.by_rank.values():
-            if local.rank != but and not local.ended:
-                try:
-                    local.control.send(line)
-                except OSError:  # it has died; its exit is on its way
-                    continue
+            if local.rank != 0 and not local.ended:
+                with contextlib.suppress(OSError):  # it has died; its exit is on its way
+                    send_message(local.control, store)
 
     def all_gone(self) -> bool:
         return all(local.gone for local in self.by_rank.values())
@@ -109,22 +115,23 @@ class LocalRanks:
         for local in self.by_rank.values():
             local.ended = local.gone = local.reported = True
 
-    def summary(self) -> dict[str, Any]:
-        """The progress report: the slowest rank's step and phase, the first one's loss."""
+    def summary(self) -> ProgressReport:
+        """The slowest rank's step and phase, the first one's loss."""
         readings = [(local, local.read_progress()) for local in self.by_rank.values()]
         slowest = min((reading for _, reading in readings), key=lambda reading: reading.step)
         _, first = readings[0]
-        return {
-            "step": slowest.step,
-            "phase": slowest.phase.name.lower(),
-            "loss": first.loss if first.step else None,
-            "saved": max(reading.saved_step for _, reading in readings),
-            "total": max(reading.total_steps for _, reading in readings),
-            "restored": max(reading.restored_step for _, reading in readings),
-            "save_seconds": max(reading.save_seconds for _, reading in readings),
-            "step_seconds": max(reading.step_seconds for _, reading in readings),
-            "stepped": all(local.stepped() for local in self.by_rank.values()),
-        }
+        return ProgressReport(
+            generation=self.generation,
+            step=slowest.step,
+            phase=slowest.phase.name.lower(),
+            loss=first.loss if first.step else None,
+            saved=max(reading.saved_step for _, reading in readings),
+            total=max(reading.total_steps for _, reading in readings),
+            restored=max(reading.restored_step for _, reading in readings),
+            save_seconds=max(reading.save_seconds for _, reading in readings),
+            step_seconds=max(reading.step_seconds for _, reading in readings),
+            stepped=all(local.stepped() for local in self.by_rank.values()),
+        )
 
     def kill_directly(self) -> None:
         """Without a fork server: its ranks have become this process's children, their groups are still theirs."""
@@ -145,8 +152,7 @@ class LocalRanks:
         self.oom_kills.close()
         for local in self.by_rank.values():
             local.control.close()
-            if local.theirs is not None:
-                local.theirs.close()
+            local.close_theirs()
             if local.handle is not None:
                 os.close(local.handle)
                 local.handle = None

@@ -2,20 +2,21 @@
 
 import signal
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 from trainer.agent.processes.detached_thread import run_detached
 from trainer.agent.processes.log_pipes import LogPipes
 from trainer.agent.ranks.last_cpp_exception import last_cpp_exception
 from trainer.agent.ranks.last_output import LastOutput, last_output
 from trainer.agent.ranks.local_ranks import LocalRank
+from trainer.contract.messages.agents import RankExit
+from trainer.contract.messages.ranks import ReportedEnd
+from trainer.contract.outcome import RankOutcome
 from trainer.contract.ranks.peer_loss import PEER_GONE
 from trainer.contract.ranks.rank_outcomes import find_outcome, pack_error_file
 from trainer.contract.run_dir import AttemptDir
 
-_KEYS = ("exit_code", "step", "exception", "message", "secondary")
 _LONGEST = 4000
 _READ_SECONDS = 2.0
 """A file system that shows a file later than this must not delay the report to the coordinator."""
@@ -36,7 +37,7 @@ class ExitInfo:
     node: str
     step: int
     stepped: bool
-    exit_message: dict[str, Any] | None
+    reported_end: ReportedEnd | None
     memory_kill: str = ""  # how the kernel killed it for lack of memory
 
     @classmethod
@@ -45,73 +46,67 @@ class ExitInfo:
             pass
         step = local.read_progress().step
         return cls(
-            rank=local.rank, node=node, step=step, stepped=local.stepped(), exit_message=local.exit_message,
+            rank=local.rank, node=node, step=step, stepped=local.stepped(), reported_end=local.reported_end,
             memory_kill=memory_kill,
         )  # fmt: skip
-
-    def out_of_memory(self) -> dict[str, str]:
-        """What the report says of it, if anything."""
-        return {"out_of_memory": self.memory_kill} if self.memory_kill else {}
 
 
 async def exit_report(
     attempt: AttemptDir, generation: int, info: ExitInfo, exit_code: int | None, number: int | None, *, command: bool,
     logs: LogPipes,
-) -> dict[str, Any]:  # fmt: skip
-    """The `exit` message about this rank, for the coordinator.
+) -> RankExit:  # fmt: skip
+    """What is told to the coordinator about this rank.
 
     `command`: it was a user's own program, of which only its exit and its log are known. Files that the file system
     does not show at once are not waited for: a rank of ours has reported the same over its socket.
     """
     with suppress(TimeoutError, RuntimeError):  # the latter: the node has no thread left to give
         await run_detached(lambda: logs.settle(attempt.rank_log(info.rank), _READ_SECONDS), _READ_SECONDS)
+    killed = RankExit(
+        generation=generation, rank=info.rank, reported=False, exit_code=exit_code, signal=number,
+        out_of_memory=info.memory_kill,
+    )  # fmt: skip
     if command:
-        return await _command_exit_report(attempt, generation, info, exit_code, number)
-    end: dict[str, Any] = {"exit_code": exit_code, "signal": number, "step": info.step}
-    message, cpp_exception = info.exit_message, None
+        return await _command_exit_report(attempt, info, replace(killed, reported=True))
+    own_end: ReportedEnd | RankOutcome | None = info.reported_end
+    cpp_exception = None
     with suppress(TimeoutError, RuntimeError):
         read = partial(_left_in_files, attempt, generation, info, aborted=number == signal.SIGABRT)
         written, cpp_exception = await run_detached(read, _READ_SECONDS)
-        message = written or message
-    known = message or {}
-    said = {key: known.get(key) for key in (*_KEYS, "position")} if set(_KEYS) <= known.keys() else None
-    if said is not None:
-        # It had reported everything when it died: a crash in the interpreter's teardown changes nothing.
-        end = {**said, "signal": None, "message": (said["message"] or "")[:_LONGEST]}
-    elif number == signal.SIGABRT:
-        end["message"] = cpp_exception
-    return {**end, "reported": said is not None, "stepped": info.stepped, **info.out_of_memory()}
+        own_end = written or own_end
+    if own_end is None:
+        return replace(killed, step=info.step, stepped=info.stepped, message=cpp_exception)
+    # It had reported everything when it died: a crash in the interpreter's teardown changes nothing.
+    return replace(
+        killed, reported=True, exit_code=own_end.exit_code, signal=None, step=own_end.step, stepped=info.stepped,
+        exception=own_end.exception, message=(own_end.message or "")[:_LONGEST], secondary=own_end.secondary,
+        position=own_end.position,
+    )  # fmt: skip
 
 
-async def _command_exit_report(
-    attempt: AttemptDir, generation: int, info: ExitInfo, exit_code: int | None, number: int | None
-) -> dict[str, Any]:
+async def _command_exit_report(attempt: AttemptDir, info: ExitInfo, end: RankExit) -> RankExit:
     """Its step is not known; its exception is in its log."""
-    end: dict[str, Any] = {"exit_code": exit_code, "signal": number, "reported": True, "stepped": False}
-    end |= info.out_of_memory()
-    if exit_code == 0:
+    if end.exit_code == 0:
         return end
-    output, error_file = LastOutput(), attempt.error_file(info.rank, generation)
+    output, error_file = LastOutput(), attempt.error_file(info.rank, end.generation)
     with suppress(TimeoutError, RuntimeError):
-        read = partial(last_output, attempt.rank_log(info.rank), generation, error_file)
+        read = partial(last_output, attempt.rank_log(info.rank), end.generation, error_file)
         output = await run_detached(read, _READ_SECONDS)
     with suppress(TimeoutError, RuntimeError, OSError):
-        pack = partial(pack_error_file, attempt, info.node, info.rank, generation)
+        pack = partial(pack_error_file, attempt, info.node, info.rank, end.generation)
         await run_detached(pack, _READ_SECONDS)
-    end |= {"lines": output.lines, "written": output.written}
-    if number is None and output.exception is not None:
+    end = replace(end, lines=output.lines, written=output.written)
+    if end.signal is None and output.exception is not None:
         message = (output.message or "")[:_LONGEST]
-        end |= {"exception": output.exception, "message": message, "secondary": bool(PEER_GONE.search(message))}
-    elif number == signal.SIGABRT:
-        end["message"] = output.uncaught
-    return end
+        return replace(end, exception=output.exception, message=message, secondary=bool(PEER_GONE.search(message)))
+    return replace(end, message=output.uncaught) if end.signal == signal.SIGABRT else end
 
 
 def _left_in_files(
     attempt: AttemptDir, generation: int, info: ExitInfo, *, aborted: bool
-) -> tuple[dict[str, Any] | None, str | None]:
+) -> tuple[RankOutcome | None, str | None]:
     """Its outcome, or, of one that was aborted and wrote none, the C++ exception in its log."""
     outcome = find_outcome(attempt, info.node, info.rank, generation)
     if outcome is not None:
-        return asdict(outcome), None
+        return outcome, None
     return None, last_cpp_exception(attempt.rank_log(info.rank), generation) if aborted else None

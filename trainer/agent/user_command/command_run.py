@@ -6,8 +6,8 @@ from functools import partial
 from pathlib import Path
 
 from checkpointing.storage.disk_probe import write_probe
+from trainer.agent.attempt_state.attempt_progress import AttemptProgress
 from trainer.agent.attempt_state.generation import Generation
-from trainer.agent.attempt_state.heartbeat import AttemptProgress
 from trainer.agent.fork_server.torchrun_command import working_directory
 from trainer.agent.ladder.in_job_policy import Action, Decision
 from trainer.agent.user_command.checkpoints import put_back, set_aside, set_aside_path

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.agent.attempt_state.heartbeat import AttemptProgress
+from trainer.agent.attempt_state.attempt_progress import AttemptProgress
 from trainer.agent.processes.detached_thread import start_detached
 from trainer.agent.user_command.progress import run_bounded
 from trainer.contract.logs.log_rotation import read_tail

@@ -3,9 +3,7 @@
 Nothing is decided here: `hangs.judge` finds the verdict, and `in_job_policy.decide` what follows from it.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from trainer.agent.flight.analysis import Finding, analyse
 from trainer.agent.flight.flight_record import FlightRecord
@@ -17,6 +15,14 @@ from trainer.agent.watch.rank_sample import RankSample
 from trainer.agent.watch.report_gaps import LONGEST, ReportGaps
 from trainer.agent.watch.report_schedule import ATTENTION_SECONDS, calm_seconds, report_seconds
 from trainer.contract.fault_detection_config import HangConfig
+from trainer.contract.messages.agents import (
+    CollectEvidence,
+    EvidenceCollected,
+    FlightRecords,
+    ProgressReport,
+    QueryFlights,
+    ReportOften,
+)
 
 QUIET_SECONDS = 1.0
 """Seconds without any movement before anything is judged: most steps are shorter."""
@@ -61,7 +67,7 @@ class Incident:
     quiet: float  # for how long no rank had moved by then
     until: float
     waits: set[int]
-    missing: dict[str, Any] = field(default_factory=dict)
+    missing: dict[str, dict[str, str]] = field(default_factory=dict)
 
 
 class HangDetector:
@@ -85,31 +91,31 @@ class HangDetector:
 
     # -- what is heard
 
-    def add_report(self, node: int, report: Mapping[str, Any], now: float) -> None:
-        """An agent's report; raises TypeError or ValueError when its rows are malformed."""
+    def add_report(self, node: int, report: ProgressReport, now: float) -> None:
+        """An agent's report; raises ValueError when it tells what cannot be."""
         if now - self._attended > ATTENTION_SECONDS:
             self._report_gaps.ask(None)
         self._report_gaps.add_report(self._roster.members[node].name, now)
         self.snapshot.add_report(report, self._roster.members[node].name, now)
 
-    def add_flight_records(self, node: int, message: Mapping[str, Any]) -> None:
-        """An agent's answer to `flight`."""
+    def add_flight_records(self, node: int, message: FlightRecords) -> None:
+        """An agent's answer to `QueryFlights`; raises what a malformed record raises."""
         query = self._query
-        if query is None or message["serial"] != query.serial:
+        if query is None or message.serial != query.serial:
             return
-        for text in message["flights"]:
+        for text in message.flights:
             flight = FlightRecord.from_json(text)
             query.flights[flight.rank] = flight
-        query.unanswered.update(int(rank) for rank in message["unanswered"])
-        if message["last"]:
+        query.unanswered.update(message.unanswered)
+        if message.last:
             query.waits.discard(node)
 
-    def evidence_collected(self, node: int, message: Mapping[str, Any]) -> None:
+    def evidence_collected(self, node: int, message: EvidenceCollected) -> None:
         """An agent has written its part of the evidence, as far as it could."""
-        if self.incident is not None and message["incident"] == self.incident.name:
+        if self.incident is not None and message.incident == self.incident.name:
             self.incident.waits.discard(node)
-            if message.get("missing"):
-                self.incident.missing[self._roster.members[node].name] = message["missing"]
+            if message.missing:
+                self.incident.missing[self._roster.members[node].name] = message.missing
 
     # -- what follows
 
@@ -141,7 +147,7 @@ class HangDetector:
             if now - self._attended > ATTENTION_SECONDS:
                 self._report_gaps.ask(now)
             self._attended = now
-            self._roster.broadcast("attend", seconds=ATTENTION_SECONDS)
+            self._roster.broadcast(ReportOften(seconds=ATTENTION_SECONDS))
 
     def moved_since(self, incident: Incident) -> bool:
         """Whether some rank moved after the incident was declared: then it was none."""
@@ -199,7 +205,7 @@ class HangDetector:
         seconds = max(_ANSWER_SECONDS, len(waits) / _NODES_A_SECOND)
         self._query = _FlightQuery(serial=self._serial, asked=now, seconds=seconds, waits=waits)
         self._roster.broadcast(
-            "flight", generation=self._generation, serial=self._serial, seconds=_ANSWER_SECONDS * 0.75
+            QueryFlights(generation=self._generation, serial=self._serial, seconds=_ANSWER_SECONDS * 0.75)
         )
 
     def _declare(self, judgement: Judgement, seen: list[RankSample], now: float) -> None:
@@ -213,10 +219,9 @@ class HangDetector:
             until=now + self._config.evidence, waits=waits,
         )  # fmt: skip
         named = dict.fromkeys([judgement.culprit, *(one.rank for one in judgement.culprits[:_MAX_FULL_EVIDENCE])])
-        full = [rank for rank in (*named, *_comparison_ranks(judgement, seen)) if rank is not None]
-        self._roster.broadcast(
-            "evidence", generation=self._generation, incident=name, full=full, seconds=self._config.evidence * 0.9
-        )
+        full = tuple(rank for rank in (*named, *_comparison_ranks(judgement, seen)) if rank is not None)
+        seconds = self._config.evidence * 0.9
+        self._roster.broadcast(CollectEvidence(generation=self._generation, incident=name, full=full, seconds=seconds))
 
 
 def _comparison_ranks(judgement: Judgement, seen: list[RankSample]) -> list[int]:

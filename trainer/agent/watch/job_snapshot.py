@@ -3,10 +3,10 @@
 import heapq
 from bisect import insort
 from collections.abc import Mapping
-from typing import Any
 
 from trainer.agent.watch.hang_limits import HALTED
 from trainer.agent.watch.rank_sample import RankSample
+from trainer.contract.messages.agents import ProgressReport
 
 
 class JobSnapshot:
@@ -22,9 +22,9 @@ class JobSnapshot:
         """Ranks whose process nobody may be waiting for, by their newest samples."""
         self._p99: dict[str, dict[str, float]] = {}  # phase -> node -> seconds
 
-    def add_report(self, report: Mapping[str, Any], node: str, now: float) -> None:
-        """Take in one agent's report; raises TypeError or ValueError when it is malformed."""
-        for row in report.get("sightings", ()):
+    def add_report(self, report: ProgressReport, node: str, now: float) -> None:
+        """Take in one agent's report; raises ValueError when it tells what cannot be."""
+        for row in report.samples:
             sample = RankSample.from_row(row, node)
             if not 0 <= sample.rank < self._world:
                 raise ValueError(f"there is no rank {sample.rank}")
@@ -37,8 +37,8 @@ class JobSnapshot:
                 self.halted.add(sample.rank)
             else:
                 self.halted.discard(sample.rank)
-        for phase, seconds in report.get("p99", {}).items():
-            self._p99.setdefault(str(phase), {})[node] = float(seconds)
+        for phase, seconds in report.p99.items():
+            self._p99.setdefault(phase, {})[node] = seconds
 
     def at(self, now: float) -> list[RankSample]:
         """Every rank that has been seen, by number."""

@@ -1,8 +1,8 @@
 """One rank as its agent sees it: what the coordinator judges by. Ages, not times: clocks of nodes never meet."""
 
-from dataclasses import astuple, dataclass, fields
-from itertools import product
-from typing import Any
+from dataclasses import dataclass
+
+from trainer.contract.messages.agents import SampleRow
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,25 +21,20 @@ class RankSample:
     lock: float = 0.0  # seconds for which nothing could run in its interpreter; 0: not known
     ended: bool = False
 
-    def to_row(self) -> list[Any]:
+    def to_row(self) -> SampleRow:
         """For the wire, without the node's name, which the coordinator knows."""
-        rank, _, *rest = astuple(self)
-        return [rank, *rest]
+        return (
+            self.rank, self.step, self.phase, self.first, self.collective, self.age, self.alive, self.state, self.lock,
+            self.ended,
+        )  # fmt: skip
 
     @classmethod
-    def from_row(cls, row: list[Any], node: str) -> "RankSample":
-        """Raises TypeError or ValueError when `row` is none: what comes over the wire is compared and added later."""
-        if type(row) is not list or tuple(map(type, row)) not in _KINDS:
-            raise TypeError(f"no row of a sighting: {str(row)[:80]}")
+    def from_row(cls, row: SampleRow, node: str) -> "RankSample":
+        """Raises ValueError for a time that cannot be."""
         rank, step, phase, first, collective, age, alive, state, lock, ended = row
         if age < 0 or alive < 0 or lock < 0:
-            raise ValueError(f"a sighting of rank {rank} in the future")
+            raise ValueError(f"a sample of rank {rank} in the future")
         return cls(
             rank=rank, node=node, step=step, phase=phase, first=first, collective=collective, age=age, alive=alive,
             state=state, lock=lock, ended=ended,
         )  # fmt: skip
-
-
-_TYPES: dict[Any, tuple[type, ...]] = {int: (int,), str: (str,), bool: (bool,), float: (float, int)}
-_KINDS = frozenset(product(*(_TYPES[item.type] for item in fields(RankSample) if item.name != "node")))
-"""The types of a row's values: True is no number, and an age may be a whole one."""

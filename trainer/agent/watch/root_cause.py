@@ -2,10 +2,11 @@
 
 import re
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from checkpointing.errors import NothingIntact, NothingVerifies, SaveFailed
+from trainer.contract.messages.agents import RankExit
 from trainer.contract.outcome import MORE_MEMORY, ExitCode, Failure, FailureKind
 
 _NOT_STARTED = (126, 127)
@@ -15,7 +16,7 @@ _STORAGE = re.compile(
     r"|inline_container\.cc.{0,500}unexpected pos",
     re.IGNORECASE,
 )
-_CHECKPOINTS = frozenset({"SaveFailed", "NothingVerifies", "NothingIntact"})
+_CHECKPOINTS = frozenset(one.__name__ for one in (SaveFailed, NothingVerifies, NothingIntact))
 """Exceptions that say: the run's checkpoints cannot be written, or none of them can be trusted."""
 _RENDEZVOUS = re.compile(
     r"DistNetworkError|DistStoreError|Address already in use|clients joined|client socket has (timed out|failed)"
@@ -63,14 +64,12 @@ class RankEnd:
     out_of_memory: str = ""  # how the kernel killed it for lack of memory, in words
 
     @classmethod
-    def from_message(cls, message: Mapping[str, Any], node: str, at: float) -> "RankEnd":
-        """From an agent's message; raises LookupError, TypeError or ValueError for what is no such message."""
-        fields = {key: message.get(key) for key in ("step", "exit_code", "signal", "exception", "message", "position")}
+    def of(cls, report: RankExit, node: str, at: float) -> "RankEnd":
+        """What an agent has reported."""
         return cls(
-            rank=int(message["rank"]), node=node, at=at, secondary=bool(message.get("secondary")),
-            reported=bool(message["reported"]),
-            lines=tuple(message.get("lines", ())), written=int(message.get("written", 0)),
-            out_of_memory=str(message.get("out_of_memory") or ""), **fields,
+            rank=report.rank, node=node, at=at, exit_code=report.exit_code, signal=report.signal, step=report.step,
+            exception=report.exception, message=report.message, secondary=report.secondary, reported=report.reported,
+            position=report.position, lines=report.lines, written=report.written, out_of_memory=report.out_of_memory,
         )  # fmt: skip
 
     @property

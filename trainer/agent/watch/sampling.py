@@ -4,7 +4,6 @@ import os
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from trainer.agent.processes.proc import (
     ProcessActivity,
@@ -17,6 +16,7 @@ from trainer.agent.ranks.local_ranks import LocalRank, LocalRanks
 from trainer.agent.watch.hang_limits import FAST, HALTED
 from trainer.agent.watch.rank_sample import RankSample
 from trainer.agent.watch.stragglers import should_report_work
+from trainer.contract.messages.agents import ProgressReport
 from trainer.contract.ranks.duration_histogram import quantile, sum_counts
 
 STILL = 1.0
@@ -111,12 +111,11 @@ class Sampler:
         """Whether the kernel says of a rank that it cannot go on, which no limit has to be waited for."""
         return any(sample.state in HALTED and not sample.ended for sample in self.samples())
 
-    def report(self) -> dict[str, Any]:
-        """What has changed since the last report, in the form it is sent in."""
+    def report(self, summary: ProgressReport) -> ProgressReport:
+        """The summary, with what has changed since the last report."""
         seen = [(sample, self._watched[sample.rank]) for sample in self.samples()]
-        rows = [sample.to_row() for sample, watched in seen if self._has_changed(sample, watched)]
-        found = {"sightings": rows, "p99": self._changed_p99(), "work": self._work()}
-        return {key: value for key, value in found.items() if value}
+        rows = tuple(sample.to_row() for sample, watched in seen if self._has_changed(sample, watched))
+        return replace(summary, samples=rows, p99=self._changed_p99(), work=self._work())
 
     def _has_changed(self, sample: RankSample, watched: _RankHistory) -> bool:
         local = self._ranks.by_rank[sample.rank]
@@ -201,15 +200,15 @@ class Sampler:
         self._p99.update(changed)
         return changed
 
-    def _work(self) -> list[list[int]]:
+    def _work(self) -> tuple[tuple[int, ...], ...]:
         """Own work of the ranks that have come to the end of a window of steps since they were told of."""
         rows = []
         for rank, local in self._ranks.by_rank.items():
             work = local.cell.work()
             if should_report_work(self._worked.get(rank, 0), work.steps):
                 self._worked[rank] = work.steps
-                rows.append([rank, work.steps, *work.sections])
-        return rows
+                rows.append((rank, work.steps, *work.sections))
+        return tuple(rows)
 
 
 def _have_worked(before: Mapping[int, ProcessActivity], signs: Mapping[int, ProcessActivity], seconds: float) -> bool:

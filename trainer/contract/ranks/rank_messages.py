@@ -5,15 +5,19 @@ import json
 import signal
 import socket
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TypeVar
 
-from checkpointing.storage.durable import dump_line
+from trainer.contract.messages.codec import Direction, encode
+from trainer.contract.messages.ranks import Saves
 
 STACKS = signal.SIGRTMIN + 6
 """The signal on which a rank writes the stacks of all its threads; NCCL and users take SIGUSR1."""
 
 SPEC_VARIABLE = "ORCH_RANK_SPEC"
 """Environment variable with the RankSpec of a rank that was started cold (exec instead of fork)."""
+
+
+M = TypeVar("M")
 
 
 def generation_mark(generation: int) -> str:
@@ -56,30 +60,21 @@ class RankSpec:
         return cls(**{**fields, "suspects": tuple(fields["suspects"]), "skip": tuple(fields["skip"])})
 
 
-def send_message(control: socket.socket, kind: str, **data: Any) -> None:
-    """Send one message.
-
-    Rank 0 says `store` {host, port, key}; the agent sends the same to every other rank. A rank says `last` {exit_code,
-    exception, message, secondary, step, position} when it ends by itself: that reaches the agent when no file can be
-    written.
-    """
-    control.send(_packet(kind, data))
-
-
-def _packet(kind: str, data: dict[str, Any]) -> bytes:
-    return dump_line({"kind": kind, **data}).encode(errors="backslashreplace")
+def send_message(control: socket.socket, message: object, flags: int = 0) -> None:
+    """Send one message to the other end of a control socket; what is no Unicode in it arrives as it was."""
+    control.send(encode(message).encode(errors="backslashreplace"), flags)
 
 
 def report_saves(control: socket.socket, trouble: str, size: int) -> None:
-    """Say `saves` {reason, size}: why saves of so many bytes fail, or, with an empty text, that they work.
+    """Say why saves of so many bytes fail, or, with an empty text, that they work.
 
     An agent that is too busy misses it.
     """
     with contextlib.suppress(OSError):
-        control.send(_packet("saves", {"reason": trouble, "size": size}), socket.MSG_DONTWAIT)
+        send_message(control, Saves(reason=trouble, size=size), socket.MSG_DONTWAIT)
 
 
-def receive_message(control: socket.socket) -> dict[str, Any] | None:
-    """Receive one message; None when the other side has closed."""
+def receive_message(control: socket.socket, direction: Direction[M]) -> M | None:
+    """The next message; None when the other side has closed. Raises MessageError."""
     packet = control.recv(65536)
-    return json.loads(packet) if packet else None
+    return direction.read(packet) if packet else None

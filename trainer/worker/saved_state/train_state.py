@@ -52,10 +52,6 @@ class Saver(Protocol):
     def close(self, flush_for: Callable[[], float] | None = None) -> None: ...
 
 
-class SaveFailed(OSError):
-    """The save that the run must not end without did not happen; the event `checkpoint.failed` says why."""
-
-
 def _ignore_warning(step: int, reason: Any) -> None:
     """The caller does not want it."""
 

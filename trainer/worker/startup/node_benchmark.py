@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from trainer.contract.config import JobConfig
+from trainer.contract.messages.ranks import Speeds
 from trainer.contract.ranks.rank_messages import RankSpec, send_message
 
 _REPEATS = 3
@@ -27,7 +28,7 @@ def measure(spec: RankSpec, config: JobConfig, control: socket, device: torch.de
     matmul, memory = _matmul(device), _memory(device)
     alone = spec.world_size == 1
     pairs = [] if alone else _exchanges(spec, _TimeBudget(began, config.recovery.preflight.seconds, device), device)
-    send_message(control, "fitness", matmul=matmul, memory=memory, pairs=pairs, seconds=time.monotonic() - began)
+    send_message(control, Speeds(matmul=matmul, memory=memory, pairs=tuple(pairs)))
 
 
 class _TimeBudget:
@@ -51,15 +52,15 @@ class _TimeBudget:
         return float(until.item()) <= self._seconds
 
 
-def _exchanges(spec: RankSpec, budget: _TimeBudget, device: torch.device) -> list[list[float]]:
-    """Rows of [rank, seconds] of all rounds that there is time for."""
-    pairs: list[list[float]] = []
+def _exchanges(spec: RankSpec, budget: _TimeBudget, device: torch.device) -> list[tuple[int, float]]:
+    """Rank and seconds of all rounds that there is time for."""
+    pairs: list[tuple[int, float]] = []
     for partner in partners(spec.rank, spec.world_size, spec.local_world_size):
         if not budget.allows_another():
             break
         seconds = _exchange(spec, partner, device, budget)
         if partner >= 0:
-            pairs.append([partner, seconds])
+            pairs.append((partner, seconds))
     return pairs
 
 

@@ -5,13 +5,16 @@ import secrets
 import socket
 from datetime import timedelta
 from ipaddress import ip_address
+from pathlib import Path
 
 import psutil
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
+from trainer.contract.messages.ranks import TO_RANK, Store
 from trainer.contract.ranks.rank_messages import RankSpec, receive_message, send_message
+from trainer.contract.ranks.torchrun_variables import place_variables
 from trainer.worker.startup import device as devices
 
 _STORE_TIMEOUT = timedelta(minutes=5)
@@ -28,17 +31,15 @@ class PeerLost(RuntimeError):
 
 def torchrun_environment(spec: RankSpec) -> dict[str, str]:
     """The variables that torchrun gives its workers, but for the address of the store."""
-    return {
-        "RANK": str(spec.rank),
-        "LOCAL_RANK": str(spec.local_rank),
-        "WORLD_SIZE": str(spec.world_size),
-        "LOCAL_WORLD_SIZE": str(spec.local_world_size),
-        "ROLE_RANK": str(spec.rank),
-        "ROLE_WORLD_SIZE": str(spec.world_size),
-        "GROUP_RANK": str(spec.node),
-        "GROUP_WORLD_SIZE": str(max(1, spec.world_size // spec.local_world_size)),
-        "TORCHELASTIC_RESTART_COUNT": str(spec.generation - 1),
-    }
+    return place_variables(
+        rank=spec.rank,
+        local_rank=spec.local_rank,
+        world_size=spec.world_size,
+        local_world_size=spec.local_world_size,
+        node_rank=spec.node,
+        generation=spec.generation,
+        run_id=f"{spec.run or Path(spec.run_dir).name}-{spec.attempt}",
+    )
 
 
 def choose_interface(interface: str, host: str) -> None:
@@ -77,7 +78,7 @@ def open_store(spec: RankSpec, control: socket.socket) -> tuple[TCPStore, bytes]
         host, key = spec.host, secrets.token_bytes(KEY_BYTES)
         store = _host_store(host)
         port = store.port
-        send_message(control, "store", host=host, port=port, key=key.hex())
+        send_message(control, Store(host=host, port=port, key=key.hex()))
     else:
         host, port, key = _receive_store(control)
         store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=_STORE_TIMEOUT)
@@ -98,10 +99,10 @@ def _host_store(host: str) -> TCPStore:
 
 
 def _receive_store(control: socket.socket) -> tuple[str, int, bytes]:
-    message = receive_message(control)
-    if message is None or message["kind"] != "store":
+    found = receive_message(control, TO_RANK)
+    if found is None:
         raise PeerLost("the agent went away before it sent the address of the store")
-    return message["host"], int(message["port"]), bytes.fromhex(message["key"])
+    return found.host, found.port, bytes.fromhex(found.key)
 
 
 def join(spec: RankSpec, control: socket.socket, device: torch.device) -> bytes:

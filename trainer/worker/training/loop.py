@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from checkpointing.errors import SaveFailed
 from trainer.contract.config import JobConfig
 from trainer.contract.events import EventKind
 from trainer.contract.outcome import ExitCode
@@ -17,7 +18,7 @@ from trainer.worker.optimizer import set_learning_rate
 from trainer.worker.reporting.metrics import Journal
 from trainer.worker.reporting.phase_tracker import PhaseTracker
 from trainer.worker.reporting.progress_log import ProgressLog
-from trainer.worker.saved_state.train_state import SaveFailed, Saver, TrainState
+from trainer.worker.saved_state.train_state import Saver, TrainState
 from trainer.worker.saved_state.weights_digest import weights_digest
 from trainer.worker.train_objects import TrainObjects
 from trainer.worker.training import reduction
@@ -278,7 +279,7 @@ class Loop:
             services.cell.update(saved_step=services.saver.committed_step or 0)
             if services.saver.committed_step != step:
                 why = short_reason(services.saver.failure or "its save was skipped")
-                raise SaveFailed(f"the last checkpoint, of step {step}, was not saved: {why}")
+                raise SaveFailed(step, f"the last checkpoint was not saved: {why}")
 
     def _try_save(self, step: int) -> bool:
         """Give the state to the saver, and count what training waits for it."""
@@ -312,8 +313,9 @@ class Loop:
         if limit and step - self._committed > limit:
             why = short_reason(self._services.saver.failure or "saves have not been committed since")
             raise SaveFailed(
+                step,
                 f"{step - self._committed} steps are in no committed checkpoint, the newest is of step "
-                f"{self._committed} (checkpoint.max_unsaved_steps={limit}): {why}"
+                f"{self._committed} (checkpoint.max_unsaved_steps={limit}): {why}",
             )
 
     def _finish(self) -> None:

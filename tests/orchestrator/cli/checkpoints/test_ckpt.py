@@ -268,9 +268,41 @@ def test_checkpoints_that_somebody_removed_are_listed_as_gone(orch: Type, seeds:
     said = orch("ckpt", "ls", run, "--json").answer
     assert [row["reason"] for row in said["data"]] == ["", "gone: no tier has it"]
     assert [one["code"] for one in said["warnings"]] == ["checkpoints_gone"]
-    assert "no tier has these checkpoints of" in orch("ckpt", "ls", run).err
+    said_in_words = " ".join(orch("ckpt", "ls", run).err.split())
+    assert "no tier has these checkpoints of tiny-1 any more: 50; a resume goes back to step 100" in said_in_words
     tiered(seeds, run, {"path": "/nvme/orch", "shared": False}, {"path": "run"})
     assert not orch("ckpt", "ls", run, "--json").answer["warnings"]  # it may be on a node that is not this machine
+
+
+def test_a_resume_goes_back_to_nothing_where_nothing_is_left(orch: Type, seeds: Seeds, run: str) -> None:
+    seeds.checkpoint(run, 50)
+    shutil.rmtree(folder(seeds, run))
+    folder(seeds, run).mkdir()
+    said = " ".join(orch("ckpt", "ls", run).err.split())
+    assert "any more: 50; none is left: a resume begins at step 0" in said
+
+
+def test_status_of_a_run_tells_that_its_newest_checkpoint_is_gone(orch: Type, seeds: Seeds, run: str) -> None:
+    def warned() -> list[str]:
+        return [one["code"] for one in orch("status", run, "--json").answer["warnings"] if "check" in one["code"]]
+
+    seeds.checkpoint(run, 50)
+    name = f"step-00000050.001-{NONCE}"
+    assert (folder(seeds, run) / name).is_dir()
+    assert warned() == []
+    shutil.rmtree(folder(seeds, run) / name)
+    assert warned() == ["checkpoint_gone"]
+    assert f"the folder of step 50 of {run} is gone; `orch ckpt ls {run}`" in " ".join(orch("status", run).err.split())
+    shutil.rmtree(folder(seeds, run))
+    assert warned() == []  # what cannot be seen is not gone
+
+
+def test_of_a_folder_that_cannot_be_seen_no_checkpoint_is_said_to_be_gone(orch: Type, seeds: Seeds, run: str) -> None:
+    seeds.checkpoint(run, 50)
+    shutil.rmtree(seeds.root / run)
+    said = orch("ckpt", "ls", run, "--json").answer
+    assert [one["code"] for one in said["warnings"]] == ["folder_missing"]
+    assert [row["reason"] for row in said["data"]] == [""]
 
 
 @pytest.mark.parametrize("verb", ["ls", "du", "verify"])

@@ -74,6 +74,9 @@ def test_export_of_a_damaged_checkpoint_leaves_nothing(orch: Type, run: tuple[st
 def test_export_refuses_what_makes_no_sense(orch: Type, run: tuple[str, Path], tmp_path: Path) -> None:
     assert orch("ckpt", "export", run[0], tmp_path / "out", "--with-optimizer").code == 2
     assert orch("ckpt", "export", f"{run[0]}@77", tmp_path / "out").code == 3
+    (tmp_path / "mine.yaml").write_text("a: 1\n")
+    said = orch("ckpt", "export", run[0], tmp_path / "mine.yaml")
+    assert (said.code, "mine.yaml is a file, and must be a folder" in said.err) == (4, True)
 
 
 def settings(tmp_path: Path) -> list[str]:

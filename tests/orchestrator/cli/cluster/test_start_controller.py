@@ -10,6 +10,7 @@ import pytest
 
 from orchestrator.cli.cluster import start_controller
 from orchestrator.controller import service
+from orchestrator.home import controller_log
 from orchestrator.states import RunState
 from tests.orchestrator.cli.conftest import Seeds, Type
 
@@ -66,7 +67,7 @@ def test_one_that_does_not_come_up_is_an_error_with_its_log(
     refused = orch("controller", "start", "--cluster", "local")
     assert refused.code == 4
     assert "has not come up" in refused.err
-    assert str(service.log_path()) in refused.err
+    assert str(controller_log()) in refused.err
     assert "`orch controller run` runs one in the foreground" in refused.err
 
 

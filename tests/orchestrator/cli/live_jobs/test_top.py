@@ -78,7 +78,7 @@ def test_a_job_whose_ranks_do_not_run_says_what_it_does(
     orch: Type, seeds: Seeds, state: str, phase: str, said: str
 ) -> None:
     run = seeds.run()
-    beat = {"time": time.time(), "attempt": 1, "generation": 0, "step": 0, "phase": phase, "state": state}
+    beat = {"seq": 1, "time": time.time(), "attempt": 1, "generation": 0, "step": 0, "phase": phase, "state": state}
     begun(seeds, run).attempt(1).heartbeat.write_text(dump_line(beat))
     assert said in orch("top", run).out
 
@@ -224,3 +224,13 @@ def test_one_rank_at_least_is_looked_at(seeds: Seeds) -> None:
     reading = Reader(plentiful(seeds, 32), seeds.root / "tiny-1").read()
     assert [row["rank"] for row in shown(reading, 0)] == [31]
     assert len(shown(reading, None)) == 32
+
+
+@pytest.mark.parametrize("state", [RunState.SUCCEEDED, RunState.HELD])
+def test_a_run_that_is_over_has_no_ranks(orch: Type, seeds: Seeds, state: RunState) -> None:
+    """Where they stood last is no news of anybody."""
+    run = training(seeds, [rank(0), rank(1)])
+    seeds.store.move_run(run, state, "over", epoch=seeds.epoch, now=time.time())
+    said = orch("top", run)
+    assert "RANK" not in said.out
+    assert orch("top", run, "--json").data["ranks"] == []

@@ -25,12 +25,15 @@ class Sites:
 
     def run(self, scheduler: str, state: RunState = RunState.RUNNING) -> str:
         name = self.seeds.run(state=state)
+        self.belongs(name, scheduler)
+        return name
+
+    def belongs(self, name: str, scheduler: str) -> None:
         with self.store.database._engine.begin() as connection:
             for table, key in (("runs", "name"), ("attempts", "run")):
                 update = f"UPDATE {table} SET scheduler = ? WHERE {key} = ?"
                 connection.exec_driver_sql(update, (scheduler, name))
             connection.exec_driver_sql("UPDATE runs SET cluster = 'slurm' WHERE name = ?", (name,))
-        return name
 
     def over(self, name: str) -> None:
         self.store.move_attempt(name, 1, AttemptState.ENDED, "over", epoch=self.seeds.epoch, now=time.time())
@@ -198,3 +201,27 @@ def test_a_run_that_was_never_given_to_a_silent_slurm_is_cancelled(orch: Type, s
     said = orch("cancel", run, "--no-controller")
     assert (said.code, seeds.store.run(run).state) == (0, RunState.CANCELLED), said
     assert orch("rm", run, "-y").code == 0
+
+
+@pytest.mark.usefixtures("silent_slurm")
+@pytest.mark.parametrize("verb", ["cancel", "resume"])
+def test_nothing_is_asked_for_that_nobody_could_ever_do(orch: Type, seeds: Seeds, verb: str) -> None:
+    """A registry that was made anew from a folder without a record: no cluster is known, and none answers."""
+    run = next(run.name for run in seeds.store.runs() if run.state is RunState.HELD)
+    Sites(seeds).belongs(run, "")
+    said = orch(verb, run, "--no-controller")
+    assert said.code == 5, said
+    assert f"it is not known which cluster has the jobs of {run}" in said.err
+    assert "in a shell where `sinfo` answers, type the same again" in " ".join(said.err.split())
+    assert seeds.store.user_requests() == []
+
+
+def test_a_run_of_no_known_cluster_is_cancelled_by_way_of_this_one(
+    orch: Type, seeds: Seeds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("orchestrator.cli.runs.cancel_resume._key_here", lambda kind, must: HERE)
+    run = Sites(seeds).run("", RunState.HELD)
+    said = orch("cancel", run)
+    assert said.code == 4
+    assert f"if it is this one ({HERE}): `orch resume {run} --here`, then" in " ".join(said.err.split())
+    assert seeds.store.user_requests() == []

@@ -14,7 +14,7 @@ import pytest
 from orchestrator.cli.runs import cancel_resume
 from orchestrator.config.compose import compose
 from orchestrator.registry.records import REFUSED
-from orchestrator.scheduler.scheduler_instance import instance_of
+from orchestrator.scheduler.available_schedulers import instance_of
 from orchestrator.states import RunState
 from orchestrator.submission import resume_request
 from orchestrator.submission.create_run import data_identity, read_index

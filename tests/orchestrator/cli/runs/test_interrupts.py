@@ -19,7 +19,7 @@ from orchestrator.states import RunState
 from orchestrator.submission import create_run
 from tests.orchestrator.cli.conftest import Seeds, Type, Typed
 from tests.orchestrator.cli.live_jobs.test_live_attempt import begun
-from trainer.contract.requests import pending
+from trainer.contract.requests import Request, pending
 
 
 def ctrl_c(*_: Any, **__: Any) -> Any:
@@ -147,6 +147,39 @@ def test_a_request_to_save_stands(orch: Type, seeds: Seeds, monkeypatch: pytest.
     done = orch("save", run)
     assert done.err.strip() == f"interrupted: the request stands, and {run} saves at its next step boundary"
     assert [request.kind for request in pending(folder.requests, 1, set())] == ["save"]
+
+
+@pytest.mark.parametrize(("where", "left"), [("begin", 0), ("written", 1)])
+def test_a_save_says_whether_it_was_asked_for(
+    orch: Type, seeds: Seeds, monkeypatch: pytest.MonkeyPatch, where: str, left: int
+) -> None:
+    run = seeds.run()
+    folder = begun(seeds, run)
+    if where == "begin":
+        monkeypatch.setattr("orchestrator.cli.live_jobs.live_attempt.one_row", ctrl_c)
+    else:
+        write = Request.write
+        monkeypatch.setattr(
+            Request, "write", lambda *given: (write(*given), os.kill(os.getpid(), signal.SIGINT))[0]
+        )  # within the call: it is written, and nobody has said so yet
+    done = orch("save", run)
+    assert done.code == 130
+    asked = "the request stands" in done.err
+    assert asked is bool(left)
+    assert ("nothing was asked for" in done.err) is not asked
+    assert len(pending(folder.requests, 1, set())) == left
+
+
+def test_an_export_says_that_nothing_was_written(
+    orch: Type, seeds: Seeds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = seeds.run()
+    monkeypatch.setattr("orchestrator.cli.checkpoints.export_import.find_one", ctrl_c)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "orch.json").write_text("{}")
+    for name in ("new", "full"):
+        done = orch("ckpt", "export", run, tmp_path / name)
+        assert (done.code, " ".join(done.err.split())) == (130, f"interrupted: {tmp_path / name} is not written")
 
 
 def test_a_display_ends_without_a_word(orch: Type, seeds: Seeds, monkeypatch: pytest.MonkeyPatch) -> None:

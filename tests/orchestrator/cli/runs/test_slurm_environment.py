@@ -11,7 +11,7 @@ from orchestrator.cli.runs.submit import _no_job_yet
 from orchestrator.controller.leasing.host_file import host_file
 from orchestrator.errors import Precondition
 from orchestrator.home import registry_path
-from orchestrator.scheduler import scheduler_instance
+from orchestrator.scheduler import available_schedulers
 from orchestrator.scheduler.slurm.client_environment import ClientEnvironment
 from tests.orchestrator.cli.conftest import Seeds, Type
 
@@ -20,7 +20,7 @@ SILENT = "scontrol gave no answer within 10 s"
 
 @pytest.fixture
 def screen(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(scheduler_instance, "lease_key", lambda kind: "")
+    monkeypatch.setattr(available_schedulers, "lease_key", lambda kind: "")
     monkeypatch.setenv("SLURM_CONF", "/etc/here.conf")
     monkeypatch.delenv("SLURM_JWT", raising=False)
     said: list[str] = []

@@ -16,9 +16,10 @@ from orchestrator.cli import main
 from orchestrator.controller import service
 from orchestrator.controller.leasing import lease as leases
 from orchestrator.controller.leasing.lease import Holder, host_name
-from orchestrator.process_identity import process_state, start_time
+from orchestrator.home import controller_log
 from orchestrator.registry.store import Store
-from orchestrator.scheduler.scheduler_instance import lease_key
+from orchestrator.scheduler.available_schedulers import lease_key
+from trainer.contract.process_identity import process_state, start_time
 
 
 def until(holds: Callable[[], bool], seconds: float = 30.0) -> None:
@@ -91,7 +92,7 @@ def test_a_new_daemon_is_started_beside_a_stopped_one_and_only_one_waits(path: P
     assert second.returncode == 0
     stopped.send_signal(signal.SIGCONT)
     # The one that was stopped goes on with its lease, and the one beside it has nothing to wait for.
-    until(lambda: "another controller lives" in service.log_path().read_text())
+    until(lambda: "another controller lives" in controller_log().read_text())
     assert service.status(path).pid == stopped.pid
 
 

@@ -12,12 +12,12 @@ import pytest
 from checkpointing.storage.durable import NotAFile, read_json
 from orchestrator.controller.run_dirs import bounded_files
 from orchestrator.controller.run_dirs.bounded_files import BoundedFiles, RunDirHangs
-from orchestrator.controller.run_dirs.collect_evidence import Heartbeat
 from orchestrator.controller.run_dirs.record_writer import RecordWriter
 from orchestrator.registry.store import Store
 from orchestrator.states import RunState
 from tests.scenarios.world import World, training
 from trainer.contract.events import read_events
+from trainer.contract.heartbeat import Heartbeat
 
 
 @pytest.fixture(autouse=True)

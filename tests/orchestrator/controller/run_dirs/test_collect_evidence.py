@@ -112,7 +112,7 @@ def ended(result: AttemptResult, after: float, kind: FailureKind | None = None) 
 def test_a_stop_is_near_the_limit_that_the_job_has_in_the_end(limit: str, after: float, near: bool):
     settings = {"time limit": limit} if limit else {}
     over = replace(job("FAILED", "n1"), settings=settings)
-    assert near_limit(over, ended(AttemptResult.STOPPED, after), 120.0) is near
+    assert near_limit(over, ended(AttemptResult.STOPPED, after), 120.0, 60.0) is near
 
 
 def test_slurm_s_words_are_read_where_the_job_cannot_know_who_stopped_it():

@@ -8,11 +8,19 @@ import pytest
 from orchestrator.controller.run_dirs import record_writer
 from orchestrator.controller.run_dirs.bounded_files import DirectFiles
 from orchestrator.controller.run_dirs.record_writer import RecordWriter
-from orchestrator.registry.operations.run_record import DELETED_KEPT, Record, record_of, write_record
+from orchestrator.registry.operations import run_record
+from orchestrator.registry.operations.run_record import Record, record_of, write_record
 from orchestrator.registry.records import Checkpoint
 from orchestrator.registry.store import Store
 from orchestrator.states import Trust
 from tests.scenarios.world import World, training
+
+DELETED_KEPT = 10
+
+
+@pytest.fixture(autouse=True)
+def _few_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_record, "DELETED_KEPT", DELETED_KEPT)
 
 
 class Clock:

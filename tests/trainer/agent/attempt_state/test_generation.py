@@ -6,8 +6,9 @@ from dataclasses import replace
 
 from tests.trainer.agent.coordination.test_coordinator import Scene, hear
 from trainer.agent.attempt_state.generation import Generation
-from trainer.agent.control.tcp_transport import Peer
+from trainer.agent.control.tcp_transport import CoordinatorPeer
 from trainer.agent.watch.root_cause import RankEnd
+from trainer.contract.messages import agents
 from trainer.contract.outcome import Failure, FailureKind
 
 HANG = Failure(kind=FailureKind.HANG, reason="rank 1 stopped first")
@@ -22,12 +23,12 @@ def run(scene: Scene, script) -> None:
     asyncio.run(whole())
 
 
-async def killed(peers: list[Peer], generation: int = 1) -> None:
+async def killed(peers: list[CoordinatorPeer], generation: int = 1) -> None:
     """Rank 0 is killed, and nothing is left of any rank."""
-    peers[0].send("exit", generation=generation, rank=0, step=3, exit_code=None, signal=9, reported=False)
-    await hear(peers[0], "kill")
+    peers[0].send(agents.RankExit(generation=generation, rank=0, step=3, exit_code=None, signal=9, reported=False))
+    await hear(peers[0], agents.KillGeneration)
     for peer in peers:
-        peer.send("gone", generation=generation)
+        peer.send(agents.GenerationGone(generation=generation))
 
 
 def test_ranks_that_wait_for_a_dead_peer_do_not_hang():
@@ -42,14 +43,14 @@ def test_ranks_that_wait_for_a_dead_peer_do_not_hang():
 def test_nodes_are_measured_again_when_some_of_them_are_new(tmp_path):
     async def script(scene: Scene) -> None:
         peers = [await scene.join(node) for node in (0, 1, 2)]
-        assert (await hear(peers[0], "start"))["fit"]
+        assert (await hear(peers[0], agents.StartGeneration)).fit
         await killed(peers[:2])
-        assert not (await hear(peers[0], "start"))["fit"]
+        assert not (await hear(peers[0], agents.StartGeneration)).fit
         await peers[1].close()
-        await hear(peers[0], "kill")
-        peers[0].send("gone", generation=2)
-        start = await hear(peers[2], "start")
-        assert (start["generation"], start["fit"]) == (3, True)
+        await hear(peers[0], agents.KillGeneration)
+        peers[0].send(agents.GenerationGone(generation=2))
+        start = await hear(peers[2], agents.StartGeneration)
+        assert (start.generation, start.fit) == (3, True)
         assert scene.state.generation.broken is None
 
     run(Scene(tmp_path, spares=1, rejoin=0.1), script)
@@ -58,10 +59,10 @@ def test_nodes_are_measured_again_when_some_of_them_are_new(tmp_path):
 def test_reports_of_an_older_generation_are_no_reports_of_this_one(tmp_path):
     async def script(scene: Scene) -> None:
         peers = [await scene.join(node) for node in (0, 1)]
-        await hear(peers[0], "start")
-        peers[0].send("progress", generation=1, step=7, saved=0, total=9, phase="data")
+        await hear(peers[0], agents.StartGeneration)
+        peers[0].send(agents.ProgressReport(generation=1, step=7, saved=0, total=9, phase="data"))
         while not scene.state.reports():
-            await hear(peers[0], "ping")
+            await hear(peers[0], agents.Ping)
         scene.state.generation = Generation(number=2, started=time.monotonic())
         assert scene.state.reports() == []
 
@@ -71,11 +72,11 @@ def test_reports_of_an_older_generation_are_no_reports_of_this_one(tmp_path):
 def test_ranks_that_are_started_to_save_and_stop_get_the_whole_time(tmp_path):
     async def script(scene: Scene) -> None:
         peers = [await scene.join(node) for node in (0, 1)]
-        await hear(peers[0], "start")
+        await hear(peers[0], agents.StartGeneration)
         stop, now = scene.state.stopping, time.monotonic()
         stop.stop = replace(stop.asked("enough", now), until=now + 40.0)
         await killed(peers)
-        assert (await hear(peers[0], "start"))["generation"] == 2
-        assert (await hear(peers[0], "ask"))["seconds"] > 50.0
+        assert (await hear(peers[0], agents.StartGeneration)).generation == 2
+        assert (await hear(peers[0], agents.AskStop)).seconds > 50.0
 
     run(Scene(tmp_path), script)

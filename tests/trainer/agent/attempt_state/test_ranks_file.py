@@ -5,13 +5,14 @@ import json
 from trainer.agent.attempt_state.ranks_file import MOST, rank_rows, write
 from trainer.agent.watch.job_snapshot import JobSnapshot
 from trainer.agent.watch.rank_sample import RankSample
+from trainer.contract.messages.agents import ProgressReport
 
 
 def reading(seen: list[RankSample], **ratios: float) -> dict:
     """Of ranks that were heard of just now."""
     snapshot, slow = JobSnapshot(0.0, len(seen)), {int(key[1:]): ratio for key, ratio in ratios.items()}
     for sample in seen:
-        snapshot.add_report({"sightings": [sample.to_row()]}, sample.node, 100.0)
+        snapshot.add_report(ProgressReport(generation=1, samples=(sample.to_row(),)), sample.node, 100.0)
     shown = snapshot.worst(100.0, MOST, slow)
     return rank_rows(shown, world=len(snapshot), time=5.0, generation=2, p99={"data": 0.1}, ratios=slow)
 
@@ -39,7 +40,7 @@ def test_a_rank_that_was_not_heard_of_for_long_is_as_still_as_one_that_says_so()
     snapshot = JobSnapshot(0.0, 1000)
     for rank in range(1000):
         row = RankSample(rank=rank, node="n1", age=0.5 if rank == 7 else 0.1).to_row()
-        snapshot.add_report({"sightings": [row]}, "n1", 90.0 if rank == 3 else 100.0)
+        snapshot.add_report(ProgressReport(generation=1, samples=(row,)), "n1", 90.0 if rank == 3 else 100.0)
     assert [one.rank for one in snapshot.worst(100.0, 2, {})] == [3, 7]
     assert snapshot.worst(100.0, 1, {})[0].age == 10.1
 

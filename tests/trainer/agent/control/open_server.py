@@ -1,7 +1,6 @@
-"""A control server that is open to attacks, and what its members said."""
+"""A control server that is open to attacks, and what its members said: signals, whose names it sends back."""
 
 import asyncio
-import json
 import os
 import socket
 import time
@@ -9,18 +8,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from trainer.agent.control.control_server import ControlServer
-from trainer.agent.control.tcp_transport import Peer, WireError, connect
+from trainer.agent.control.tcp_transport import AgentPeer, CoordinatorPeer, WireError, connect
+from trainer.contract.messages.agents import End, SignalReceived
+from trainer.contract.messages.greeting import PROTOCOL, Hello
 
 
 class OpenServer:
     """An open door, what its members said, and how late its loop ever was."""
 
-    def __init__(self, patience: float = 30.0, *, admit: bool = True) -> None:
+    def __init__(self, patience: float = 30.0, *, refusal: str = "") -> None:
         self.heard: list[tuple[str, str]] = []
         self.lost: list[str] = []
-        self.members: list[Peer] = []
+        self.members: list[AgentPeer] = []
         self.late = 0.0
-        self.door = ControlServer("secret", admit=lambda hello, peer: admit, serve=self._serve, patience=patience)
+        self.door = ControlServer("secret", admit=lambda hello, peer: refusal, serve=self._serve, patience=patience)
 
     async def __aenter__(self) -> "OpenServer":
         self.port = await self.door.open("127.0.0.1")
@@ -37,18 +38,19 @@ class OpenServer:
             await asyncio.sleep(0.01)
             self.late = max(self.late, time.monotonic() - before - 0.01)
 
-    async def _serve(self, hello: dict, peer: Peer) -> None:
-        name = str(hello.get("name"))
+    async def _serve(self, hello: Hello, peer: AgentPeer) -> None:
+        name = hello.name
         self.members.append(peer)
         try:
             while (message := await peer.receive()) is not None:
-                self.heard.append((name, message["say"]))
-                peer.send("heard", what=message["say"])
+                assert isinstance(message, SignalReceived)
+                self.heard.append((name, message.name))
+                peer.send(End(code=0, reason=message.name))
         except WireError as error:
             self.lost.append(f"{name}: {error}")
 
-    async def member(self, name: str = "a") -> Peer:
-        return await connect("127.0.0.1", self.port, "secret", {"name": name})
+    async def member(self, name: str = "a") -> CoordinatorPeer:
+        return await connect("127.0.0.1", self.port, "secret", Hello(protocol=PROTOCOL, name=name))
 
     def stranger(self, said: bytes = b"") -> socket.socket:
         """A blocking connection, made while the door's loop stands still."""
@@ -57,11 +59,11 @@ class OpenServer:
         return connection
 
 
-async def answered(peer: Peer, what: str = "ping", seconds: float = 1.0) -> None:
-    peer.send(what)
+async def answered(peer: CoordinatorPeer, what: str = "ping", seconds: float = 1.0) -> None:
+    peer.send(SignalReceived(name=what))
     async with asyncio.timeout(seconds):
         answer = await peer.receive()
-    assert answer == {"say": "heard", "what": what}
+    assert answer == End(code=0, reason=what)
 
 
 def descriptors() -> int:
@@ -75,7 +77,3 @@ def closing(sockets: list[socket.socket]) -> Iterator[list[socket.socket]]:
     finally:
         for each in sockets:
             each.close()
-
-
-def line(**fields: object) -> bytes:
-    return (json.dumps(fields) + "\n").encode()

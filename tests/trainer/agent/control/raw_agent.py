@@ -6,6 +6,9 @@ import socket
 from typing import Any
 
 from trainer.agent.control.authentication import Seal, hello_seal, new_nonce, session_seals
+from trainer.contract.messages import agents
+from trainer.contract.messages.codec import encode
+from trainer.contract.messages.greeting import PROTOCOL
 
 
 async def challenged(connection: socket.socket) -> str:
@@ -24,18 +27,20 @@ class RawAgent:
     def __init__(self, challenge: str, token: str = "secret", **fields: Any) -> None:
         nonce = new_nonce()
         seal = hello_seal(token, challenge)
-        self.hello = seal.sealed(json.dumps({"say": "hello", "nonce": nonce, **fields}).encode()) + b"\n"
+        self.hello = (
+            seal.sealed(json.dumps({"say": "hello", "nonce": nonce, "protocol": PROTOCOL, **fields}).encode()) + b"\n"
+        )
         self.listeners, self._own = session_seals(token, challenge, nonce)
 
-    def line(self, **fields: Any) -> bytes:
+    def line(self, message: agents.FromAgent) -> bytes:
         """Its next message."""
-        return sealed(self._own, **fields)
+        return sealed(self._own, message)
 
     def heard(self, line: bytes) -> dict[str, Any]:
         """The listener's next message; raises TypeError when it carries no valid proof."""
         return dict(json.loads(self.listeners.opened(line.removesuffix(b"\n")) or b"null"))
 
 
-def sealed(seal: Seal | None, **fields: Any) -> bytes:
+def sealed(seal: Seal | None, message: agents.FromAgent) -> bytes:
     assert seal is not None
-    return seal.sealed(json.dumps(fields).encode()) + b"\n"
+    return seal.sealed(encode(message).encode()) + b"\n"

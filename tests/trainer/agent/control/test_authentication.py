@@ -13,6 +13,10 @@ from tests.trainer.agent.control.raw_agent import RawAgent, challenged, sealed
 from trainer.agent.control import address
 from trainer.agent.control.authentication import challenge_line
 from trainer.agent.control.tcp_transport import WireError, connect
+from trainer.contract.messages.agents import SignalReceived
+from trainer.contract.messages.greeting import PROTOCOL, Hello
+
+FIRST, SECOND = SignalReceived(name="first"), SignalReceived(name="second")
 
 
 def test_only_the_one_address_is_listened_on():
@@ -31,7 +35,7 @@ def test_a_wrong_token_is_hung_up_on_without_a_word(token):
     async def scene() -> None:
         async with OpenServer() as house:
             with pytest.raises(ConnectionResetError):
-                await connect("127.0.0.1", house.port, token, {})
+                await connect("127.0.0.1", house.port, token, Hello(protocol=PROTOCOL))
             assert house.members == []
 
     asyncio.run(scene())
@@ -39,7 +43,7 @@ def test_a_wrong_token_is_hung_up_on_without_a_word(token):
 
 def test_a_member_that_has_no_place_is_told_so_and_does_not_try_again():
     async def scene() -> None:
-        async with OpenServer(admit=False) as house:
+        async with OpenServer(refusal="this attempt has no place") as house:
             with pytest.raises(WireError, match="the coordinator refuses: this attempt has no place"):
                 await house.member()
 
@@ -50,7 +54,7 @@ def test_a_hello_comes_in_only_as_often_as_the_roster_lets_it():
     async def scene() -> None:
         seats = ["first"]
         async with OpenServer() as house:
-            house.door._admit = lambda hello, peer: bool(seats) and seats.pop() is not None
+            house.door._admit = lambda hello, peer: "" if seats and seats.pop() else "no seat"
             first = await house.member()
             with pytest.raises(WireError, match="refuses"):
                 await house.member()
@@ -74,14 +78,14 @@ def test_a_replayed_hello_answers_no_other_challenge():
         async with OpenServer() as house:
             with closing([house.stranger(), house.stranger()]) as (agent, thief):
                 raw = RawAgent(await challenged(agent), name="a")
-                spoken = raw.hello + raw.line(say="fit")
+                spoken = raw.hello + raw.line(FIRST)
                 agent.sendall(spoken)
                 while not house.heard:
                     await asyncio.sleep(0.01)
                 await challenged(thief)
                 thief.sendall(spoken)
                 assert await ended(thief)
-            assert (len(house.members), house.heard) == (1, [("a", "fit")])
+            assert (len(house.members), house.heard) == (1, [("a", "first")])
 
     asyncio.run(scene())
 
@@ -90,12 +94,12 @@ def test_lines_that_are_forged_repeated_left_out_exchanged_or_sent_back_lose_tha
     async def scene() -> None:
         async with OpenServer() as house:
             for number, spoil in enumerate((
-                lambda raw: b"0" * 64 + b" " + raw.line(say="stop")[65:],
-                lambda raw: raw.line(say="stop")[65:],
-                lambda raw: raw.line(say="stop").replace(b"stop", b"save"),
-                lambda raw: 2 * raw.line(say="fit"),
-                lambda raw: raw.line(say="fit") and raw.line(say="stop"),
-                lambda raw: sealed(raw.listeners, say="stop"),
+                lambda raw: b"0" * 64 + b" " + raw.line(SECOND)[65:],
+                lambda raw: raw.line(SECOND)[65:],
+                lambda raw: raw.line(SECOND).replace(b"second", b"others"),
+                lambda raw: 2 * raw.line(FIRST),
+                lambda raw: raw.line(FIRST) and raw.line(SECOND),
+                lambda raw: sealed(raw.listeners, SECOND),
                 lambda raw: raw.hello,
             ), 1):  # fmt: skip
                 with closing([house.stranger()]) as (agent,):
@@ -103,8 +107,8 @@ def test_lines_that_are_forged_repeated_left_out_exchanged_or_sent_back_lose_tha
                     agent.sendall(raw.hello + spoil(raw))
                     while len(house.lost) < number:
                         await asyncio.sleep(0.01)
-            assert set(house.lost) == {"None: a line without a valid proof"}
-            assert [say for _, say in house.heard] == ["fit"], "the first of the two that were the same"
+            assert set(house.lost) == {": a line without a valid proof"}
+            assert [say for _, say in house.heard] == ["first"], "the first of the two that were the same"
 
     asyncio.run(scene())
 
@@ -144,7 +148,7 @@ def test_who_listens_without_the_token_learns_nothing_and_is_not_believed():
     async def scene() -> None:
         async with another_listener(impostor) as port:
             with pytest.raises(ConnectionRefusedError, match="not this attempt's coordinator"):
-                await connect("127.0.0.1", port, "secret", {"name": "a"})
+                await connect("127.0.0.1", port, "secret", Hello(protocol=PROTOCOL, name="a"))
 
     asyncio.run(scene())
     assert heard.endswith(b"}\n")
@@ -164,7 +168,7 @@ def test_an_agent_that_is_not_challenged_says_nothing_of_itself(said):
     async def scene() -> None:
         async with another_listener(another) as port:
             with pytest.raises(ConnectionRefusedError):
-                await connect("127.0.0.1", port, "secret", {"name": "a"})
+                await connect("127.0.0.1", port, "secret", Hello(protocol=PROTOCOL, name="a"))
 
     asyncio.run(scene())
     assert heard == b""

@@ -7,51 +7,12 @@ import threading
 import time
 from contextlib import suppress
 
-import pytest
-
-from tests.trainer.agent.control.open_server import OpenServer, answered, closing, descriptors, line
+from tests.trainer.agent.control.open_server import OpenServer, answered, closing, descriptors
 from tests.trainer.agent.control.raw_agent import RawAgent, challenged, sealed
 from trainer.agent.control import control_server, tcp_transport
 from trainer.agent.control.control_server import LONGEST_HELLO, MAX_UNAUTHENTICATED
-from trainer.agent.control.tcp_transport import LONGEST_LINE, WireError, parse
-
-# -- what is read ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("said", "why"),
-    [
-        (b'{"say": "x", "step": NaN}', "no JSON"),
-        (b'{"say": "x", "step": -Infinity}', "no JSON"),
-        (b'{"say": "x", "step": 1e999}', "no JSON"),
-        (b'{"say": "x", "step": -1E+999}', "no JSON"),
-        (b'{"say": "x", "step": 9223372036854775808}', "no JSON"),
-        (b'{"say": "x", "step": ' + b"9" * 4000 + b"}", "no JSON"),
-        (b'{"say": "x", "step": ' + b"9" * 5000 + b"}", "no JSON"),
-        (b'{"say": "x", "step": ' + b"9" * 400 + b".0}", "no JSON"),
-        (b'{"say": "x", "rows": ' + b"[" * 50_000, "no JSON"),
-        (b'{"say": "x", "rows": ' + b'{"a":' * 20_000, "no JSON"),
-        (b"\xff\xfe", "no JSON"),
-        (b"", "no JSON"),
-        (b"[]", "no message"),
-        (b"{}", "no message"),
-        (b'{"say": null}', "no message"),
-    ],
-)
-def test_what_is_no_message_is_refused(said, why):
-    with pytest.raises(WireError, match=why):
-        parse(said)
-
-
-@pytest.mark.parametrize("number", [9223372036854775807, -9223372036854775808, 0.00012345678901234567, 1.5e300, 0.1])
-def test_every_number_that_fits_is_read_exactly(number):
-    assert parse(line(say="x", number=number).strip())["number"] == number
-
-
-def test_digits_in_a_text_are_no_number():
-    text = "9" * 60 + " 1e999 NaN"
-    assert parse(line(say="x", text=text).strip())["text"] == text
-
+from trainer.agent.control.tcp_transport import LONGEST_LINE
+from trainer.contract.messages.agents import SignalReceived, StartGeneration
 
 # -- strangers ---------------------------------------------------------------------------------------------------------
 
@@ -80,7 +41,7 @@ def test_an_agent_among_hundreds_that_knock_at_once_is_listened_to_before_it_is_
             after = [house.stranger() for _ in range(500)]
             with closing([*before, agent, *after]):
                 said = await asyncio.wait_for(asyncio.get_running_loop().sock_recv(agent, 200), 5)
-                assert raw.heard(said) == {"say": "welcome"}
+                assert raw.heard(said)["say"] == "welcome"
 
     asyncio.run(scene())
 
@@ -175,7 +136,7 @@ def test_a_process_without_descriptors_makes_room_for_its_agents():
                     said = await asyncio.wait_for(asyncio.get_running_loop().sock_recv(agent, 200), 10)
                 finally:
                     resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-            assert raw.heard(said) == {"say": "welcome"}
+            assert raw.heard(said)["say"] == "welcome"
 
     asyncio.run(scene())
 
@@ -190,7 +151,7 @@ def test_a_member_that_floods_is_read_slowly_and_costs_the_others_nothing(monkey
     async def scene() -> None:
         async with OpenServer() as house:
             bad, good = await house.member("bad"), await house.member("good")
-            flood = b"".join(sealed(bad._own_seal, say="x") for _ in range(100_000))
+            flood = b"".join(sealed(bad._own_seal, SignalReceived(name="x")) for _ in range(100_000))
             bad._transport.write(flood)
             started, cpu = time.monotonic(), time.thread_time()
             for _ in range(50):
@@ -233,7 +194,7 @@ def test_a_member_that_never_reads_is_dropped_before_it_costs_memory():
                     await asyncio.sleep(0.01)
                 (deaf,) = house.members
                 for _ in range(5000):
-                    deaf.send("start", text="x" * 4000)
+                    deaf.send(StartGeneration(generation=1, suspects=(7,) * 2000))
                     if deaf.hung_up():
                         break
                     await asyncio.sleep(0)
@@ -246,7 +207,7 @@ def test_messages_in_pieces_and_in_bunches_are_the_same_messages():
     async def scene() -> None:
         async with OpenServer() as house:
             member = await house.member()
-            text = b"".join(sealed(member._own_seal, say=f"m{number}") for number in range(300))
+            text = b"".join(sealed(member._own_seal, SignalReceived(name=f"m{number}")) for number in range(300))
             for at in range(0, len(text), 7):
                 member._transport.write(text[at : at + 7])
                 if at % 70 == 0:

@@ -9,7 +9,10 @@ import time
 from tests.trainer.agent.job import until
 from trainer.agent.control import unix_transport
 from trainer.agent.control.control_server import ControlServer
-from trainer.agent.control.tcp_transport import LONGEST_LINE, Peer, connect
+from trainer.agent.control.tcp_transport import LONGEST_LINE, AgentPeer, connect
+from trainer.contract.messages.agents import End, SignalReceived
+from trainer.contract.messages.fork_server import FROM_FORK_SERVER, ImportFailed
+from trainer.contract.messages.greeting import PROTOCOL, Hello
 
 GARBAGE = [
     b"\n",
@@ -31,12 +34,13 @@ class Host:
 
     def __init__(self, patience: float = 5.0) -> None:
         self.heard: list[str] = []
-        self.door = ControlServer("secret", admit=lambda hello, peer: True, serve=self._serve, patience=patience)
+        self.door = ControlServer("secret", admit=lambda hello, peer: "", serve=self._serve, patience=patience)
 
-    async def _serve(self, hello: dict, peer: Peer) -> None:
+    async def _serve(self, hello: Hello, peer: AgentPeer) -> None:
         while (message := await peer.receive()) is not None:
-            self.heard.append(message["say"])
-            peer.send("heard", what=message["say"])
+            assert isinstance(message, SignalReceived)
+            self.heard.append(message.name)
+            peer.send(End(code=0, reason=message.name))
 
 
 async def hung_up(reader: asyncio.StreamReader) -> bool:
@@ -49,17 +53,17 @@ async def hung_up(reader: asyncio.StreamReader) -> bool:
 
 def test_a_text_that_utf_8_cannot_encode_arrives_without_what_it_cannot():
     ours, theirs = unix_transport.pair()
-    unix_transport.send(ours, {"say": "unloadable", "message": "bad \udcff name"})
-    assert unix_transport.receive(theirs)[0]["message"] == "bad ? name"
+    unix_transport.send(ours, ImportFailed(exception="OSError", message="bad \udcff name", traceback=""))
+    assert unix_transport.receive(theirs, FROM_FORK_SERVER)[0].message == "bad ? name"
     ours.close()
     theirs.close()
 
     async def scene() -> None:
         host = Host()
         port = await host.door.open("127.0.0.1")
-        member = await connect("127.0.0.1", port, "secret", {})
-        member.send("bad \udcff name")
-        assert (await asyncio.wait_for(member.receive(), 5))["what"] == "bad ? name"
+        member = await connect("127.0.0.1", port, "secret", Hello(protocol=PROTOCOL))
+        member.send(SignalReceived(name="bad \udcff name"))
+        assert (await asyncio.wait_for(member.receive(), 5)).reason == "bad ? name"
         await member.close()
         await host.door.close()
 
@@ -70,14 +74,14 @@ def test_a_member_is_served_while_strangers_send_garbage():
     async def scene() -> None:
         host = Host()
         port = await host.door.open("127.0.0.1")
-        member = await connect("127.0.0.1", port, "secret", {})
+        member = await connect("127.0.0.1", port, "secret", Hello(protocol=PROTOCOL))
         for garbage in GARBAGE:
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             writer.write(garbage)
             assert await hung_up(reader), garbage[:30]
             writer.close()
-            member.send("ping")
-            assert (await member.receive())["what"] == "ping"
+            member.send(SignalReceived(name="ping"))
+            assert (await member.receive()).reason == "ping"
         member.drop()
         await host.door.close()
 

@@ -6,28 +6,33 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
+from trainer.agent.attempt_state.attempt_progress import AttemptProgress
 from trainer.agent.attempt_state.attempt_state import AttemptState
 from trainer.agent.attempt_state.coordinator_timeouts import Timeouts
-from trainer.agent.attempt_state.heartbeat import AttemptProgress, Heartbeat
 from trainer.agent.attempt_state.outbox import Outbox
-from trainer.agent.control.tcp_transport import Message, Peer, connect
+from trainer.agent.control.tcp_transport import CoordinatorPeer, connect
 from trainer.agent.coordination.coordinator import Coordinator
 from trainer.agent.ladder.rollback import record_skip
 from trainer.agent.main import NonBlockingEventLog
 from trainer.contract import skipped_batches
 from trainer.contract.config import ClusterShape, JobConfig
 from trainer.contract.events import Event, EventKind, EventLog, read_events
+from trainer.contract.heartbeat import Heartbeat
 from trainer.contract.launch_token import LaunchToken
 from trainer.contract.logs.line_file import LineFile
+from trainer.contract.messages import agents
+from trainer.contract.messages.greeting import PROTOCOL, Hello
 from trainer.contract.node_identity import NodeIdentity
 from trainer.contract.outcome import AttemptOutcome, Failure, FailureKind
 from trainer.contract.requests import Request, RequestKind
 from trainer.contract.run_dir import RunDir
 from trainer.contract.skipped_batches import Skip
+
+M = TypeVar("M")
 
 
 class Scene:
@@ -51,7 +56,7 @@ class Scene:
         )  # fmt: skip
         self.leader = Coordinator(self.state)
         self._found: dict[str, Any] = {}
-        self._peers: list[Peer] = []
+        self._peers: list[CoordinatorPeer] = []
         self.leading: asyncio.Task[int]
 
     @asynccontextmanager
@@ -67,27 +72,27 @@ class Scene:
             await asyncio.gather(self.leading, return_exceptions=True)
             self._events.close()
 
-    async def join(self, node: int, *, fit: bool = True, ready: bool = True) -> Peer:
-        hello = {"node": node, "name": f"n{node}", "attempt": 1}
+    async def join(self, node: int, *, fit: bool = True, ready: bool = True) -> CoordinatorPeer:
+        hello = Hello(protocol=PROTOCOL, node=node, name=f"n{node}", attempt=1)
         peer = await connect(self._found["host"], self._found["port"], self._found["token"], hello)
         self._peers.append(peer)
         if fit:
-            peer.send("fit", faults=[])
+            peer.send(agents.PreflightReport(faults=()))
         if ready:
-            peer.send("ready", warm=True)
+            peer.send(agents.Ready(warm=True))
         return peer
 
     def events(self, kind: EventKind) -> list[Event]:
         return [event for event in read_events(self.attempt.event_file("coordinator"))[0] if event.kind == kind]
 
 
-async def hear(peer: Peer, say: str, seconds: float = 10.0) -> Message:
+async def hear(peer: CoordinatorPeer, kind: type[M], seconds: float = 10.0) -> M:
     """The next message of this kind."""
     async with asyncio.timeout(seconds):
         while (message := await peer.receive()) is not None:
-            if message["say"] == say:
+            if isinstance(message, kind):
                 return message
-    raise AssertionError(f"the coordinator hung up before it said {say!r}")
+    raise AssertionError(f"the coordinator hung up before it said {kind.__name__}")
 
 
 @pytest.fixture
@@ -113,7 +118,7 @@ def test_agents_hear_from_a_coordinator_whose_file_system_hangs(play, monkeypatc
         peer = await scene.join(1)
         try:
             for _ in range(3):
-                await hear(peer, "ping", 5)
+                await hear(peer, agents.Ping, 5)
         finally:
             back.set()
 
@@ -131,10 +136,10 @@ def test_agents_are_told_to_end_although_the_run_directory_hangs(play, monkeypat
 
     async def script(scene: Scene) -> None:
         peers = [await scene.join(node) for node in (0, 1)]
-        await hear(peers[1], "start")
+        await hear(peers[1], agents.StartGeneration)
         await leave(peers, 78)
         try:
-            assert (await hear(peers[1], "end"))["code"] == 78
+            assert (await hear(peers[1], agents.End)).code == 78
             for peer in peers:
                 await peer.close()
             assert await asyncio.wait_for(scene.leading, 10) == 78
@@ -144,11 +149,13 @@ def test_agents_are_told_to_end_although_the_run_directory_hangs(play, monkeypat
     play(script, log=NonBlockingEventLog, heartbeat=0.5, outcome=0.5)
 
 
-async def leave(peers: list[Peer], exit_code: int, generation: int = 1) -> None:
+async def leave(peers: list[CoordinatorPeer], exit_code: int, generation: int = 1) -> None:
     """All ranks end, and nothing of them is left."""
     for rank, peer in enumerate(peers):
-        peer.send("exit", generation=generation, rank=rank, step=3, exit_code=exit_code, signal=None, reported=True)
-        peer.send("gone", generation=generation)
+        peer.send(
+            agents.RankExit(generation=generation, rank=rank, step=3, exit_code=exit_code, signal=None, reported=True)
+        )
+        peer.send(agents.GenerationGone(generation=generation))
 
 
 def test_heartbeats_never_overtake_one_another_and_the_last_one_stands(tmp_path, monkeypatch):
@@ -189,12 +196,12 @@ def test_a_batch_is_left_out_although_that_cannot_be_written_down_in_time(tmp_pa
 def test_a_save_that_is_asked_for_after_a_stop_is_answered_by_the_stop(play):
     async def script(scene: Scene) -> None:
         peers = [await scene.join(node) for node in (0, 1)]
-        await hear(peers[1], "start")
+        await hear(peers[1], agents.StartGeneration)
         Request(kind=RequestKind.STOP, attempt=1, reason="enough").write(scene.run.requests)
-        await hear(peers[1], "ask")
+        await hear(peers[1], agents.AskStop)
         name = Request(kind=RequestKind.SAVE, attempt=1, reason="?").write(scene.run.requests)
         while not (answers := [e for e in scene.events(EventKind.REQUEST_ANSWERED) if e.data["name"] == name]):
-            await hear(peers[1], "ping")
+            await hear(peers[1], agents.Ping)
         assert answers[0].data["answer"] == "a stop with a save is under way"
 
     play(script)
@@ -223,12 +230,12 @@ def test_a_node_that_does_not_answer_is_not_taken_for_fit_and_is_named(play, tim
 def test_agents_hear_when_a_stop_is_due_and_save_times_bring_it_forward(play):
     async def script(scene: Scene) -> None:
         peers = [await scene.join(node) for node in (0, 1)]
-        started = await hear(peers[1], "start")
-        assert started["suspects"] == []
+        started = await hear(peers[1], agents.StartGeneration)
+        assert started.suspects == ()
         # An hour by default, 120 s of lead, 60 s by which Slurm's signal may be early.
-        assert (await hear(peers[1], "due"))["seconds"] == pytest.approx(3600 - 180, abs=15)
-        peers[0].send("progress", generation=1, step=3, save_seconds=600.0, step_seconds=10.0)
-        assert (await hear(peers[1], "due"))["seconds"] == pytest.approx(3600 - 5 - 60 - 20 - 600, abs=15)
+        assert (await hear(peers[1], agents.ExpectStop)).seconds == pytest.approx(3600 - 180, abs=15)
+        peers[0].send(agents.ProgressReport(generation=1, step=3, save_seconds=600.0, step_seconds=10.0))
+        assert (await hear(peers[1], agents.ExpectStop)).seconds == pytest.approx(3600 - 5 - 60 - 20 - 600, abs=15)
 
     play(script)
 
@@ -237,15 +244,21 @@ def test_a_generation_after_a_doubted_checkpoint_is_told_to_leave_it_out(play):
     async def script(scene: Scene) -> None:
         peers = [await scene.join(node) for node in (0, 1)]
         for generation in (1, 2, 3, 4):
-            started = await hear(peers[1], "start")
-            assert (started["generation"], started["suspects"]) == (generation, [100] if generation == 3 else [])
+            started = await hear(peers[1], agents.StartGeneration)
+            assert (started.generation, started.suspects) == (generation, (100,) if generation == 3 else ())
             restored = 90 if generation == 3 else 100
             saved = 100  # in the third generation anew
-            peers[1].send("progress", generation=generation, step=103, restored=restored, saved=saved, stepped=True)
+            peers[1].send(
+                agents.ProgressReport(generation=generation, step=103, restored=restored, saved=saved, stepped=True)
+            )
             for rank, peer in enumerate(peers):
-                peer.send("exit", generation=generation, rank=rank, step=103, exit_code=None, signal=11, reported=False)
+                peer.send(
+                    agents.RankExit(
+                        generation=generation, rank=rank, step=103, exit_code=None, signal=11, reported=False
+                    )
+                )
             for peer in peers:
-                peer.send("gone", generation=generation)
+                peer.send(agents.GenerationGone(generation=generation))
         (event,) = scene.events(EventKind.CHECKPOINT_SUSPECT)
         assert event.data["step"] == 100
 
@@ -273,13 +286,13 @@ def test_an_exception_at_the_start_is_tried_again_when_the_run_has_trained_befor
             "reported": True,
         }
         for generation in (1, 2) if again else (1,):
-            assert (await hear(peers[1], "start"))["generation"] == generation
+            assert (await hear(peers[1], agents.StartGeneration)).generation == generation
             if generation == 2 and restored:
                 return  # a second time makes the checkpoint suspect
             for rank, peer in enumerate(peers):
-                peer.send("progress", generation=generation, step=restored, restored=restored, stepped=False)
-                peer.send("exit", generation=generation, rank=rank, **raised)
-                peer.send("gone", generation=generation)
+                peer.send(agents.ProgressReport(generation=generation, step=restored, restored=restored, stepped=False))
+                peer.send(agents.RankExit(generation=generation, rank=rank, **raised))
+                peer.send(agents.GenerationGone(generation=generation))
         assert await asyncio.wait_for(scene.leading, 15) == 78
         words = "for the second time at step 0" if again else "before the first step"
         assert words in AttemptOutcome.read(scene.attempt.outcome).reason
@@ -291,16 +304,16 @@ def test_an_exception_at_the_start_is_tried_again_when_the_run_has_trained_befor
 def test_a_node_that_gets_no_fork_server_after_a_restart_was_decided_ends_the_attempt(play, first):
     async def script(scene: Scene) -> None:
         peers = [await scene.join(node) for node in (0, 1)]
-        await hear(peers[1], "start")
+        await hear(peers[1], agents.StartGeneration)
         if first == "hang":
             scene.state.fail(Failure(kind=FailureKind.HANG, reason="rank 1 on n1 stopped first", node="n1"))
-        peers[1].send("unready", reason="killed")
+        peers[1].send(agents.Unready(reason="killed"))
         if first == "broken":
-            peers[1].send("broken", generation=1, reason="killed")
+            peers[1].send(agents.ForkServerDied(generation=1, reason="killed"))
         await leave(peers, 1)
         while not scene.events(EventKind.GENERATION_ENDED):
-            await hear(peers[0], "ping")
-        peers[1].send("fork_server_failed", reason="its fork server died 3 times in a row")
+            await hear(peers[0], agents.Ping)
+        peers[1].send(agents.ForkServerFailed(reason="its fork server died 3 times in a row"))
         assert await asyncio.wait_for(scene.leading, 15) == 75
         failure = AttemptOutcome.read(scene.attempt.outcome).failure
         assert failure is not None
@@ -312,28 +325,28 @@ def test_a_node_that_gets_no_fork_server_after_a_restart_was_decided_ends_the_at
 def test_a_reason_of_any_length_reaches_the_agents(play):
     async def script(scene: Scene) -> None:
         peers = [await scene.join(node) for node in (0, 1)]
-        await hear(peers[1], "start")
+        await hear(peers[1], agents.StartGeneration)
         scene.state.fail(Failure(kind=FailureKind.DESYNC, reason="rank 0 called \u2026" * 10_000))
-        await hear(peers[1], "kill")
+        await hear(peers[1], agents.KillGeneration)
         for peer in peers:
-            peer.send("gone", generation=1)
-        end = await hear(peers[1], "end")
-        assert (end["code"], len(end["reason"])) == (78, 2000)
-        assert AttemptOutcome.read(scene.attempt.outcome).reason == end["reason"]
-        assert end["reason"].endswith("...")
+            peer.send(agents.GenerationGone(generation=1))
+        end = await hear(peers[1], agents.End)
+        assert (end.code, len(end.reason)) == (78, 2000)
+        assert AttemptOutcome.read(scene.attempt.outcome).reason == end.reason
+        assert end.reason.endswith("...")
 
     play(script)
 
 
-async def die_stuck(scene: Scene, peers: list[Peer], stop: bool = False) -> None:
+async def die_stuck(scene: Scene, peers: list[CoordinatorPeer], stop: bool = False) -> None:
     """A rank of n0 is killed, and n1 never says that nothing of it is left."""
-    await hear(peers[1], "start")
+    await hear(peers[1], agents.StartGeneration)
     if stop:
         Request(kind=RequestKind.STOP, attempt=1, reason="enough").write(scene.run.requests)
-        await hear(peers[1], "ask")
-    peers[0].send("exit", generation=1, rank=0, step=3, exit_code=None, signal=9, reported=False)
-    await hear(peers[0], "kill")
-    peers[0].send("gone", generation=1)
+        await hear(peers[1], agents.AskStop)
+    peers[0].send(agents.RankExit(generation=1, rank=0, step=3, exit_code=None, signal=9, reported=False))
+    await hear(peers[0], agents.KillGeneration)
+    peers[0].send(agents.GenerationGone(generation=1))
 
 
 def test_a_spare_takes_the_place_of_a_node_on_which_a_rank_cannot_be_killed(play):
@@ -341,8 +354,8 @@ def test_a_spare_takes_the_place_of_a_node_on_which_a_rank_cannot_be_killed(play
     async def script(scene: Scene) -> None:
         peers = [await scene.join(node) for node in (0, 1, 2)]
         await die_stuck(scene, peers)
-        start = await hear(peers[2], "start", 10)
-        assert (start["generation"], start["node_rank"]) == (2, 1)
+        start = await hear(peers[2], agents.StartGeneration, 10)
+        assert (start.generation, start.node_rank) == (2, 1)
         (used,) = scene.events(EventKind.SPARE_USED)
         assert (used.data["name"], used.data["instead"]) == ("n2", "n1")
         assert (used.data["reason"], used.data["kind"]) == (
@@ -372,12 +385,12 @@ def test_without_a_spare_or_time_the_node_on_which_a_rank_cannot_be_killed_is_na
 def test_a_blamed_node_whose_rank_cannot_be_killed_does_not_hold_up_the_spare(play):
     async def script(scene: Scene) -> None:
         peers = [await scene.join(node) for node in (0, 1, 2)]
-        await hear(peers[0], "start")
+        await hear(peers[0], agents.StartGeneration)
         blamed = Failure(kind=FailureKind.NODE_SUSPECT, reason="n1: slow", node="n1")
         scene.state.fail(blamed)
-        await hear(peers[0], "kill")
-        peers[0].send("gone", generation=1)  # n1 says nothing: its rank is in a driver for ever
-        assert (await hear(peers[2], "start", 5))["node_rank"] == 1
+        await hear(peers[0], agents.KillGeneration)
+        peers[0].send(agents.GenerationGone(generation=1))  # n1 says nothing: its rank is in a driver for ever
+        assert (await hear(peers[2], agents.StartGeneration, 5)).node_rank == 1
         (used,) = scene.events(EventKind.SPARE_USED)
         assert (used.data["name"], used.data["instead"]) == ("n2", "n1")
 

@@ -9,11 +9,13 @@ import pytest
 
 from trainer.agent.attempt_state.attempt_state import AttemptState
 from trainer.agent.attempt_state.generation import Generation
-from trainer.agent.attempt_state.heartbeat import Stage
 from trainer.agent.coordination.request_handlers import RequestHandlers
 from trainer.contract.config import ClusterShape, JobConfig
 from trainer.contract.events import EventKind, EventLog, read_events
+from trainer.contract.heartbeat import Stage
 from trainer.contract.launch_token import LaunchToken
+from trainer.contract.messages import agents
+from trainer.contract.messages.greeting import Hello
 from trainer.contract.node_identity import NodeIdentity
 from trainer.contract.outcome import Failure, FailureKind
 from trainer.contract.ranks.progress import StopReason
@@ -25,10 +27,10 @@ class FakePeer:
     """An agent's connection: remembers what was sent."""
 
     def __init__(self) -> None:
-        self.sent: list[tuple[str, dict[str, Any]]] = []
+        self.sent: list[agents.ToAgent] = []
 
-    def send(self, say: str, **fields: Any) -> None:
-        self.sent.append((say, fields))
+    def send(self, message: agents.ToAgent) -> None:
+        self.sent.append(message)
 
 
 class Desk:
@@ -48,21 +50,21 @@ class Desk:
         )  # fmt: skip
         self.peers = [FakePeer(), FakePeer()]
         for node, peer in enumerate(self.peers):
-            hello = {"node": node, "name": f"n{node}", "attempt": 1}
-            assert self.state.roster.admit(hello, peer)  # type: ignore[arg-type]
+            refusal = self.state.roster.admit(Hello(node=node, name=f"n{node}", attempt=1), peer)  # type: ignore[arg-type]
+            assert not refusal
         self.state.generation = Generation(number=2)
         self.report(step=7)
         self.handlers = RequestHandlers(self.state)
 
     @property
-    def told(self) -> list[tuple[str, dict[str, Any]]]:
+    def told(self) -> list[agents.ToAgent]:
         """What every agent was sent."""
         assert self.peers[0].sent == self.peers[1].sent
         return self.peers[0].sent
 
-    def report(self, **fields: object) -> None:
+    def report(self, **fields: Any) -> None:
         for member in self.state.roster.members.values():
-            member.progress = {"generation": 2, **fields}
+            member.progress = agents.ProgressReport(generation=2, **fields)
 
     def ask(self, kind: RequestKind, **fields: Any) -> str | None:
         request = Request(kind=kind, attempt=1, reason="why", name=f"{kind}.001.abcd.json", **fields)
@@ -81,8 +83,9 @@ def desk(tmp_path: Path) -> Iterator[Desk]:
 
 def test_a_stop_and_a_deadline(desk) -> None:
     assert desk.ask(RequestKind.STOP) == "the ranks are told to save and stop"
-    ((say, order),) = desk.told
-    assert (say, order["reason"]) == ("ask", int(StopReason.CANCEL))
+    (order,) = desk.told
+    assert isinstance(order, agents.AskStop)
+    assert order.reason is StopReason.CANCEL
     (event,) = read_events(desk.log)[0]
     assert (event.kind, event.data["reason"]) == (EventKind.STOP_REQUESTED, "why")
     assert desk.ask(RequestKind.DEADLINE, value=1300.0) == "the job ends in 300 s"
@@ -92,7 +95,7 @@ def test_a_stop_and_a_deadline(desk) -> None:
 
 def test_a_save_is_answered_when_it_is_there(desk) -> None:
     assert desk.ask(RequestKind.SAVE) is None
-    assert desk.told[0][0] == "ask"
+    assert isinstance(desk.told[0], agents.AskStop)
     desk.report(step=8, saved=7)
     assert desk.finished(51.0) == []
     desk.report(step=9, saved=9)
@@ -100,14 +103,16 @@ def test_a_save_is_answered_when_it_is_there(desk) -> None:
     assert desk.finished(53.0) == []
 
 
-@pytest.mark.parametrize(("fields", "ranks"), [({}, [0, 1, 2, 3]), ({"value": 2}, [2]), ({"detail": "1"}, [2, 3])])
+@pytest.mark.parametrize(("fields", "ranks"), [({}, None), ({"value": 2}, (2,)), ({"detail": "1"}, (2, 3))])
 def test_stacks_are_answered_with_their_folder_when_all_have_written(desk, fields, ranks) -> None:
     assert desk.ask(RequestKind.STACKS, **fields) is None
-    ((say, order),) = desk.told
-    assert (say, order["incident"], order["full"], order["generation"]) == ("evidence", "attach-abcd", ranks, 2)
-    desk.handlers.evidence_collected(0, {"incident": "attach-abcd"})
+    (order,) = desk.told
+    assert isinstance(order, agents.CollectEvidence)
+    assert (order.incident, order.full, order.generation) == ("attach-abcd", ranks, 2)
+    collected = agents.EvidenceCollected(generation=2, incident="attach-abcd")
+    desk.handlers.evidence_collected(0, collected)
     assert desk.finished(51.0) == []
-    desk.handlers.evidence_collected(1, {"incident": "attach-abcd"})
+    desk.handlers.evidence_collected(1, collected)
     assert desk.finished(51.0) == [("stacks.001.abcd.json", "attempts/001/evidence/attach-abcd")]
 
 
@@ -140,7 +145,7 @@ def test_every_drill_has_its_own_number(desk) -> None:
     trains(desk)
     assert desk.ask(RequestKind.DRILL, detail="nan", value=1) == "nan strikes rank 1"
     desk.ask(RequestKind.DRILL, detail="nan", value=1)
-    assert [fields["serial"] for _, fields in desk.told] == [1, 2]
+    assert [order.serial for order in desk.told] == [1, 2]
     assert str(desk.ask(RequestKind.DRILL, detail="meteor")).startswith("refused: ")
     assert len(desk.told) == 2
 
@@ -149,14 +154,14 @@ def test_a_drill_waits_until_every_rank_of_the_generation_trains(desk) -> None:
     assert desk.ask(RequestKind.DRILL, detail="kill-rank", value=1) is None
     desk.state.stage = Stage.RUNNING
     desk.report(step=7, stepped=True)
-    desk.state.roster.members[1].progress["stepped"] = False
+    desk.state.roster.members[1].progress = agents.ProgressReport(generation=2, step=7)
     assert desk.finished(51.0) == []
-    desk.state.roster.members[1].progress = {"generation": 1, "stepped": True}
+    desk.state.roster.members[1].progress = agents.ProgressReport(generation=1, stepped=True)
     assert desk.finished(52.0) == [], "that was the generation before"
     assert desk.told == []
     trains(desk)
     assert desk.finished(53.0) == [("drill.001.abcd.json", "kill-rank strikes rank 1")]
-    assert [(say, order["kind"], order["generation"]) for say, order in desk.told] == [("drill", "kill-rank", 2)]
+    assert [(order.kind, order.generation) for order in desk.told] == [("kill-rank", 2)]
     assert desk.finished(54.0) == []
 
 

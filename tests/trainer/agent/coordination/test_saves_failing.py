@@ -6,15 +6,17 @@ from pathlib import Path
 from checkpointing.storage.durable import read_json
 from tests.checkpointing.proofs.mounts import fill, small_tmpfs
 from tests.trainer.agent.coordination.test_coordinator import Scene, hear
-from trainer.agent.control.tcp_transport import Peer
+from trainer.agent.control.tcp_transport import CoordinatorPeer
+from trainer.contract.messages import agents
+from trainer.contract.messages.ranks import Saves
 from trainer.contract.outcome import AttemptOutcome, ExitCode, FailureKind
 
 HANGS, FULL = "saves failing since step 7: it hangs", "saves failing since step 5: disk full (/r)"
 
 
-async def begun(scene: Scene) -> list[Peer]:
+async def begun(scene: Scene) -> list[CoordinatorPeer]:
     peers = [await scene.join(node) for node in (0, 1)]
-    await hear(peers[1], "start")
+    await hear(peers[1], agents.StartGeneration)
     await heard(scene, "")
     return peers
 
@@ -30,11 +32,11 @@ def test_saves_that_fail_stand_in_the_heartbeat_until_one_works(tmp_path: Path) 
     async def script() -> None:
         async with Scene(tmp_path).led() as scene:
             peers = await begun(scene)
-            peers[1].send("saves", generation=1, rank=3, reason=HANGS, size=0)
+            peers[1].send(agents.RankSaves(generation=1, rank=3, saves=Saves(reason=HANGS, size=0)))
             await heard(scene, HANGS)
-            peers[0].send("saves", generation=1, rank=0, reason=FULL, size=2048)
+            peers[0].send(agents.RankSaves(generation=1, rank=0, saves=Saves(reason=FULL, size=2048)))
             await heard(scene, FULL)
-            peers[0].send("saves", generation=1, rank=0, reason="", size=2048)
+            peers[0].send(agents.RankSaves(generation=1, rank=0, saves=Saves(reason="", size=2048)))
             await heard(scene, "")
 
     asyncio.run(script())
@@ -47,14 +49,14 @@ def test_an_attempt_that_ends_on_a_full_disk_keeps_its_outcome(tmp_path: Path) -
         async with Scene(folder).led() as scene:
             peers = await begun(scene)
             fill(folder)
-            peers[0].send("saves", generation=1, rank=0, reason=FULL, size=4096)
+            peers[0].send(agents.RankSaves(generation=1, rank=0, saves=Saves(reason=FULL, size=4096)))
             await heard(scene, FULL)
             said = {"exception": "SaveFailed", "message": "the last checkpoint was not saved", "secondary": False}
             for rank, peer in enumerate(peers):
                 end = {"step": 9, "exit_code": 1, "signal": None, "reported": True, **said}
-                peer.send("exit", generation=1, rank=rank, **end)
-                peer.send("gone", generation=1)
-            assert (await hear(peers[1], "end"))["code"] == ExitCode.STORAGE
+                peer.send(agents.RankExit(generation=1, rank=rank, **end))
+                peer.send(agents.GenerationGone(generation=1))
+            assert (await hear(peers[1], agents.End)).code == ExitCode.STORAGE
             failure = AttemptOutcome.read(scene.attempt.outcome).failure
             assert failure is not None
             assert (failure.kind, failure.room) == (FailureKind.STORAGE, 4096)

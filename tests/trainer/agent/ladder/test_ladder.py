@@ -9,6 +9,7 @@ from tests.trainer.agent.ladder.test_in_job_policy import bad_step, echo, end, k
 from trainer.agent.attempt_state.generation import AttemptHistory, Generation
 from trainer.agent.ladder.in_job_policy import Action, Decision, decide
 from trainer.agent.watch.root_cause import find_cause
+from trainer.contract.messages.agents import ProgressReport
 from trainer.contract.outcome import Failure, FailureKind
 from trainer.contract.ranks.progress import StopReason
 from trainer.contract.skipped_batches import Skip
@@ -164,7 +165,9 @@ class Attempt:
     def over(self, *ends: Any, restored: int = 100, stepped: int = 0, **fields: Any) -> Decision:
         """One generation that trained up to step `stepped`, and ended so."""
         past = self.past
-        past.add_report({"stepped": stepped > restored, "step": stepped or restored, "restored": restored})
+        past.add_report(
+            ProgressReport(generation=1, stepped=stepped > restored, step=stepped or restored, restored=restored)
+        )
         decision = decide(
             situation(
                 *ends, restored=restored,

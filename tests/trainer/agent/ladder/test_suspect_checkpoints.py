@@ -6,6 +6,7 @@ from tests.trainer.agent.ladder.test_in_job_policy import end, killed, raised, s
 from trainer.agent.attempt_state.generation import AttemptHistory
 from trainer.agent.ladder.in_job_policy import Action, Decision, Situation, decide
 from trainer.agent.ladder.suspect_checkpoints import WITHIN, FailedGeneration, failed_generation, suspect_steps
+from trainer.contract.messages.agents import ProgressReport
 from trainer.contract.outcome import Failure, FailureKind
 
 RAISED = "user_error NonFinite"
@@ -124,11 +125,11 @@ def test_who_asks_never_to_be_retried_is_not():
 
 def test_a_step_that_was_saved_anew_is_doubted_no_longer():
     past = AttemptHistory(failed_generations=[fell(100, 103), fell(90, 95), fell(100, 103)], suspects=[100])
-    past.add_report({"restored": 100, "saved": 100})  # the doubted one, as the last there was
-    past.add_report({"restored": 90, "saved": 90})
-    past.add_report({})
+    past.add_report(ProgressReport(generation=1, restored=100, saved=100))  # the doubted one, as the last there was
+    past.add_report(ProgressReport(generation=2, restored=90, saved=90))
+    past.add_report(ProgressReport(generation=3))
     assert past.suspects == [100]
-    past.add_report({"restored": 90, "saved": 100})
+    past.add_report(ProgressReport(generation=3, restored=90, saved=100))
     assert past.suspects == []
     assert past.failed_generations == [fell(90, 95)]
 

@@ -14,6 +14,7 @@ from tests.trainer.agent.coordination.test_coordinator import Scene, hear
 from trainer.agent.control.tcp_transport import WireError
 from trainer.agent.nodes.roster import Member
 from trainer.contract.events import EventKind
+from trainer.contract.messages import agents
 
 
 def led(folder: Path, script: Callable[[Scene], Any], **timeouts: float) -> None:
@@ -49,9 +50,9 @@ def test_an_agent_that_gave_up_waiting_for_its_welcome_may_say_hello_again(tmp_p
             await known(scene)
         peers = [await scene.join(node) for node in (1, 0)]
         for peer in peers:
-            await hear(peer, "start")
+            await hear(peer, agents.StartGeneration)
         for _ in range(3):  # one a second, longer than its return was waited for
-            await hear(peers[0], "ping")
+            await hear(peers[0], agents.Ping)
         assert not scene.events(EventKind.AGENT_LOST)
         assert sorted(event.data["node"] for event in scene.events(EventKind.AGENT_JOINED)) == [0, 1]
 
@@ -78,6 +79,6 @@ def test_nobody_takes_the_place_of_an_agent_that_has_spoken(tmp_path):
         with pytest.raises(WireError, match="no place for this agent"):
             await scene.join(1)
         await scene.join(0)
-        await hear(first, "start")
+        await hear(first, agents.StartGeneration)
 
     led(tmp_path, script)

@@ -8,6 +8,8 @@ import pytest
 from trainer.agent.nodes.node_benchmark import NodeBenchmark, usual_speeds
 from trainer.contract.events import EventKind, EventLog
 from trainer.contract.fault_detection_config import PreflightConfig
+from trainer.contract.messages.agents import RankSpeeds
+from trainer.contract.messages.ranks import Speeds
 from trainer.contract.outcome import FailureKind
 from trainer.contract.run_dir import RunDir
 
@@ -15,8 +17,8 @@ NODES = ["n0", "n1", "n2", "n3"]
 MACHINES = {node: f"boot-{node}" for node in NODES}
 
 
-def told(rank: int, matmul: float = 1e9) -> dict[str, Any]:
-    return {"rank": rank, "matmul": matmul, "memory": 1e10, "pairs": []}
+def told(rank: int, matmul: float = 1e9) -> RankSpeeds:
+    return RankSpeeds(generation=1, rank=rank, speeds=Speeds(matmul=matmul, memory=1e10, pairs=()))
 
 
 def measured(machines: dict[str, str], slow: int | None = None) -> NodeBenchmark:

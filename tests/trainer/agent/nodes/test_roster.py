@@ -6,8 +6,8 @@ import pytest
 
 from trainer.agent.control.peer_timeout import AGENT_TIMEOUT_SECONDS, STALLED_TIMEOUT_SECONDS
 from trainer.agent.nodes.node_ranks import Replacement, assign_node_ranks_to, replacements
-from trainer.agent.nodes.preflight import Fault
 from trainer.agent.nodes.roster import LATE_SECONDS, Member, Roster
+from trainer.contract.messages.agents import Fault, NodeRank, ProgressReport, StartGeneration, ToAgent
 
 FAULT = Fault(check="open files", reason="few", shared=False)
 
@@ -16,10 +16,10 @@ class Told:
     """Stands for one agent's connection: keeps what it is sent."""
 
     def __init__(self) -> None:
-        self.said: list[dict[str, Any]] = []
+        self.said: list[ToAgent] = []
 
-    def send(self, say: str, **fields: Any) -> None:
-        self.said.append({"say": say, **fields})
+    def send(self, message: ToAgent) -> None:
+        self.said.append(message)
 
 
 @pytest.mark.parametrize(
@@ -66,23 +66,19 @@ def roster(nodes: int = 3, node_ranks: int = 2, **members: Any) -> Roster:
     return made
 
 
-def said(made: Roster, say: str) -> dict[int, list[dict[str, Any]]]:
-    return {
-        node: [one for one in member.peer.said if one["say"] == say]
-        for node, member in made.members.items()
-        if any(one["say"] == say for one in member.peer.said)
-    }
+def node_ranks_told(made: Roster, kind: type[NodeRank] | type[StartGeneration]) -> dict[int, list[int]]:
+    """By node, in the messages of this kind."""
+    told = {node: [one for one in member.peer.said if isinstance(one, kind)] for node, member in made.members.items()}
+    return {node: [one.node_rank for one in messages] for node, messages in told.items() if messages}
 
 
 def test_every_seat_is_told_and_only_they_start():
     made = roster(n1={"faults": [FAULT]})
     made.assign_node_ranks()
     assert made.node_ranks == {0: 0, 1: 2}
-    made.start_generation(generation=1)
-    starts = {node: [one["node_rank"] for one in told] for node, told in said(made, "start").items()}
-    assert starts == {0: [0], 2: [1]}
-    told = {node: [one["node_rank"] for one in told] for node, told in said(made, "node_rank").items()}
-    assert told == {0: [0], 2: [1]}
+    made.start_generation(StartGeneration(generation=1))
+    assert node_ranks_told(made, StartGeneration) == {0: [0], 2: [1]}
+    assert node_ranks_told(made, NodeRank) == {0: [0], 2: [1]}
     assert made.names() == ["n0", "n2", "n1"]
 
 
@@ -134,7 +130,7 @@ def test_everything_is_gone_but_for_a_node_that_is_given_up():
 
 
 def last_message_at(made: Roster, node: int, now: float, **report: Any) -> None:
-    message = {"say": "progress", "generation": 1, "phase": "forward", **report}
+    message = ProgressReport(generation=1, phase="forward", **report)
     made._note(made.members[node], message, now)
     made.members[node].progress = message
 

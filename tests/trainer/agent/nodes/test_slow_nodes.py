@@ -4,6 +4,8 @@ import pytest
 
 from trainer.agent.nodes.slow_nodes import RankMeasurement, find_slow_node, median_speeds_of_nodes
 from trainer.contract.fault_detection_config import PreflightConfig
+from trainer.contract.messages.agents import RankSpeeds
+from trainer.contract.messages.ranks import Speeds
 from trainer.contract.outcome import FailureKind
 from trainer.worker.startup.node_benchmark import partners
 
@@ -107,19 +109,18 @@ def test_both_of_a_pair_meet_in_the_same_round(nodes, local):
 
 
 @pytest.mark.parametrize(
-    "message",
+    "speeds",
     [
-        {"rank": 0, "matmul": 1.0, "memory": 1.0},
-        {"rank": 0, "matmul": "fast", "memory": 1.0, "pairs": []},
-        {"rank": 0, "matmul": 0.0, "memory": 1.0, "pairs": []},
-        {"rank": 0, "matmul": 1.0, "memory": 1.0, "pairs": [[1, float("nan")]]},
+        Speeds(matmul=0.0, memory=1.0, pairs=()),
+        Speeds(matmul=1.0, memory=-1.0, pairs=()),
+        Speeds(matmul=1.0, memory=1.0, pairs=((1, float("nan")),)),
     ],
 )
-def test_messages_that_are_none_are_refused(message):
-    with pytest.raises((KeyError, TypeError, ValueError)):
-        RankMeasurement.from_message(message)
+def test_speeds_that_are_none_are_refused(speeds):
+    with pytest.raises(ValueError, match="measured nothing"):
+        RankMeasurement.of(RankSpeeds(generation=1, rank=0, speeds=speeds))
 
 
-def test_a_message_as_ranks_send_it():
-    message = {"say": "fitness", "rank": 3, "matmul": 2.0, "memory": 3.0, "pairs": [[1, 0.5]], "seconds": 0.4}
-    assert RankMeasurement.from_message(message) == RankMeasurement(rank=3, matmul=2.0, memory=3.0, pairs=((1, 0.5),))
+def test_speeds_as_ranks_send_them():
+    message = RankSpeeds(generation=1, rank=3, speeds=Speeds(matmul=2.0, memory=3.0, pairs=((1, 0.5),)))
+    assert RankMeasurement.of(message) == RankMeasurement(rank=3, matmul=2.0, memory=3.0, pairs=((1, 0.5),))

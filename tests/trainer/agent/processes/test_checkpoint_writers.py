@@ -15,6 +15,7 @@ from checkpointing.writer.write_orders import WriteOrder
 from tests.trainer.agent.job import LocalJob, alive, until
 from tests.trainer.agent.test_node_agent import Alone
 from trainer.agent.processes.checkpoint_writers import CheckpointWriter, CheckpointWriters
+from trainer.contract.messages.agents import StartGeneration
 
 SIZE = 1 << 20
 
@@ -121,7 +122,9 @@ def test_the_sampler_of_a_generation_knows_the_writer_of_every_rank(tmp_path):
     alone.ranks.mark_never_started()
 
     async def begin() -> None:
-        alone.agent._start_generation(1, None)  # no fork server: no rank is started, but they would be looked at
+        alone.agent._start_generation(
+            StartGeneration(generation=1, node_rank=1)
+        )  # no fork server: no rank is started, but they would be looked at
 
     asyncio.run(begin())
     writer = alone.agent._sampler._writer

@@ -21,6 +21,7 @@ from trainer.agent.watch.hang_detector import HangDetector, Incident
 from trainer.agent.watch.hangs import Judgement, Verdict
 from trainer.contract.events import EventKind, read_events
 from trainer.contract.logs.line_file import LineFile
+from trainer.contract.messages import agents
 
 
 class Gate:
@@ -223,11 +224,11 @@ def test_a_hang_is_ended_although_evidence_events_and_words_hang(tmp_path, monke
         async with Scene(tmp_path, log=NonBlockingEventLog, verdict=0.2).led() as scene:
             try:
                 peers = [await scene.join(node) for node in (0, 1)]
-                await hear(peers[1], "start")
+                await hear(peers[1], agents.StartGeneration)
                 stuck.set()
-                await hear(peers[1], "kill", 5)
+                await hear(peers[1], agents.KillGeneration, 5)
                 for _ in range(2):
-                    await hear(peers[1], "ping", 5)
+                    await hear(peers[1], agents.Ping, 5)
             finally:
                 back.set()
                 drain(read)

@@ -6,6 +6,7 @@ from trainer.agent.ranks import fault_injection
 from trainer.agent.ranks.local_ranks import LocalRanks
 from trainer.contract.config import ClusterShape
 from trainer.contract.drill_config import KINDS
+from trainer.contract.messages.agents import InjectFault
 from trainer.contract.requests import REFUSED, Request, RequestKind
 
 SHAPE = ClusterShape(nodes=2, ranks_per_node=2)
@@ -23,7 +24,7 @@ def asked(kind: str, at: float | None = None) -> Request:
 def test_what_there_is_to_hit_is_hit(kind, at, words) -> None:
     order, answer = fault_injection.drill_order(asked(kind, at), SHAPE)
     assert order is not None
-    assert (order["kind"], order["at"]) == (kind, at or 0)
+    assert (order.kind, order.at) == (kind, at or 0)
     assert answer == words
 
 
@@ -41,11 +42,11 @@ def test_what_there_is_not_is_refused(kind, at, words) -> None:
 
 def test_only_the_node_that_is_meant_obeys() -> None:
     ranks = LocalRanks(1, range(2, 4))
-    assert fault_injection.is_here({"kind": "nan", "at": 3}, ranks, 1)
-    assert not fault_injection.is_here({"kind": "nan", "at": 1}, ranks, 1)
-    assert fault_injection.is_here({"kind": "kill-agent", "at": 1}, ranks, 1)
-    assert not fault_injection.is_here({"kind": "kill-agent", "at": 0}, ranks, 1)
-    fault_injection.inject({"kind": "nan", "at": 3, "serial": 5, "value": 0.0}, ranks)
+    assert fault_injection.is_here(InjectFault(kind="nan", at=3), ranks, 1)
+    assert not fault_injection.is_here(InjectFault(kind="nan", at=1), ranks, 1)
+    assert fault_injection.is_here(InjectFault(kind="kill-agent", at=1), ranks, 1)
+    assert not fault_injection.is_here(InjectFault(kind="kill-agent", at=0), ranks, 1)
+    fault_injection.inject(InjectFault(kind="nan", at=3, serial=5), ranks)
     serial, kind, _ = ranks.by_rank[3].cell.read_drill_order()
     assert (serial, list(KINDS)[kind]) == (5, "nan")
     for local in ranks.by_rank.values():

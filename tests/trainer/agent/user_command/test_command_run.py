@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from trainer.agent.attempt_state.attempt_progress import AttemptProgress
 from trainer.agent.attempt_state.generation import Generation
-from trainer.agent.attempt_state.heartbeat import AttemptProgress
 from trainer.agent.ladder.in_job_policy import Action, Decision, Situation, decide
 from trainer.agent.user_command.command_memory import CommandMemory
 from trainer.agent.user_command.command_run import CommandRun

@@ -1,6 +1,7 @@
 """The coordinator's watch: whom it asks what, and when it is sure."""
 
-from typing import Any
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import pytest
 
@@ -10,16 +11,19 @@ from trainer.agent.watch.hang_detector import HangDetector
 from trainer.agent.watch.hangs import Stall
 from trainer.agent.watch.rank_sample import RankSample
 from trainer.contract.fault_detection_config import HangConfig
+from trainer.contract.messages import agents
+
+M = TypeVar("M")
 
 
 class Wire:
     """A peer that only remembers what it was sent."""
 
     def __init__(self) -> None:
-        self.sent: list[dict[str, Any]] = []
+        self.sent: list[agents.ToAgent] = []
 
-    def send(self, say: str, **fields: Any) -> None:
-        self.sent.append({"say": say, **fields})
+    def send(self, message: agents.ToAgent) -> None:
+        self.sent.append(message)
 
 
 class Job:
@@ -38,10 +42,10 @@ class Job:
 
     def report(self) -> None:
         for node in range(2):
-            rows = [self.row(rank) for rank in (2 * node, 2 * node + 1)]
-            self.watch.add_report(node, {"sightings": rows}, self.now)
+            rows = tuple(self.row(rank) for rank in (2 * node, 2 * node + 1))
+            self.watch.add_report(node, agents.ProgressReport(generation=3, samples=rows), self.now)
 
-    def row(self, rank: int) -> list[Any]:
+    def row(self, rank: int) -> agents.SampleRow:
         age = self.now - self.moved[rank]
         return RankSample(
             rank=rank, node="", step=20, phase=self.phase[rank], first=False, age=age, alive=age, state=self.state[rank]
@@ -56,15 +60,14 @@ class Job:
                 return incident
         return None
 
-    def asked(self, say: str) -> list[dict[str, Any]]:
-        return [message for message in self.roster.members[0].peer.sent if message["say"] == say]
+    def asked(self, kind: type[M]) -> list[M]:
+        return [message for message in self.roster.members[0].peer.sent if isinstance(message, kind)]
 
     def answer(self, node: int, **fields: Any) -> None:
-        serial = self.asked("flight")[-1]["serial"]
-        flights = [FlightRecord(rank=rank).to_json() for rank in (2 * node, 2 * node + 1)]
-        self.watch.add_flight_records(
-            node, {"serial": serial, "flights": flights, "unanswered": [], "last": True, **fields}
-        )
+        serial = self.asked(agents.QueryFlights)[-1].serial
+        flights = tuple(FlightRecord(rank=rank).to_json() for rank in (2 * node, 2 * node + 1))
+        answer = agents.FlightRecords(generation=3, serial=serial, flights=flights, last=True)
+        self.watch.add_flight_records(node, replace(answer, **fields))
 
 
 def test_while_somebody_moves_nobody_is_asked() -> None:
@@ -72,16 +75,16 @@ def test_while_somebody_moves_nobody_is_asked() -> None:
     for _ in range(60):
         job.moved[3] = job.now
         assert job.passes(0.5) is None
-    assert not job.asked("flight")
+    assert not job.asked(agents.QueryFlights)
 
 
 def test_everybody_is_asked_for_records_before_anybody_is_blamed() -> None:
     job = Job()
     job.phase[2] = "data"
     assert job.passes(5) is None
-    (question,) = job.asked("flight")
-    assert question["generation"] == 3
-    assert not job.asked("evidence")
+    (question,) = job.asked(agents.QueryFlights)
+    assert question.generation == 3
+    assert not job.asked(agents.CollectEvidence)
 
 
 def test_a_hang_is_declared_and_concluded_when_the_evidence_is_there() -> None:
@@ -91,12 +94,14 @@ def test_a_hang_is_declared_and_concluded_when_the_evidence_is_there() -> None:
     for node in (0, 1):
         job.answer(node)
     assert job.passes(1) is None
-    (order,) = job.asked("evidence")
-    assert (order["incident"], order["full"][0]) == ("g003-stuck_in_data", 2)
-    assert set(order["full"]) <= {0, 1, 2}, "of the waiting ranks, first those of the other node"
-    job.watch.evidence_collected(0, {"incident": order["incident"], "missing": {}})
+    (order,) = job.asked(agents.CollectEvidence)
+    assert (order.incident, order.full[0]) == ("g003-stuck_in_data", 2)
+    assert set(order.full) <= {0, 1, 2}, "of the waiting ranks, first those of the other node"
+    job.watch.evidence_collected(0, agents.EvidenceCollected(generation=3, incident=order.incident))
     assert job.watch.look(job.now) is None
-    job.watch.evidence_collected(1, {"incident": order["incident"], "missing": {"stacks": "late"}})
+    job.watch.evidence_collected(
+        1, agents.EvidenceCollected(generation=3, incident=order.incident, missing={"stacks": "late"})
+    )
     incident = job.watch.look(job.now)
     assert incident is not None
     assert (incident.judgement.culprit, incident.judgement.kind) == (2, Stall.STUCK_IN_DATA)
@@ -141,29 +146,29 @@ def test_all_parts_of_an_answer_are_waited_for() -> None:
     job.answer(0)
     job.answer(1, last=False)
     job.watch.look(job.now)
-    assert not job.asked("evidence")
+    assert not job.asked(agents.CollectEvidence)
     job.answer(1)
     job.watch.look(job.now)
-    assert job.asked("evidence")
+    assert job.asked(agents.CollectEvidence)
 
 
 def test_a_node_that_has_not_answered_is_not_taken_for_one_whose_ranks_never_came() -> None:
     job = Job(least=3.0)
     job.phase[2] = "data"
     job.passes(3)
-    flights = [
+    flights = tuple(
         FlightRecord(
             rank=rank,
             groups={"0": Group(ranks=(0, 1, 2, 3), entered=5, completed=4, description="")},
             entries=(Entry("0", 5, "all_reduce", "9", 9, "Double", "scheduled"),),
         ).to_json()
         for rank in (2, 3)
-    ]
+    )
     job.answer(1, flights=flights)
     job.passes(3)
-    (order,) = job.asked("evidence")
-    assert order["incident"] != "g003-stuck_in_compute"
-    assert order["full"][0] == 2, "the one that stands where it waits for nobody"
+    (order,) = job.asked(agents.CollectEvidence)
+    assert order.incident != "g003-stuck_in_compute"
+    assert order.full[0] == 2, "the one that stands where it waits for nobody"
 
 
 def test_a_second_incident_has_a_folder_of_its_own() -> None:
@@ -175,7 +180,7 @@ def test_a_second_incident_has_a_folder_of_its_own() -> None:
     job.watch.withdraw()
     job.state[1] = "T"
     job.passes(6)
-    assert [order["incident"] for order in job.asked("evidence")] == ["g003-stopped", "g003-stopped-2"]
+    assert [order.incident for order in job.asked(agents.CollectEvidence)] == ["g003-stopped", "g003-stopped-2"]
 
 
 def test_an_answer_to_an_older_question_does_not_count() -> None:
@@ -185,7 +190,7 @@ def test_an_answer_to_an_older_question_does_not_count() -> None:
     job.answer(0, serial=77)
     job.answer(1, serial=77)
     job.passes(1)
-    assert not job.asked("evidence")
+    assert not job.asked(agents.CollectEvidence)
 
 
 def test_of_a_command_nothing_is_judged() -> None:
@@ -200,14 +205,14 @@ def test_the_agents_of_a_large_job_are_asked_for_more_before_anybody_is_judged()
     job = Job(idle=1000)
     job.phase[2] = "data"
     assert job.passes(1.5) is None
-    assert not job.asked("attend")
+    assert not job.asked(agents.ReportOften)
     assert job.passes(0.5) is None
-    assert (len(job.asked("attend")), len(job.asked("flight"))) == (1, 0)
+    assert (len(job.asked(agents.ReportOften)), len(job.asked(agents.QueryFlights))) == (1, 0)
     assert job.passes(4.0) is None
-    assert len(job.asked("attend")) == 1, "it lasts for ten seconds"
+    assert len(job.asked(agents.ReportOften)) == 1, "it lasts for ten seconds"
     assert job.passes(4.0) is None
-    assert len(job.asked("attend")) == 2
-    assert not any(said["say"] == "attend" for said in few_nodes().roster.members[0].peer.sent)
+    assert len(job.asked(agents.ReportOften)) == 2
+    assert not few_nodes().asked(agents.ReportOften)
 
 
 def few_nodes() -> Job:
@@ -220,7 +225,7 @@ def few_nodes() -> Job:
 def test_a_halted_process_is_seen_before_anybody_is_judged_by_time() -> None:
     job = Job(idle=1000)
     job.state[1] = "T"
-    assert job.passes(4.5) is not None or job.asked("evidence")
+    assert job.passes(4.5) is not None or job.asked(agents.CollectEvidence)
 
 
 def test_who_was_halted_and_goes_on_is_forgotten() -> None:

@@ -13,6 +13,7 @@ from trainer.agent.watch.hang_detector import HangDetector, Incident
 from trainer.agent.watch.rank_sample import RankSample
 from trainer.agent.watch.report_schedule import ReportSchedule
 from trainer.contract.fault_detection_config import HangConfig
+from trainer.contract.messages import agents
 
 BEGIN = 1000.0
 CULPRIT = 3
@@ -22,10 +23,10 @@ class Wire:
     """A peer that only remembers what it was sent."""
 
     def __init__(self) -> None:
-        self.sent: list[dict[str, Any]] = []
+        self.sent: list[agents.ToAgent] = []
 
-    def send(self, say: str, **fields: Any) -> None:
-        self.sent.append({"say": say, **fields})
+    def send(self, message: agents.ToAgent) -> None:
+        self.sent.append(message)
 
 
 class LargeJob:
@@ -43,7 +44,7 @@ class LargeJob:
         self.agents = [ReportSchedule(node, nodes, BEGIN + self.draw.uniform(0, 2)) for node in range(nodes)]
         self.first = [self.draw.uniform(0, 0.25) for _ in range(nodes)]
         self.told = [-1.0] * nodes
-        self.posted: list[tuple[float, int, int, dict[str, Any]]] = []
+        self.posted: list[tuple[float, int, int, agents.FromAgent]] = []
 
     def passes(self, seconds: float, *, mute: AbstractSet[int] = frozenset(), frozen: int = -1) -> Incident | None:
         """The incident that was declared; `mute` agents have no flight records, `frozen` stands with its whole node."""
@@ -54,9 +55,9 @@ class LargeJob:
                     self._agent_looks(node, mute)
             while self.posted and self.posted[0][0] <= self.now:
                 _, _, node, message = heapq.heappop(self.posted)
-                if "serial" in message:
+                if isinstance(message, agents.FlightRecords):
                     self.watch.add_flight_records(node, message)
-                else:
+                elif isinstance(message, agents.ProgressReport):
                     self.watch.add_report(node, message, self.now)
             if tick % 5 == 0:
                 self.watch.look(self.now)
@@ -66,27 +67,27 @@ class LargeJob:
 
     def _agent_looks(self, node: int, mute: AbstractSet[int]) -> None:
         for message in self.wires[node].sent:
-            if message["say"] == "attend":
-                self.agents[node].attend(message["seconds"], self.now)
-            elif message["say"] == "flight" and node not in mute:
-                flights = [FlightRecord(rank=node).to_json()]
-                answer = {"serial": message["serial"], "flights": flights, "unanswered": [], "last": True}
+            if isinstance(message, agents.ReportOften):
+                self.agents[node].attend(message.seconds, self.now)
+            elif isinstance(message, agents.QueryFlights) and node not in mute:
+                flights = (FlightRecord(rank=node).to_json(),)
+                answer = agents.FlightRecords(generation=1, serial=message.serial, flights=flights, last=True)
                 self._post(self.draw.uniform(0.05, 1.6), node, answer)
         self.wires[node].sent.clear()
         if self.agents[node].due(self.now):
-            self._post(self.draw.expovariate(50), node, {"sightings": self._rows(node)})
+            self._post(self.draw.expovariate(50), node, agents.ProgressReport(generation=1, samples=self._rows(node)))
 
-    def _post(self, delay: float, node: int, message: dict[str, Any]) -> None:
+    def _post(self, delay: float, node: int, message: agents.FromAgent) -> None:
         heapq.heappush(self.posted, (self.now + delay, len(self.posted) + int(self.now * 1e6), node, message))
 
-    def _rows(self, node: int) -> list[list[Any]]:
+    def _rows(self, node: int) -> tuple[agents.SampleRow, ...]:
         until = self.stands if self.stands <= self.now < self.goes_on else self.now
         moved = max(BEGIN, until - (until - self.first[node]) % 0.25)
         age, news = max(0.0, self.now - moved), moved != self.told[node]
         self.told[node] = moved
         phase = "data" if node == CULPRIT and until == self.stands else "optimizer"
         sample = RankSample(rank=node, node="", step=20, phase=phase, first=False, age=age, alive=age, state="S")
-        return [sample.to_row()] if news or age > 1.0 else []
+        return (sample.to_row(),) if news or age > 1.0 else ()
 
 
 @pytest.mark.parametrize("nodes", [pytest.param(600, marks=pytest.mark.proof), 1250, 2000])

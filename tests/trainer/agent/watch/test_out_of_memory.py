@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from trainer.agent.watch.root_cause import RankEnd, exit_words, find_cause
+from trainer.contract.messages.agents import RankExit
 from trainer.contract.outcome import FailureKind
 
 KILLED = {"signal": signal.SIGKILL, "out_of_memory": "the kernel killed it, its cgroup may have 4.0 GiB"}
@@ -60,6 +61,6 @@ def test_it_is_the_root_of_what_its_peers_only_saw() -> None:
 
 
 def test_it_travels_in_the_report_of_the_exit() -> None:
-    sent = {"rank": 1, "signal": 9, "reported": False, "step": 3, "out_of_memory": "the kernel killed it"}
-    assert RankEnd.from_message(sent, "n1", 1.0).out_of_memory == "the kernel killed it"
+    sent = RankExit(generation=1, rank=1, signal=9, reported=False, step=3, out_of_memory="the kernel killed it")
+    assert RankEnd.of(sent, "n1", 1.0).out_of_memory == "the kernel killed it"
     assert exit_words(None, 9, "the kernel killed it") == "out of memory: the kernel killed it"

@@ -18,7 +18,11 @@ from trainer.agent.watch.job_snapshot import JobSnapshot
 from trainer.agent.watch.rank_sample import RankSample
 from trainer.agent.watch.sampling import AnswerTimes, Sampler
 from trainer.contract.fault_detection_config import HangConfig
+from trainer.contract.messages.agents import FROM_AGENT, ProgressReport
+from trainer.contract.messages.codec import MessageError
 from trainer.contract.ranks.progress import Phase
+
+NOTHING = ProgressReport(generation=1)
 
 
 class Host:
@@ -320,24 +324,24 @@ def test_a_stopped_process_is_seen_within_two_seconds(host, monkeypatch) -> None
 def test_only_news_is_reported_and_stillness_is_news(host, monkeypatch) -> None:
     for rank in (0, 1):
         host.moves(rank, monkeypatch)
-    assert [row[0] for row in host.sampler.report()["sightings"]] == [0, 1]
+    assert [row[0] for row in host.sampler.report(NOTHING).samples] == [0, 1]
     host.now += 0.2
     host.moves(1, monkeypatch)
-    assert [row[0] for row in host.sampler.report()["sightings"]] == [1]
-    assert "sightings" not in host.sampler.report()
+    assert [row[0] for row in host.sampler.report(NOTHING).samples] == [1]
+    assert host.sampler.report(NOTHING) == NOTHING
     host.now += 2.0
-    assert [row[0] for row in host.sampler.report()["sightings"]] == [0, 1]
+    assert [row[0] for row in host.sampler.report(NOTHING).samples] == [0, 1]
 
 
 def test_an_end_is_reported_once(host, monkeypatch) -> None:
     host.moves(0, monkeypatch)
     host.moves(1, monkeypatch)
-    host.sampler.report()
+    host.sampler.report(NOTHING)
     host.ranks.by_rank[1].ended = True
-    (row,) = host.sampler.report()["sightings"]
+    (row,) = host.sampler.report(NOTHING).samples
     assert RankSample.from_row(row, "n1").ended
     host.now += 10
-    assert [row[0] for row in host.sampler.report()["sightings"]] == [0]
+    assert [row[0] for row in host.sampler.report(NOTHING).samples] == [0]
 
 
 def test_percentiles_and_work_are_reported_when_they_change(host, monkeypatch) -> None:
@@ -347,19 +351,16 @@ def test_percentiles_and_work_are_reported_when_they_change(host, monkeypatch) -
     host.now += 0.5
     host.moves(0, monkeypatch, Phase.BACKWARD)
     cell.record_work(10, [1, 2, 3, 4])
-    report = host.sampler.report()
-    assert 0.5 <= report["p99"]["forward"] < 0.75
-    assert report["work"] == [[0, 10, 1, 2, 3, 4]]
-    again = host.sampler.report()
-    assert "p99" not in again
-    assert "work" not in again
+    report = host.sampler.report(NOTHING)
+    assert 0.5 <= report.p99["forward"] < 0.75
+    assert report.work == ((0, 10, 1, 2, 3, 4),)
+    assert host.sampler.report(NOTHING) == NOTHING
 
 
 def test_the_coordinator_makes_what_it_heard_as_old_as_it_is() -> None:
     scene = JobSnapshot(50.0, 8)
-    scene.add_report(
-        {"sightings": [RankSample(rank=3, node="", age=2.0, alive=1.0, phase="data").to_row()]}, "n2", 60.0
-    )
+    row = RankSample(rank=3, node="", age=2.0, alive=1.0, phase="data").to_row()
+    scene.add_report(ProgressReport(generation=1, samples=(row,)), "n2", 60.0)
     assert scene.moved == 58.0
     (seen,) = scene.at(65.0)
     assert (seen.rank, seen.node, seen.age, seen.alive, seen.lock) == (3, "n2", 7.0, 6.0, 0.0)
@@ -367,21 +368,26 @@ def test_the_coordinator_makes_what_it_heard_as_old_as_it_is() -> None:
 
 def test_the_slowest_node_counts_and_may_become_faster() -> None:
     scene = JobSnapshot(0.0, 8)
-    scene.add_report({"p99": {"forward": 2.0}}, "n1", 1.0)
-    scene.add_report({"p99": {"forward": 1.0}}, "n2", 1.0)
+    scene.add_report(ProgressReport(generation=1, p99={"forward": 2.0}), "n1", 1.0)
+    scene.add_report(ProgressReport(generation=1, p99={"forward": 1.0}), "n2", 1.0)
     assert scene.p99() == {"forward": 2.0}
-    scene.add_report({"p99": {"forward": 0.5}}, "n1", 2.0)
+    scene.add_report(ProgressReport(generation=1, p99={"forward": 0.5}), "n1", 2.0)
     assert scene.p99() == {"forward": 1.0}
 
 
 ROW = RankSample(rank=1, node="").to_row()
 
 
-@pytest.mark.parametrize("row", [[1, 2], {}, None, [*ROW, 1], ["1", *ROW[1:]], [9, *ROW[1:]], [-1, *ROW[1:]],
-                                 [*ROW[:2], 3, *ROW[3:]], [*ROW[:5], None, *ROW[6:]], [*ROW[:-1], 1],
-                                 [*ROW[:5], -1.0, *ROW[6:]]])  # fmt: skip
-def test_what_is_no_sighting_is_refused(row) -> None:
+@pytest.mark.parametrize("row", [[1, 2], {}, None, [*ROW, 1], ["1", *ROW[1:]], [*ROW[:2], 3, *ROW[3:]],
+                                 [*ROW[:5], None, *ROW[6:]], [*ROW[:-1], 1]])  # fmt: skip
+def test_what_is_no_sample_is_refused_where_it_is_read(row) -> None:
+    with pytest.raises(MessageError, match="a 'progress_report' whose samples is"):
+        FROM_AGENT.decode({"say": "progress_report", "generation": 1, "samples": [row]})
+
+
+@pytest.mark.parametrize("row", [(9, *ROW[1:]), (-1, *ROW[1:]), (*ROW[:5], -1.0, *ROW[6:])])
+def test_a_sample_of_no_rank_or_of_the_future_is_refused(row) -> None:
     scene = JobSnapshot(0.0, 8)
-    with pytest.raises((TypeError, ValueError)):
-        scene.add_report({"sightings": [row]}, "n1", 1.0)
+    with pytest.raises(ValueError, match="rank"):
+        scene.add_report(ProgressReport(generation=1, samples=(row,)), "n1", 1.0)
     assert not len(scene)

@@ -5,6 +5,7 @@ host reads in /proc/net/tcp. First the rank is rank 0 and hosts the store, then 
 directions of every exchange are met. The victim prints one JSON line: what each exchange gave or raised.
 """
 
+import json
 import os
 import pickle
 import socket
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from checkpointing.engine.ranks.group import RankGroup
-from trainer.contract.ranks.rank_messages import RankSpec, send_message
+from trainer.contract.ranks.rank_messages import RankSpec
 from trainer.worker.startup import rendezvous
 
 PATIENCE = timedelta(seconds=300)
@@ -125,7 +126,7 @@ def main() -> None:
         return
     with socket.socket(fileno=int(sys.argv[2])) as control:
         found = victim(control)
-        send_message(control, "found", **found)
+        control.send(json.dumps(found).encode())
 
 
 if __name__ == "__main__":

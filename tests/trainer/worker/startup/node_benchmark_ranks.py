@@ -5,7 +5,7 @@ import os
 import socket
 import sys
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 
 from trainer.contract.config import JobConfig
-from trainer.contract.ranks.rank_messages import RankSpec, receive_message
+from trainer.contract.messages.ranks import FROM_RANK
+from trainer.contract.ranks.rank_messages import RankSpec
 from trainer.worker.startup import node_benchmark
 
 
@@ -87,10 +88,10 @@ def main() -> None:
         controls.append(ours)
     answers = []
     for control in controls:
-        first = receive_message(control)
-        said = first if first and "kind" in first else None
-        seen = receive_message(control) if said else first
-        answers.append({"said": said, **(seen or {})})
+        first = json.loads(control.recv(65536))
+        said = asdict(FROM_RANK.decode(first)) if "say" in first else None
+        seen = json.loads(control.recv(65536)) if said else first
+        answers.append({"said": said, **seen})
     codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
     sys.stdout.write(json.dumps(answers))
     sys.exit(any(codes))

@@ -1,15 +1,18 @@
 """A process that is no rank of the job, against a rank's store and against what ranks tell each other."""
 
+import json
 import os
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from trainer.contract.messages.ranks import FROM_RANK, Store
 from trainer.contract.ranks.rank_messages import receive_message, send_message
 
 PROGRAM = Path(__file__).parent / "hostile_program.py"
@@ -47,15 +50,14 @@ def attack(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
     ours.settimeout(300)
     with ours, started("victim", str(theirs.fileno()), descriptors=(theirs.fileno(),)):
         theirs.close()
-        store = receive_message(ours)
-        assert store is not None
-        elsewhere = reaches("127.0.0.2", store["port"])
-        with started("stranger", str(store["port"]), str(canary)) as stranger:
+        store = receive_message(ours, FROM_RANK)
+        assert isinstance(store, Store)
+        elsewhere = reaches("127.0.0.2", store.port)
+        with started("stranger", str(store.port), str(canary)) as stranger:
             assert stranger.stdout is not None
             # The stranger was faster than rank 0: the agent, which is honest, tells of a store that is not.
-            send_message(ours, **{**store, "port": int(stranger.stdout.readline())})
-            found = receive_message(ours)
-    assert found is not None
+            send_message(ours, replace(store, port=int(stranger.stdout.readline())))
+            found = json.loads(ours.recv(65536))
     return {"store": store, "elsewhere": elsewhere, "ran": canary.exists(), "found": found}
 
 

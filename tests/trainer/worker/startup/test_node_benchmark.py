@@ -27,7 +27,6 @@ def measured(programs: WarmPrograms, tmp_path: Path) -> Measured:
 @pytest.mark.multi
 def test_every_rank_tells_what_it_has_measured(measured):
     ranks = measured(world=4, local=2)
-    assert [rank["said"]["kind"] for rank in ranks] == ["fitness"] * 4
     for rank in ranks:
         assert rank["said"]["matmul"] > 1e8
         assert rank["said"]["memory"] > 1e7

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from checkpointing.config import AutoConfig, CheckpointConfig
+from checkpointing.errors import SaveFailed
 from trainer.contract.config import JobConfig
-from trainer.worker.saved_state.train_state import SaveFailed
 from trainer.worker.training.loop import Loop
 from trainer.worker.training.save_schedule import SaveSchedule, SaveVote
 

@@ -1,0 +1,56 @@
+"""An ordinary torchrun script: DDP, a checkpoint file of its own, its own resume. It knows nothing of orch."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+FOLDER, STEPS, EVERY = Path(sys.argv[1]), int(sys.argv[2]), 10
+
+
+def batch(step, rank, world):
+    generator = torch.Generator().manual_seed(step * world + rank)
+    x = torch.randn(32, 16, generator=generator)
+    return x, x.cumsum(dim=1)
+
+
+def main():
+    dist.init_process_group("gloo")  # "nccl" with GPUs
+    rank, world = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(16, 128), nn.Tanh(), nn.Linear(128, 16)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+
+    first, saved = 1, FOLDER / "checkpoint.pt"
+    if saved.exists():
+        state = torch.load(saved, weights_only=True)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        first = state["step"] + 1
+
+    for step in range(first, STEPS + 1):
+        x, y = batch(step, rank, world)
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        if rank == 0 and step % EVERY == 0:
+            state = {"step": step, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            torch.save(state, saved.with_suffix(".tmp"))
+            os.replace(saved.with_suffix(".tmp"), saved)
+            print(f"step {step} loss {loss.item()}", flush=True)
+    if rank == 0:
+        weight = sum(parameter.double().sum() for parameter in model.parameters())
+        (FOLDER / "final.json").write_text(json.dumps({"loss": loss.item(), "sum": weight.item(), "from": first}))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    main()

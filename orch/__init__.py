@@ -1,0 +1,75 @@
+"""The public API: what a training program, or a script on a login node, imports.
+
+    class MyWorkload(orch.BaseWorkload): ...                # in the file that `workload.target` names
+
+    run = orch.submit("tiny-gpt", {"train.steps": 200})     # in a script
+    print(run.wait().loss)
+
+Names are imported when they are used: `import orch` costs a few milliseconds and loads neither torch nor a database.
+What `__all__` lists keeps its meaning within a major version; everything else in orch's packages may change.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from orch.command_line import OrchWarning
+    from orch.runs import LastCheckpoint, Run, status, submit, wait
+    from orchestrator.errors import (
+        CheckpointInvalid,
+        ConfigError,
+        NotFound,
+        OrchError,
+        Precondition,
+        RegistryError,
+        RunCancelled,
+        RunFailed,
+        SlurmUnreachable,
+        SubmitRejected,
+        WaitTimeout,
+    )
+    from trainer.contract.config import JobConfig
+    from trainer.worker.data import Data, StatefulData
+    from trainer.worker.mesh import Layout
+    from trainer.worker.metric_values import Mean, Metric, Rank0, Sum
+    from trainer.worker.workload import BaseWorkload, Scheduler, Workload, WorkloadError, evaluating
+
+    __version__: str
+
+_HOMES = {
+    "orch.command_line": ("OrchWarning",),
+    "orch.runs": ("LastCheckpoint", "Run", "status", "submit", "wait"),
+    "orchestrator.errors": (
+        "CheckpointInvalid", "ConfigError", "NotFound", "OrchError", "Precondition", "RegistryError", "RunCancelled",
+        "RunFailed", "SlurmUnreachable", "SubmitRejected", "WaitTimeout",
+    ),
+    "trainer.contract.config": ("JobConfig",),
+    "trainer.worker.data": ("Data", "StatefulData"),
+    "trainer.worker.mesh": ("Layout",),
+    "trainer.worker.metric_values": ("Mean", "Metric", "Rank0", "Sum"),
+    "trainer.worker.workload": ("BaseWorkload", "Scheduler", "Workload", "WorkloadError", "evaluating"),
+}  # fmt: skip
+"""The module that each name is defined in."""
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = [  # noqa: PLE0604, RUF022 (a test compares it with `_HOMES`)
+    "BaseWorkload", "CheckpointInvalid", "ConfigError", "Data", "JobConfig", "LastCheckpoint", "Layout", "Mean",
+    "Metric", "NotFound", "OrchError", "OrchWarning", "Precondition", "Rank0", "RegistryError", "Run", "RunCancelled",
+    "RunFailed", "Scheduler", "SlurmUnreachable", "StatefulData", "SubmitRejected", "Sum", "WaitTimeout", "Workload",
+    "WorkloadError", "__version__", "evaluating", "status", "submit", "wait",
+]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib import metadata
+
+        return metadata.version("orch")
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'orch' has no attribute {name!r}; it has {', '.join(__all__)}")
+    value = globals()[name] = getattr(importlib.import_module(_HOME_OF[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,161 @@
+"""Runs for a script on a login node: submit one, look at it, wait for its end."""
+
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from orch.command_line import ask
+from orchestrator.errors import RunCancelled, RunFailed
+
+SUCCEEDED, CANCELLED = "SUCCEEDED", "CANCELLED"
+OVER = (SUCCEEDED, "FAILED", CANCELLED, "HELD")
+"""States in which a run does nothing until a person asks for something."""
+
+Overrides = Mapping[str, Any] | Sequence[str]
+"""`{"train.steps": 200}`, or as one types them: `["train.steps=200"]`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LastCheckpoint:
+    """The newest checkpoint that a run could resume from."""
+
+    step: int
+    trust: str  # COMMITTED, VERIFIED or RESTORED
+    age: float  # seconds since it was committed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A run as `orch status` saw it; `refresh` looks again."""
+
+    name: str
+    state: str  # CREATED, QUEUED, RUNNING, RECOVERING, SUCCEEDED, FAILED, CANCELLED or HELD
+    reason: str
+    step: int
+    total_steps: int | None
+    loss: float | None
+    attempts: int  # jobs that it has had
+    generations: int  # starts of its ranks, over all attempts
+    cluster: str  # slurm or local
+    job_id: str | None  # of its newest attempt
+    nodes: tuple[str, ...]
+    last_checkpoint: LastCheckpoint | None
+    updated_at: datetime
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has succeeded, failed, was cancelled, or is held until a person does something."""
+        return self.state in OVER
+
+    def refresh(self) -> "Run":
+        """The same run as it stands now."""
+        return status(self.name)[0]
+
+    def wait(self, timeout: float | None = None) -> "Run":
+        """`orch.wait` for this run."""
+        return wait(self.name, timeout=timeout)
+
+    def cancel(self) -> None:
+        """Ask for its end: the ranks save and stop; `wait` then raises RunCancelled."""
+        ask("cancel", self.name)
+
+    def resume(self, overrides: Overrides = ()) -> None:
+        """Let it go on, with other values where `orch resume` allows them."""
+        ask("resume", self.name, *_words(overrides))
+
+    def details(self) -> dict[str, Any]:
+        """What `orch show --json` tells: attempts, checkpoints, configuration, failures."""
+        return dict(ask("show", self.name))
+
+
+def submit(
+    config: str | os.PathLike[str] | None = None,
+    overrides: Overrides = (),
+    *,
+    name: str | None = None,
+    cluster: str | None = None,
+    tags: Iterable[str] = (),
+    begin_with: str | None = None,
+    weights_only: bool = False,
+) -> Run:
+    """`orch submit`: a run that is on its way, and that orch restarts until it is finished.
+
+    `config` is a preset or a YAML file; `begin_with` a checkpoint, RUN@STEP, whose configuration is the default then.
+    Raises ConfigError, SubmitRejected, SlurmUnreachable, or another OrchError.
+    """
+    if isinstance(tags, str):
+        raise TypeError(f"tags are a list of words: [{tags!r}]")
+    options = ["--weights-only"] if weights_only else []
+    for option, value in (("--name", name), ("--cluster", cluster), ("--from", begin_with)):
+        options += [] if value is None else [f"{option}={_text(option, value)}"]
+    options += [f"--tag={_text('tags', tag)}" for tag in tags]
+    names = [] if config is None else [_text("config", os.fspath(config))]
+    return status(ask("submit", *names, *_words(overrides), options=options)["run"])[0]
+
+
+def status(*runs: str | Run) -> list[Run]:
+    """These runs, or the newest 50; raises NotFound."""
+    return [_run(row) for row in ask("status", *map(_name, runs))]
+
+
+def wait(run: str | Run, timeout: float | None = None) -> Run:
+    """Wait until the run has succeeded.
+
+    Raises RunFailed when it has failed or is held, RunCancelled, or WaitTimeout after `timeout` seconds.
+    """
+    limit = [] if timeout is None or timeout == math.inf else [f"--timeout={timeout}"]
+    ended = _run(ask("wait", _name(run), options=limit, accept=(RunFailed.exit_code, RunCancelled.exit_code)))
+    if ended.state == SUCCEEDED:
+        return ended
+    kind = RunCancelled if ended.state == CANCELLED else RunFailed
+    raise kind(f"{ended.name} is {ended.state}: {ended.reason}", hint=f"orch show {ended.name}")
+
+
+def _name(run: str | Run) -> str:
+    return run.name if isinstance(run, Run) else _text("run", run)
+
+
+def _text(what: str, value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{what} is {value!r}, and must be a string")
+    return value
+
+
+def _words(overrides: Overrides) -> list[str]:
+    if isinstance(overrides, str):
+        raise TypeError(f"overrides are a mapping or a list of words: [{overrides!r}]")
+    if isinstance(overrides, Mapping):
+        return [f"{key}={_yaml(key, value)}" for key, value in overrides.items()]
+    words = [_text("an override", word) for word in overrides]
+    if options := [word for word in words if word.startswith("-")]:
+        raise ValueError(f"{options[0]} is an option, and no override KEY=VALUE")
+    return words
+
+
+def _yaml(key: str, value: Any) -> str:
+    """A value of Python as the configuration reads it: JSON, but for numbers that are not finite."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return ".nan" if math.isnan(value) else ".inf" if value > 0 else "-.inf"
+    try:
+        return json.dumps(value, default=os.fspath, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{key}={value!r} has no place in a configuration: {error}") from error
+
+
+def _run(row: Mapping[str, Any]) -> Run:
+    saved = row["last_checkpoint"]
+    checkpoint = saved and LastCheckpoint(step=saved["step"], trust=saved["trust"], age=saved["age_s"])
+    fields = ("state", "step", "total_steps", "attempts", "generations", "cluster", "job_id")
+    return Run(
+        name=row["run"],
+        reason=row["reason"] or "",
+        loss=None if row["loss"] is None else float(row["loss"]),  # "nan" is no number in JSON
+        nodes=tuple(row["nodes"] or ()),
+        last_checkpoint=checkpoint,
+        updated_at=datetime.fromisoformat(row["updated_at"]),
+        **{key: row[key] for key in fields},
+    )

@@ -1,0 +1,79 @@
+"""`examples/`: complete programs that a kill in the middle does not change by one bit."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.end_to_end.user import User, assert_exact, final
+
+pytestmark = [pytest.mark.multi, pytest.mark.timeout(400)]
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES, INTEROP = ROOT / "examples", ROOT / ".venv" / "interop"
+ONE_NODE = ["cluster.nodes=1", "cluster.ranks_per_node=2", "recovery.backoff=0.2"]
+KILL = "drill.events=[{kind: kill-rank, rank: 1, step: 33}]"
+MOST_LINES = 60
+
+
+def saved_by(user: User) -> None:
+    """The examples, as somebody who has downloaded them has them."""
+    for path in EXAMPLES.iterdir():
+        if path.is_file():
+            shutil.copy(path, user.folder)
+
+
+def test_they_are_short_and_all_are_named() -> None:
+    programs = sorted(EXAMPLES.glob("*.py"))
+    assert [program.name for program in programs] == ["gpt2.py", "my_cnn.py", "train_ddp.py"]
+    readme = (EXAMPLES / "README.md").read_text()
+    for program in programs:
+        assert len(program.read_text().splitlines()) <= MOST_LINES
+        assert f"({program.name})" in readme
+
+
+def test_gpt2_with_tied_embeddings_ends_with_the_same_bits_after_a_kill(user: User) -> None:
+    if not (INTEROP / "transformers").is_dir():
+        pytest.skip("transformers is not installed apart: `make .venv/interop/.ready` does that, as `make test` does")
+    saved_by(user)
+    there = [*ONE_NODE, f"+env.PYTHONPATH={INTEROP}"]
+    calm = user.submit("./gpt2.yaml", *there)["run"]
+    killed = user.submit("./gpt2.yaml", *there, KILL)["run"]
+    assert (user.wait(calm), user.wait(killed)) == (0, 0)
+    (attempt,) = user.show(killed)["attempts"]
+    assert attempt["generations"] == 2
+    assert attempt["generation_list"][1]["resumed_from"] == 30
+    assert_exact(user, killed, calm)
+    losses = [line["loss"] for line in user.steps(calm)]
+    assert losses[-1] < 0.8 * losses[0]
+    assert final(user, killed)["weights_digest"] == final(user, calm)["weights_digest"]
+
+
+def ended(user: User, name: str, *, kill: bool) -> dict[str, float]:
+    """What `train_ddp.py` leaves when it is done; with `kill` it loses a rank after its first checkpoint."""
+    folder = user.folder / name
+    words = json.dumps([sys.executable, str(user.folder / "train_ddp.py"), str(folder), "800"])
+    run = user.submit("torchrun-script", f"command={words}", *ONE_NODE)["run"]
+    if kill:
+        user.until((folder / "checkpoint.pt").exists, 90, "a checkpoint", every=0.02)
+        victim, *_ = [process for process in user.processes("") if is_rank_1(process)]
+        victim.kill()
+    assert user.wait(run) == 0
+    (attempt,) = user.show(run)["attempts"]
+    assert attempt["generations"] == 1 + kill
+    return dict(json.loads((folder / "final.json").read_text()))
+
+
+def is_rank_1(process: psutil.Process) -> bool:
+    return process.environ().get("RANK") == "1" and any(word.endswith("train_ddp.py") for word in process.cmdline())
+
+
+def test_an_unchanged_torchrun_script_ends_with_the_same_bits_after_a_kill(user: User) -> None:
+    saved_by(user)
+    calm, killed = ended(user, "calm", kill=False), ended(user, "killed", kill=True)
+    assert calm.pop("from") == 1
+    assert killed.pop("from") > 1
+    assert killed == calm

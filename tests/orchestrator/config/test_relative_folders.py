@@ -1,0 +1,64 @@
+"""Relative folders: of a file from that file's folder, of the command line from where it is typed."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator.config.compose import compose
+
+FILE = """
+workload: {target: "m:W", path: [., lib]}
+data: {text: [notes.txt, python-stdlib]}
+secrets_file: secrets
+cluster: {root: runs, templates: [default, ./node.sh]}
+"""
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a config and what it names; commands are typed in another one."""
+    place = tmp_path / "place"
+    for folder in (place / "lib", tmp_path / "typed" / "here"):
+        folder.mkdir(parents=True)
+    (place / "notes.txt").write_text("to be")
+    (place / "mine.yaml").write_text(FILE)
+    monkeypatch.chdir(tmp_path / "typed")
+    return place
+
+
+def made(source: Path, *overrides: str) -> Any:
+    return compose(str(source), overrides, environ={"HOME": "/nowhere", "ORCH_SITE_CONFIG": ""}).config
+
+
+def test_what_a_file_names_lies_beside_it(place: Path) -> None:
+    config = made(place / "mine.yaml")
+    assert config.workload.path == (str(place), str(place / "lib"))
+    assert config.data.text == (str(place / "notes.txt"), "python-stdlib")
+    assert config.secrets_file == str(place / "secrets")
+    assert (config.cluster.root, config.cluster.templates) == (str(place / "runs"), ("default", str(place / "node.sh")))
+
+
+def test_what_an_included_file_names_lies_beside_that_one(place: Path, tmp_path: Path) -> None:
+    (tmp_path / "typed" / "top.yaml").write_text("includes: [../place/mine.yaml]\nsecrets_file: own\n")
+    config = made(tmp_path / "typed" / "top.yaml")
+    assert config.workload.path == (str(place), str(place / "lib"))
+    assert config.secrets_file == str(tmp_path / "typed" / "own")
+
+
+def test_what_is_typed_is_meant_from_here(place: Path, tmp_path: Path) -> None:
+    config = made(place / "mine.yaml", "workload.path=[here]", "cluster.root=runs")
+    assert config.workload.path == (str(tmp_path / "typed" / "here"),)
+    assert config.cluster.root == str(tmp_path / "typed" / "runs")
+
+
+def test_what_refers_to_a_folder_lies_below_it(place: Path, tmp_path: Path) -> None:
+    (tmp_path / "typed" / "top.yaml").write_text(
+        "includes: [../place/mine.yaml]\ndata: {path: '${cluster.root}/tokens'}\n"
+        "checkpoint: {tiers: [{path: '${cluster.root}/t'}, {path: run}]}\n"
+    )
+    config = made(tmp_path / "typed" / "top.yaml", "~data.text")
+    assert (config.cluster.root, config.data.path) == (str(place / "runs"), str(place / "runs" / "tokens"))
+    assert config.checkpoint.tiers[0].path == str(place / "runs" / "t")
+    config = made(tmp_path / "typed" / "top.yaml", "~data.text", "cluster.root=mine")
+    assert config.data.path == str(tmp_path / "typed" / "mine" / "tokens")

@@ -1,0 +1,98 @@
+"""A third scheduler is a module of its own and a row in each of two tables: nothing else names one."""
+
+import ast
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+PACKAGES = ("orch", "orchestrator", "trainer", "checkpointing")
+NAMES = {"slurm", "local"}
+TRAITS, FACTORIES = "trainer/contract/scheduler_kinds.py", "orchestrator/scheduler/available_schedulers.py"
+ROWS = {
+    TRAITS: ("KINDS = {\n", '    "spool": SchedulerKind(simulated_nodes=True, go_seconds=600.0),\n'),
+    FACTORIES: (
+        "FACTORIES = {\n",
+        '    "spool": SchedulerFactory(\n'
+        "        is_here=lambda: True, make=SpoolScheduler, instance=SpoolInstance, check=script, script=script\n"
+        "    ),\n",
+    ),
+}
+IMPORT = "from orchestrator.scheduler.spool import SpoolInstance, SpoolScheduler, script\n"
+
+
+def test_no_kind_is_compared_by_name() -> None:
+    def compared(tree: ast.AST) -> Iterator[int]:
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Compare):
+                constants = (one for side in (node.left, *node.comparators) for one in ast.walk(side))
+                if any(isinstance(one, ast.Constant) and one.value in NAMES for one in constants):
+                    yield node.lineno
+
+    found = [
+        f"{path.relative_to(ROOT)}:{line}"
+        for package in PACKAGES
+        for path in sorted((ROOT / package).rglob("*.py"))
+        for line in compared(ast.parse(path.read_text()))
+    ]
+    # submitit's own word for what has started this process.
+    assert [place for place in found if not place.startswith("trainer/agent/start.py:")] == []
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """The source with the third scheduler in it."""
+    place = tmp_path / "tree"
+    for folder in (*PACKAGES, "configs", "sbatch_templates"):
+        shutil.copytree(ROOT / folder, place / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "tests" / "fakes" / "spool_scheduler.py", place / "orchestrator" / "scheduler" / "spool.py")
+    for name, (before, row) in ROWS.items():
+        text = (place / name).read_text()
+        assert text.count(before) == 1
+        (place / name).write_text(text.replace(before, before + row))
+    factories = place / FACTORIES
+    factories.write_text(factories.read_text().replace("\nfrom trainer", f"\n{IMPORT}from trainer", 1))
+    return place
+
+
+def typed(tree: Path, *words: str) -> Any:
+    """What `orch WORDS --json` of that tree answers."""
+    program = f"import sys; sys.path.insert(0, {str(tree)!r}); from orchestrator.cli.main import main; main()"
+    home = tree.parent
+    environ = {**os.environ, "ORCH_HOME": str(home / "home"), "XDG_CONFIG_HOME": str(home / "config")}
+    command = [sys.executable, "-P", "-c", program, *words, "--json"]
+    done = subprocess.run(command, env=environ, cwd=home, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(done.stdout)["data"]
+
+
+def test_it_is_chosen_checked_and_shown_by_its_rows_alone(tree: Path) -> None:
+    shown = typed(tree, "submit", "tiny-gpt", "--cluster", "spool", "--dry-run")
+    assert shown["cluster"] == "spool"
+    assert shown["sbatch"] == "#SPOOL name=orch-tiny-gpt-N-1-00000000 nodes=2\n"
+    assert typed(tree, "submit", "tiny-gpt", "cluster.kind=auto", "--dry-run")["cluster"] == "spool"
+
+
+@pytest.mark.proof
+@pytest.mark.multi
+@pytest.mark.timeout(300)
+def test_a_run_goes_through_it_to_its_end(tree: Path) -> None:
+    python = tree.parent / "python"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={tree} exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    small = ["cluster.nodes=1", "cluster.ranks_per_node=2", "parallel.tp=1", "train.steps=6"]
+    done = typed(
+        tree, "submit", "tiny-gpt", "--cluster", "spool", f"cluster.root={tree.parent / 'runs'}",
+        f"cluster.python={python}", *small, "--wait",
+    )  # fmt: skip
+    assert (done["cluster"], done["state"], done["step"]) == ("spool", "SUCCEEDED", 6)
+    (controller,) = typed(tree, "controller", "status")["controllers"]
+    assert controller["scheduler"].startswith("spool@")
+    typed(tree, "controller", "stop")

@@ -1,0 +1,34 @@
+"""`import orch`: what it names, and what it does not load."""
+
+import subprocess
+import sys
+
+import pytest
+
+import orch
+
+HEAVY = ("torch", "sqlalchemy", "click", "omegaconf", "submitit", "orchestrator", "trainer", "asyncio")
+
+
+def test_every_name_is_there_and_none_is_listed_twice() -> None:
+    assert set(orch.__all__) == {*orch._HOME_OF, "__version__"}
+    assert len(orch.__all__) == len(set(orch.__all__)) == 1 + sum(map(len, orch._HOMES.values()))
+    for name in orch.__all__:
+        assert getattr(orch, name) is not None
+    assert dir(orch) == sorted(orch.__all__)
+
+
+def test_a_name_that_is_not_there_says_which_are() -> None:
+    with pytest.raises(AttributeError, match=r"no attribute 'Submit'; it has .*submit"):
+        orch.Submit  # noqa: B018
+
+
+def test_the_import_loads_nothing_heavy_and_each_side_only_its_own() -> None:
+    def loaded(program: str) -> set[str]:
+        code = f"import sys, orch; {program}; print(*[name for name in {HEAVY} if name in sys.modules])"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        return set(done.stdout.split())
+
+    assert loaded("pass") == set()
+    assert loaded("orch.submit, orch.Run, orch.OrchError") == {"orchestrator"}
+    assert "orchestrator" not in loaded("orch.BaseWorkload, orch.Layout, orch.evaluating")

@@ -1,0 +1,192 @@
+"""`orch.submit`, `orch.status` and `orch.wait`: the command line's own answers and errors, as objects."""
+
+import math
+import warnings
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import orch
+from orch import command_line, runs
+
+ROW = {
+    "run": "a-1", "state": "RUNNING", "step": 7, "total_steps": 9, "loss": "nan", "attempts": 2, "generations": 3,
+    "job_id": "12", "cluster": "slurm", "nodes": ["n1", "n2"], "reason": None, "updated_at": "2026-11-23T07:23:16.5Z",
+    "last_checkpoint": {"step": 5, "trust": "VERIFIED", "age_s": 4.5}, "new_key": 1,
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _private_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ORCH_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def typed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
+    """The command lines that a script types; each gets one row."""
+    seen: list[tuple[str, ...]] = []
+
+    def ask(*words: str, options: Any = (), accept: Any = ()) -> Any:
+        seen.append((*words, *options))
+        return ROW if words[0] in ("submit", "wait") else [ROW]
+
+    monkeypatch.setattr(runs, "ask", ask)
+    return seen
+
+
+def test_without_runs_there_are_none() -> None:
+    assert orch.status() == []
+
+
+def test_the_errors_are_those_of_the_command_line() -> None:
+    with pytest.raises(orch.ConfigError, match="unknown key `train.step`") as typo:
+        orch.submit("tiny-gpt", {"train.step": 3})
+    assert "did you mean `train.steps`?" in typo.value.hint
+    with pytest.raises(orch.NotFound, match="there is no registry yet"):
+        orch.status("nope")
+    with pytest.raises(orch.ConfigError, match="CONFIG is missing"):
+        orch.submit()
+    with pytest.raises(orch.ConfigError, match="timeout"):
+        orch.wait("nope", timeout=-1)
+
+
+def test_a_row_becomes_a_run(typed: list[tuple[str, ...]]) -> None:
+    (run,) = orch.status("a")
+    assert (run.name, run.state, run.step, run.total_steps, run.reason) == ("a-1", "RUNNING", 7, 9, "")
+    assert run.loss is not None
+    assert math.isnan(run.loss)
+    assert run.last_checkpoint == orch.LastCheckpoint(step=5, trust="VERIFIED", age=4.5)
+    assert run.updated_at == datetime(2026, 11, 23, 7, 23, 16, 500000, tzinfo=UTC)
+    assert run.nodes == ("n1", "n2")
+    assert not run.is_over
+
+
+def test_values_of_python_are_typed_as_a_configuration_means_them(typed: list[tuple[str, ...]]) -> None:
+    values = {"train.lr": 1e-4, "data.shuffle": False, "command": ["python", "a b.py"], "data.path": None}
+    orch.submit(
+        Path("x.yaml"), values, name="n", cluster="local", tags=["t", "u"], begin_with="a-1@5", weights_only=True
+    )
+    assert typed[0] == (
+        "submit", "x.yaml", "train.lr=0.0001", "data.shuffle=false", 'command=["python", "a b.py"]', "data.path=null",
+        "--weights-only", "--name=n", "--cluster=local", "--from=a-1@5", "--tag=t", "--tag=u",
+    )  # fmt: skip
+    assert typed[1] == ("status", "a-1")
+    orch.submit("x.yaml", ["train.steps=3"])
+    assert typed[2] == ("submit", "x.yaml", "train.steps=3")
+    with pytest.raises(TypeError, match="a mapping or a list"):
+        orch.submit("x.yaml", "train.steps=3")
+
+
+@pytest.mark.parametrize(
+    ("state", "error"),
+    [("SUCCEEDED", None), ("FAILED", orch.RunFailed), ("HELD", orch.RunFailed), ("CANCELLED", orch.RunCancelled)],
+)
+def test_waiting_ends_as_the_run_did(
+    monkeypatch: pytest.MonkeyPatch, state: str, error: type[Exception] | None
+) -> None:
+    monkeypatch.setattr(runs, "ask", lambda *words, options, accept: ROW | {"state": state, "reason": "why"})
+    if error is None:
+        assert orch.wait("a-1").is_over
+        return
+    with pytest.raises(error, match=f"a-1 is {state}: why"):
+        orch.wait("a-1")
+
+
+def test_warnings_are_pythons(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = 'import json; print(json.dumps({"data": 3, "warnings": [{"code": "c", "message": "look"}]}))'
+    monkeypatch.setattr(command_line, "_PROGRAM", program)
+    with pytest.warns(orch.OrchWarning, match="look"):
+        assert command_line.ask("status") == 3
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", orch.OrchWarning)
+        assert command_line.ask("status") == 3
+
+
+@pytest.mark.parametrize(
+    ("program", "told"),
+    [
+        ("raise SystemExit(3)", "ended with exit code 3 without an answer"),
+        ("import os; os.kill(os.getpid(), 9)", "was killed by signal 9 without an answer"),
+        ("print([])", "ended with exit code 0 without an answer"),
+    ],
+)
+def test_no_answer_is_an_error(monkeypatch: pytest.MonkeyPatch, program: str, told: str) -> None:
+    monkeypatch.setattr(command_line, "_PROGRAM", program)
+    with pytest.raises(orch.OrchError, match=f"orch {told}") as error:
+        command_line.ask("status", "x")
+    assert error.value.where == "status x"
+
+
+def test_it_is_found_whatever_stands_in_the_current_folder(tmp_path: Path) -> None:
+    for name in ("trainer.py", "orchestrator.py", "click.py"):
+        (tmp_path / name).write_text("raise SystemExit('shadowed')")
+    assert orch.status() == []
+
+
+@pytest.mark.parametrize(
+    ("value", "word"),
+    [
+        (1e-7, "k=1e-07"), (math.inf, "k=.inf"), (-math.inf, "k=-.inf"), (math.nan, "k=.nan"), (True, "k=true"),
+        (Path("/a b"), 'k="/a b"'), ("a\x85b", 'k="a\\u0085b"'), ("null", 'k="null"'), ({"a": [1]}, 'k={"a": [1]}'),
+    ],
+)  # fmt: skip
+def test_each_value_is_written_so_that_it_is_read_as_it_was(
+    typed: list[tuple[str, ...]], value: Any, word: str
+) -> None:
+    orch.submit("x.yaml", {"k": value})
+    assert typed[0] == ("submit", "x.yaml", word)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        ({"tags": "sweep"}, r"tags are a list of words: \['sweep'\]"),
+        ({"name": 5}, "--name is 5, and must be a string"),
+        ({"overrides": {"k": {1}}}, r"k=\{1\} has no place in a configuration"),
+        ({"overrides": ["--dry-run"]}, "--dry-run is an option, and no override"),
+        ({"overrides": [3]}, "an override is 3, and must be a string"),
+    ],
+)  # fmt: skip
+def test_what_is_no_argument_is_refused_by_name(arguments: dict[str, Any], what: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=what):
+        orch.submit("x.yaml", **arguments)
+
+
+def test_a_run_may_be_given_by_itself(typed: list[tuple[str, ...]]) -> None:
+    (run,) = orch.status("a-1")
+    orch.status(run)
+    run.refresh()
+    assert typed[1:] == [("status", "a-1"), ("status", "a-1")]
+
+
+def test_names_that_look_like_options_are_names() -> None:
+    with pytest.raises(orch.NotFound):
+        orch.status("--help")
+    with pytest.raises(orch.NotFound):
+        orch.submit("--help")
+
+
+def test_the_command_s_own_words_of_a_ctrl_c_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = (
+        "import json, os, signal, sys, time\n"
+        "def stop(*_):\n"
+        "    print(json.dumps({'error': {'message': 'detached: a-1 goes on', 'hint': 'orch cancel a-1'}}))\n"
+        "    sys.exit(130)\n"
+        "signal.signal(signal.SIGINT, stop)\n"
+        "os.kill(os.getppid(), signal.SIGINT)\n"
+        "time.sleep(60)\n"
+    )
+    monkeypatch.setattr(command_line, "_PROGRAM", program)
+    with pytest.warns(orch.OrchWarning, match="detached: a-1 goes on"), pytest.raises(KeyboardInterrupt) as interrupt:
+        command_line.ask("submit", "x")
+    assert interrupt.value.__notes__ == ["detached: a-1 goes on; orch cancel a-1"]
+
+
+def test_what_changes_how_python_prints_changes_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONINSPECT", "1")
+    monkeypatch.setenv("PYTHONIOENCODING", "utf-16")
+    assert orch.status() == []

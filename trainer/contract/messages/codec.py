@@ -1,0 +1,295 @@
+"""PURE: messages as lines of JSON. What is read has the types that its dataclass declares, or is refused.
+
+A line is one object: `say` names the message, the other keys are its fields; those that stand at their default are
+left out. Keys that are not known are ignored: a newer process may say more.
+"""
+
+import json
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from enum import Enum
+from itertools import product
+from types import NoneType, UnionType
+from typing import Annotated, Any, Generic, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from checkpointing.storage.durable import dump_line
+
+KEY = "say"
+LONGEST_ROWS = 4096
+"""Rows, or names, in one field: a few for each rank of a node. `Annotated[tuple[X, ...], LONGEST]` allows others."""
+_DIGITS, _LONG, _EXPONENT = bytes.maketrans(b"123456789E", b"000000000e"), b"0" * 19, b"e000"
+_SHOWN = 60
+"""Characters of a value that a refusal shows."""
+
+M_co = TypeVar("M_co", covariant=True)
+Read = Callable[[Any], Any]
+"""The value of a field, from JSON; raises _Unfit."""
+
+
+class MessageError(ValueError):
+    """What was received is no message that may be said there; the text names the field."""
+
+
+class _Unfit(Exception):  # noqa: N818  # never leaves this file
+    """A value is not of the type that its field declares."""
+
+
+class Direction(Generic[M_co]):
+    """The messages that one end of a link may say to the other."""
+
+    def __init__(self, *classes: type[M_co]) -> None:
+        self.classes = classes
+        self._by_name = {_shape(one).name: one for one in classes}
+
+    def read(self, line: bytes | bytearray) -> M_co:
+        """The message in one line; raises MessageError."""
+        return self.decode(parse(line))
+
+    def decode(self, said: Mapping[str, Any]) -> M_co:
+        """The message with these fields; raises MessageError."""
+        name = said.get(KEY)
+        if not isinstance(name, str):
+            raise MessageError(f"no message: {_short(said)}")
+        if name not in self._by_name:
+            raise MessageError(f"{_short(name)}, which may not be said there")
+        found: M_co = _build(self._by_name[name], said)
+        return found
+
+
+def name_of(message: type) -> str:
+    """The name on the wire: that of `RankExit` is `rank_exit`."""
+    return _shape(message).name
+
+
+def encode(message: object) -> str:
+    """The message as one line of JSON."""
+    return dump_line({KEY: name_of(type(message)), **_said(message)})
+
+
+# -- JSON --------------------------------------------------------------------------------------------------------------
+
+
+def parse(line: bytes | bytearray) -> dict[str, Any]:
+    """The object in one line; its numbers fit into 64 bits and are finite. Raises MessageError."""
+    try:
+        # Checking every number costs as much as all the rest, so it is done only where one could be too large.
+        said = (_CAREFUL if _is_doubtful(line) else _QUICK).decode(line.decode())
+    except (ValueError, RecursionError) as error:  # deep nesting exhausts the parser's stack
+        raise MessageError(f"no JSON: {bytes(line[:40])!r}") from error
+    if not isinstance(said, dict):
+        raise MessageError(f"no message: {_short(said)}")
+    return said
+
+
+def _is_doubtful(line: bytes | bytearray) -> bool:
+    """Whether a number in it may be out of range, by 19 digits in a row or an exponent of three."""
+    shapes = line.translate(_DIGITS, b"+")
+    return _LONG in shapes or _EXPONENT in shapes
+
+
+def _refuse(text: str) -> NoReturn:
+    raise ValueError(f"not a number: {text[:20]}")
+
+
+def _integer(text: str) -> int:
+    if len(text) > 20 or not -(1 << 63) <= int(text) < 1 << 63:
+        _refuse(text)
+    return int(text)
+
+
+def _real(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        _refuse(text)
+    return value
+
+
+_QUICK = json.JSONDecoder(parse_constant=_refuse)
+_CAREFUL = json.JSONDecoder(parse_constant=_refuse, parse_int=_integer, parse_float=_real)
+
+# -- dataclasses, compiled once ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Entry:
+    """One field of a message."""
+
+    name: str
+    read: Read
+    default: Any
+    nested: bool  # it holds dataclasses
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Shape:
+    """A dataclass: its name on the wire, and its fields."""
+
+    name: str
+    entries: tuple[_Entry, ...]
+
+
+_SHAPES: dict[type, _Shape] = {}
+
+
+def _shape(message: type) -> _Shape:
+    found = _SHAPES.get(message)
+    if found is None:
+        hints = get_type_hints(message, include_extras=True)
+        entries = tuple(_entry(one, hints[one.name]) for one in fields(message))
+        name = re.sub(r"(?<!^)([A-Z])", r"_\1", message.__name__).lower()
+        found = _SHAPES[message] = _Shape(name=name, entries=entries)
+    return found
+
+
+def _entry(field: "Field[Any]", annotation: Any) -> _Entry:
+    return _Entry(name=field.name, read=_reader(annotation), default=_default(field), nested=_is_nested(annotation))
+
+
+def _default(field: "Field[Any]") -> Any:
+    return field.default if field.default_factory is MISSING else field.default_factory()
+
+
+def _said(message: object) -> dict[str, Any]:
+    """The fields that do not stand at their default."""
+    found = {}
+    for entry in _shape(type(message)).entries:
+        value = getattr(message, entry.name)
+        if entry.default is MISSING or value != entry.default:
+            found[entry.name] = _plain(value) if entry.nested else value
+    return found
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_plain(one) for one in value]
+    return None if value is None else _said(value)
+
+
+def _build(message: type, said: Mapping[str, Any]) -> Any:
+    values, shape = {}, _shape(message)
+    for entry in shape.entries:
+        if entry.name in said:
+            try:
+                values[entry.name] = entry.read(said[entry.name])
+            except _Unfit:
+                raise MessageError(f"a {shape.name!r} whose {entry.name} is {_short(said[entry.name])}") from None
+        elif entry.default is MISSING:
+            raise MessageError(f"a {shape.name!r} without {entry.name}")
+    return message(**values)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
+# -- values of one type ------------------------------------------------------------------------------------------------
+
+_SCALARS = {int: (int,), float: (float, int), str: (str,), bool: (bool,), NoneType: (NoneType,)}
+"""By annotation the types that fit: True is no number, and a float may be a whole one."""
+
+
+def _reader(annotation: Any) -> Read:
+    origin, inner = get_origin(annotation), get_args(annotation)
+    types = _scalar_types(annotation)
+    if types:
+        return _scalar(types)
+    if origin in (Union, UnionType) and len(inner) == 2 and inner[1] is NoneType:
+        return _optional(_reader(inner[0]))
+    if origin is Annotated:
+        return _rows(get_args(inner[0])[0], longest=inner[1])
+    if origin is tuple:
+        return _rows(inner[0]) if inner[-1] is Ellipsis else _row(inner)
+    if origin is dict and inner[0] is str:
+        return _by_name(_scalar_types(inner[1]))
+    if isinstance(annotation, type) and issubclass(annotation, Enum):
+        return _member(annotation)
+    if isinstance(annotation, type) and is_dataclass(annotation):
+        return _nested(annotation)
+    raise TypeError(f"a message cannot have a field of type {annotation}")
+
+
+def _is_nested(annotation: Any) -> bool:
+    return is_dataclass(annotation) or any(map(_is_nested, get_args(annotation)))
+
+
+def _scalar_types(annotation: Any) -> frozenset[type]:
+    """The types of JSON that fit, if all are scalars; else none."""
+    union = get_origin(annotation) in (Union, UnionType)
+    found = [_SCALARS.get(one, ()) for one in (get_args(annotation) if union else (annotation,))]
+    return frozenset(one for types in found for one in types) if all(found) else frozenset()
+
+
+def _scalar(types: frozenset[type]) -> Read:
+    def read(value: Any) -> Any:
+        if type(value) not in types:
+            raise _Unfit
+        return value
+
+    return read
+
+
+def _optional(inner: Read) -> Read:
+    return lambda value: None if value is None else inner(value)
+
+
+def _row(annotations: tuple[Any, ...]) -> Read:
+    # One look-up for a row: a large job reports thousands a second.
+    allowed = frozenset(product(*map(_scalar_types, annotations)))
+
+    def read(value: Any) -> Any:
+        if type(value) is not list or tuple(map(type, value)) not in allowed:
+            raise _Unfit
+        return tuple(value)
+
+    return read
+
+
+def _rows(annotation: Any, longest: int = LONGEST_ROWS) -> Read:
+    types = _scalar_types(annotation)
+    inner = _reader(annotation)
+
+    def read(value: Any) -> Any:
+        if type(value) is not list or len(value) > longest:
+            raise _Unfit
+        if not types:
+            return tuple(map(inner, value))
+        if not types.issuperset(map(type, value)):
+            raise _Unfit
+        return tuple(value)
+
+    return read
+
+
+def _by_name(types: frozenset[type]) -> Read:
+    def read(value: Any) -> Any:
+        if type(value) is not dict or len(value) > LONGEST_ROWS or not types.issuperset(map(type, value.values())):
+            raise _Unfit
+        return value
+
+    return read
+
+
+def _member(kind: type[Enum]) -> Read:
+    by_value = {(type(one.value), one.value): one for one in kind}
+
+    def read(value: Any) -> Any:
+        if type(value) not in (int, str) or (type(value), value) not in by_value:
+            raise _Unfit
+        return by_value[type(value), value]
+
+    return read
+
+
+def _nested(message: type) -> Read:
+    def read(value: Any) -> Any:
+        if type(value) is not dict:
+            raise _Unfit
+        try:
+            return _build(message, value)
+        except MessageError:
+            raise _Unfit from None
+
+    return read

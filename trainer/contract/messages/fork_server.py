@@ -1,0 +1,88 @@
+"""What an agent and its fork server say to each other."""
+
+from dataclasses import dataclass
+from typing import Annotated, get_args
+
+from trainer.contract.messages.codec import Direction
+from trainer.contract.ranks.rank_messages import RankSpec
+
+_LONGEST_COMMAND = 1 << 17
+"""Words: a packet has no room for more."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StartRank:
+    """Start one rank; beside it come the descriptor of its log and those of its `spec`."""
+
+    rank: int
+    generation: int
+    cores: tuple[int, ...] = ()  # that it is bound to; none: not bound
+    env: dict[str, str]
+    command: Annotated[tuple[str, ...], _LONGEST_COMMAND] = ()  # of a user's own program
+    folder: str = ""  # in which the command runs
+    spec: RankSpec | None = None  # of a rank of ours
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SignalRanks:
+    """Signal the process groups of all ranks."""
+
+    number: int
+
+
+ToForkServer = StartRank | SignalRanks
+TO_FORK_SERVER = Direction[ToForkServer](*get_args(ToForkServer))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ForkServerReady:
+    """It can start ranks; `warm`: it has imported what they need, `reason` says why not."""
+
+    warm: bool
+    reason: str
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ImportFailed:
+    """The workload cannot be imported: the fork server ends."""
+
+    exception: str
+    message: str
+    traceback: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankSpawned:
+    """A rank was started; its pidfd comes beside it."""
+
+    rank: int
+    pid: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SpawnFailed:
+    """A rank could not be started."""
+
+    rank: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankEnded:
+    """The process of a rank has ended, by itself or by a signal."""
+
+    rank: int
+    exit_code: int | None = None
+    signal: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankGone:
+    """Nothing is left of a rank, its own children included."""
+
+    rank: int
+
+
+FromForkServer = ForkServerReady | ImportFailed | RankSpawned | SpawnFailed | RankEnded | RankGone
+FROM_FORK_SERVER = Direction[FromForkServer](*get_args(FromForkServer))

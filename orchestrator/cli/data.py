@@ -1,5 +1,6 @@
 """`orch data prepare`: text files become memory-mapped token shards."""
 
+import shlex
 import time
 from pathlib import Path
 
@@ -50,4 +51,4 @@ def prepare(screen: Screen, paths: tuple[str, ...], out: Path) -> None:
         screen.data("data.prepare", answer)
         return
     screen.say(f"{count(index.tokens)} tokens in {len(index.shards)} shards in {out}  ({span(seconds)})")
-    screen.note(f"fingerprint {index.fingerprint}\ntrain on them with  data.path={out}")
+    screen.note(f"fingerprint {index.fingerprint}\ntrain on them with  {shlex.quote(f'data.path={out}')} '~data.text'")

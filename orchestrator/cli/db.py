@@ -1,5 +1,6 @@
 """`orch db`: where the registry is, a copy of it, and a new one made from the run directories."""
 
+import shlex
 from pathlib import Path
 
 import click
@@ -8,7 +9,7 @@ from orchestrator.cli.access.registry import require_registry
 from orchestrator.cli.terminal.argument_types import NonEmptyPath
 from orchestrator.cli.terminal.command_classes import Noun
 from orchestrator.cli.terminal.render import Screen, size
-from orchestrator.errors import ConfigError, NotFound
+from orchestrator.errors import ConfigError, NotFound, RegistryError
 from orchestrator.home import registry_path
 
 
@@ -72,12 +73,37 @@ def rebuild(screen: Screen, roots: tuple[Path, ...], more: tuple[Path, ...]) -> 
 
     screen.if_interrupted = lambda: "interrupted: nothing is lost; the same command begins again"
     old: list[Path] = []
+    before = _known_folders()
     found = make(registry_path(), [root.resolve() for root in roots], on_aside=old.append)
     screen.note(f"registry {registry_path()}")
     for path in old:
         screen.note(f"the one before is {path}")
+    _warn_of_runs_left_out(screen, before, roots)
     if screen.json:
         kept = str(old[0]) if old else None
         screen.data("db.rebuild", {"path": str(registry_path()), "runs": found, "old": kept})
     else:
         screen.say(f"rebuilt with {found} run{'' if found == 1 else 's'}")
+
+
+def _known_folders() -> dict[str, str]:
+    """The folders of the runs that the registry has, by name; empty for one that cannot be read any more."""
+    from orchestrator.registry import fast_queries
+
+    try:
+        return fast_queries.run_folders(registry_path())
+    except RegistryError:
+        return {}
+
+
+def _warn_of_runs_left_out(screen: Screen, before: dict[str, str], roots: tuple[Path, ...]) -> None:
+    """Say which runs were known before, are there, and lie below none of the folders that were named."""
+    from orchestrator.registry import fast_queries
+
+    now = fast_queries.run_folders(registry_path())
+    lost = {name: Path(folder).parent for name, folder in before.items() if name not in now and Path(folder).is_dir()}
+    if lost:
+        every = dict.fromkeys([*(str(root.resolve()) for root in roots), *sorted(map(str, set(lost.values())))])
+        command = " ".join(["orch db rebuild", *(f"--root {shlex.quote(root)}" for root in every)])
+        what = f"{len(lost)} known runs lie in folders that were not named; with all of them: {command}"
+        screen.warn("runs_left_out", what)

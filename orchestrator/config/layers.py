@@ -222,7 +222,7 @@ def _value(node: Node, kind: Any, path: keys.Path, where: str) -> Any:
         shown = str(yaml_text.plain(node))
         of_mappings = keys.type_words(kind) == "a list of mappings"
         what = "{KEY: VALUE}" if of_mappings else ", ".join(shown.split())
-        hint = f"write a list: {keys.dotted(path)}=[{what}]"
+        hint = f"write a list: {shlex.quote(f'{keys.dotted(path)}=[{what}]')}"
         raise _wrong(path, shown, kind, yaml_text.place_of(node, where), hint)
     inner = keys.item_kind(kind)
     return [_item(item, inner, path, where) for item in node.value]

@@ -151,8 +151,9 @@ _FINAL = {
     FailureKind.NUMERIC: (
         Action.HOLD,
         "a rollback did not mend the loss: ",
-        "; mend the data or the code, or begin anew with other settings (train.lr, train.clip_norm) from its last good "
-        "checkpoint: `orch submit --from {run}@STEP KEY=VALUE`",
+        "; mend the data or the code, or go on with other settings (train.lr, train.clip_norm): from the last good "
+        "checkpoint that `orch ckpt ls {run}` lists with `orch submit --from {run}@STEP KEY=VALUE`, where it has none "
+        "with `orch resume {run} KEY=VALUE`",
     ),
 }
 

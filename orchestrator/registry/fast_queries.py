@@ -226,6 +226,11 @@ def _popped(answer: dict[str, Any], prefix: str, keys: Iterable[str]) -> dict[st
     return None if found["step"] is None else found
 
 
+def run_folders(path: Path) -> dict[str, str]:
+    """The folder of every run of this registry; empty where there is none."""
+    return {row["name"]: row["run_dir"] for row in _rows(path, "SELECT name, run_dir FROM runs", (), any_version=True)}
+
+
 def _rows(path: Path, query: str, values: tuple[Any, ...], *, any_version: bool = False) -> list[sqlite3.Row]:
     try:
         with closing(_connect(path)) as connection:

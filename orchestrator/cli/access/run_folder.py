@@ -13,7 +13,8 @@ from trainer.contract.run_dir import RunDir
 ASK_WITHIN = 2.0
 """Seconds in which a file system is to answer: one that hangs holds up nobody who asks for the state of a run."""
 _PUT_BACK = (
-    "move it back or put a link there; `orch db rebuild --root FOLDER` registers the runs of a folder at a new place"
+    "move it back or put a link there; or make the registry anew from every folder that holds runs: "
+    "`orch db rebuild --root FOLDER --root OTHER`"
 )
 
 
@@ -34,8 +35,13 @@ def warn_of_missing(screen: Screen, run: str, run_dir: str) -> None:
 
 def warn_of_moved(screen: Screen, row: dict[str, Any]) -> None:
     """The same by a status row: a run that has never had a job may have no folder yet."""
-    if row["job_id"] or row["attempts"] > 1:
-        warn_of_missing(screen, row["run"], row["run_dir"])
+    if has_moved(row):
+        screen.warn("folder_missing", f"{_missing(row['run'])}: {row['run_dir']}; {_PUT_BACK}")
+
+
+def has_moved(row: dict[str, Any]) -> bool:
+    """Whether a run that has had a job, by its status row, has no folder any more."""
+    return bool(row["job_id"] or row["attempts"] > 1) and _is_missing(row["run_dir"])
 
 
 def warn_of_lost_checkpoint(screen: Screen, row: dict[str, Any]) -> None:

@@ -38,7 +38,7 @@ def rm(screen: Screen, runs: tuple[str, ...], yes: bool, keep_copies: bool, forg
     """
     with open_store() as store:
         plans, refused = _plans(screen, store, runs, Choice(keep_copies, forget))
-        if plans and not dry_run and not (yes or _is_confirmed(screen, plans)):
+        if plans and not dry_run and not (yes or _is_confirmed(screen, plans, Choice(keep_copies, forget))):
             screen.note("nothing was removed")
             return 0
         done = [] if dry_run else [plan.run.name for plan in plans if _is_removed(screen, store, plan)]
@@ -73,13 +73,14 @@ def _plans(screen: Screen, store: Store, names: tuple[str, ...], choice: Choice)
     return [plan for plan in plans if plan.run.name not in along], refused
 
 
-def _is_confirmed(screen: Screen, plans: list[Plan]) -> bool:
+def _is_confirmed(screen: Screen, plans: list[Plan], choice: Choice) -> bool:
     """Ask the person; raises ConfigError where nobody can answer."""
     names = " ".join(plan.run.name for plan in plans)
     if not sys.stdin.isatty():
-        raise ConfigError(
-            "nobody is there to confirm the removal", where="stdin is no terminal", hint=f"orch rm {names} -y"
-        )
+        options = (("--keep-copies", choice.keep_copies), ("--forget", choice.forget))
+        given = "".join(f" {option}" for option, is_given in options if is_given)
+        hint = f"orch rm {names}{given} -y"
+        raise ConfigError("nobody is there to confirm the removal", where="stdin is no terminal", hint=hint)
     for plan in plans:
         for line in _lines(plan):
             screen.note(line)

@@ -10,7 +10,7 @@ import click
 from checkpointing.config import MEMORY
 from checkpointing.storage.durable import dump_line
 from orchestrator.cli.access.registry import open_store
-from orchestrator.cli.access.run_folder import warn_of_missing
+from orchestrator.cli.access.run_folder import has_moved, warn_of_missing
 from orchestrator.cli.checkpoints.tested_layouts import reason_beside_tests
 from orchestrator.cli.runs.config_changes import config_changes
 from orchestrator.cli.runs.incident_tables import incident_tables, incidents_json
@@ -373,8 +373,8 @@ def _history(screen: Screen, transitions: list[Transition]) -> None:
 
 
 def _next(screen: Screen, row: dict[str, Any]) -> None:
-    run, more = row["run"], go_on(row)
-    if row["state"] in ("HELD", "FAILED"):
+    run, more = row["run"], "" if has_moved(row) else go_on(row)
+    if more and row["state"] in ("HELD", "FAILED"):
         screen.note(f"\nwhy:      {look_closer(row)[-1]}\n{'again: ' if row['test_of'] else 'go on: '}   {more}")
         return
     live = row["state"] in LIVE_RUNS

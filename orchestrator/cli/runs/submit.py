@@ -221,7 +221,7 @@ def _no_job_yet(row: dict[str, Any]) -> str:
     return f"{said}; the controller goes on trying: orch status {row['run']}"
 
 
-_UNSET = "; SLURM_CONF is not set here: where it must be, set it and type `orch controller tick`"
+_UNSET = "; SLURM_CONF is not set here: where it must be, set it, then `orch controller stop`, `orch controller start`"
 
 
 def _await_job(screen: Screen, run: str, kind: str, *, no_controller: bool) -> tuple[dict[str, Any], tuple[str, ...]]:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from orchestrator.states import RunState
 from tests.orchestrator.cli.conftest import Seeds, Type
 
 
@@ -87,3 +88,35 @@ def test_a_run_where_a_configuration_is_asked_for(orch: Type, seeds: Seeds) -> N
     assert said.code == 3
     assert f"{run} is a run, and no preset or file" in said.err
     assert f"`orch show {run}` shows it; `orch config diff {run} CONFIG`" in said.err
+
+
+def test_a_list_is_offered_as_a_shell_takes_it(orch: Type) -> None:
+    said = orch("submit", "torchrun-script", "command=python train.py").err
+    assert "write a list: 'command=[python, train.py]'" in said
+
+
+def test_what_was_tokenized_is_trained_on_as_it_is_said(orch: Type, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("some text\n" * 2000)
+    said = orch("data", "prepare", "text.txt", "--out", "tokens").err
+    assert said.rstrip().endswith("train on them with  data.path=tokens '~data.text'")
+    assert orch("config", "validate", "tiny-gpt", "data.path=tokens", "~data.text").code == 0
+
+
+def test_a_rebuild_that_leaves_known_runs_out_says_how_to_have_them(orch: Type, seeds: Seeds, tmp_path: Path) -> None:
+    seeds.run()
+    lease = seeds.store.lease()
+    assert lease is not None
+    seeds.store.drop_lease(lease)
+    (tmp_path / "other").mkdir()
+    said = orch("db", "rebuild", "--root", tmp_path / "other").err
+    assert "1 known runs lie in folders that were not named; with all of them: orch db rebuild --root " in said
+    assert f"--root {tmp_path / 'other'} --root {seeds.root}" in said
+
+
+def test_a_run_whose_folder_is_gone_is_not_offered_to_go_on(orch: Type, seeds: Seeds) -> None:
+    run = seeds.run(state=RunState.SUCCEEDED)
+    assert f"go on:    orch resume {run}" in orch("show", run).err
+    (seeds.root / run).rmdir()
+    said = orch("show", run).err
+    assert "folder" in said
+    assert "go on:" not in said

@@ -111,7 +111,7 @@ TABLE = {
     ),
     "numeric, of which a checkpoint is left": (
         [past(1, K.NUMERIC, None), past(2, K.NODE_LOST, 10), past(3, K.NUMERIC, None)], Action.HOLD,
-        "(train.lr, train.clip_norm) from its last good checkpoint: `orch submit --from tiny-1@STEP KEY=VALUE`",
+        "`orch submit --from tiny-1@STEP KEY=VALUE`, where it has none with `orch resume tiny-1 KEY=VALUE`",
     ),
     "numeric before anything was saved": (
         [past(1, K.NUMERIC, None)], Action.HOLD,

@@ -296,6 +296,7 @@ def test_nobody_is_asked_where_nobody_answers(orch: Type, seeds: Seeds, run: str
     assert refused.err.splitlines() == [
         "error: nobody is there to confirm the removal", "  stdin is no terminal", f"  orch rm {run} -y",
     ]  # fmt: skip
+    assert f"orch rm {run} --keep-copies --forget -y" in orch("rm", run, "--forget", "--keep-copies").err
     assert (seeds.root / run / "run.json").exists()
 
 

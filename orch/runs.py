@@ -10,10 +10,7 @@ from typing import Any
 
 from orch.command_line import ask
 from orchestrator.errors import RunCancelled, RunFailed
-
-SUCCEEDED, CANCELLED = "SUCCEEDED", "CANCELLED"
-OVER = (SUCCEEDED, "FAILED", CANCELLED, "HELD")
-"""States in which a run does nothing until a person asks for something."""
+from orchestrator.states import LIVE_RUNS, RunState
 
 Overrides = Mapping[str, Any] | Sequence[str]
 """`{"train.steps": 200}`, or as one types them: `["train.steps=200"]`."""
@@ -49,7 +46,7 @@ class Run:
     @property
     def is_over(self) -> bool:
         """Whether it has succeeded, failed, was cancelled, or is held until a person does something."""
-        return self.state in OVER
+        return self.state not in LIVE_RUNS
 
     def refresh(self) -> "Run":
         """The same run as it stands now."""
@@ -109,9 +106,9 @@ def wait(run: str | Run, timeout: float | None = None) -> Run:
     """
     limit = [] if timeout is None or timeout == math.inf else [f"--timeout={timeout}"]
     ended = _run(ask("wait", _name(run), options=limit, accept=(RunFailed.exit_code, RunCancelled.exit_code)))
-    if ended.state == SUCCEEDED:
+    if ended.state == RunState.SUCCEEDED:
         return ended
-    kind = RunCancelled if ended.state == CANCELLED else RunFailed
+    kind = RunCancelled if ended.state == RunState.CANCELLED else RunFailed
     raise kind(f"{ended.name} is {ended.state}: {ended.reason}", hint=f"orch show {ended.name}")
 
 

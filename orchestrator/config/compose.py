@@ -270,9 +270,9 @@ def _plain(value: Any) -> Any:
 _FOLDERS: dict[keys.Path, Callable[[str], bool]] = {
     ("cluster", "root"): lambda name: True,
     ("cluster", "templates"): lambda name: "/" in name,
-    ("data", "path"): lambda name: True,
+    ("data", "path"): bool,
     ("data", "text"): lambda name: name not in validation.KNOWN_TEXTS,
-    ("secrets_file",): lambda name: True,
+    ("secrets_file",): bool,
     ("workload", "path"): lambda name: True,
 }
 """Keys whose values are files or folders, and which of these values are."""
@@ -285,10 +285,8 @@ _PLACED_BY_ITSELF = ("/", "~", "$", "\\$")
 def _placed(values: dict[str, Any], folders: Mapping[keys.Path, str]) -> None:
     """Make relative folders absolute before others refer to them: `${cluster.root}/x` lies below the root."""
     for path, is_folder in _FOLDERS.items():
-        branch: Any = values
-        for name in path[:-1]:
-            branch = branch.get(name) if isinstance(branch, dict) else None
-        if not isinstance(branch, dict) or path[-1] not in branch:
+        branch = _branch(values, path)
+        if branch is None or path[-1] not in branch:
             continue
         place, given = folders.get(path, ""), branch[path[-1]]
 
@@ -297,6 +295,14 @@ def _placed(values: dict[str, Any], folders: Mapping[keys.Path, str]) -> None:
             return os.path.abspath(os.path.join(place, name)) if relative and is_folder(name) else name
 
         branch[path[-1]] = list(map(absolute, given)) if isinstance(given, list | tuple) else absolute(given)
+
+
+def _branch(data: dict[str, Any], path: keys.Path) -> dict[str, Any] | None:
+    """The map that the last name of a path stands in; None where there is none."""
+    branch: Any = data
+    for name in path[:-1]:
+        branch = branch.get(name) if isinstance(branch, dict) else None
+    return branch if isinstance(branch, dict) else None
 
 
 def _absolute(
@@ -326,18 +332,18 @@ def _absolute(
             )
         return os.path.abspath(os.path.join(folders.get(key, ""), os.path.expanduser(written)))
 
-    data["cluster"]["root"] = folder(data["cluster"]["root"], "cluster", "root")
-    data["data"]["path"] = data["data"]["path"] and folder(data["data"]["path"], "data", "path")
-    scripts = data["cluster"]["templates"]
-    data["cluster"]["templates"] = [folder(name, "cluster", "templates") if "/" in name else name for name in scripts]
-    texts = data["data"]["text"]
-    data["data"]["text"] = [name if name in validation.KNOWN_TEXTS else folder(name, "data", "text") for name in texts]
+    for path, is_folder in _FOLDERS.items():
+        branch = _branch(data, path)
+        assert branch is not None
+        given = branch[path[-1]]
+        if isinstance(given, list):
+            branch[path[-1]] = [folder(name, *path) if is_folder(name) else name for name in given]
+        elif is_folder(given):
+            branch[path[-1]] = folder(given, *path)
     for tier in data["checkpoint"]["tiers"]:
         tier["path"] = _tier(tier["path"], folder)
-    data["secrets_file"] = data["secrets_file"] and folder(data["secrets_file"], "secrets_file")
     if (own := data["checkpoints"]["path"]).startswith(("/", "~", "$")):  # others are meant from where the command runs
         data["checkpoints"]["path"] = folder(own, "checkpoints", "path")
-    data["workload"]["path"] = [folder(name, "workload", "path") for name in data["workload"]["path"]]
     return data
 
 

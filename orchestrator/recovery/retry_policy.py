@@ -137,11 +137,7 @@ def decide(
 
 _FINAL = {
     FailureKind.USER_ERROR: (Action.FAIL, "the training code failed: ", ""),
-    FailureKind.INSTALLATION: (Action.HOLD, "nodes have different versions of orch: ", ""),
     FailureKind.SUBMIT_REJECTED: (Action.HOLD, "the job was refused: ", ""),
-    FailureKind.SUBMISSION_LOST: (Action.HOLD, "", ""),
-    FailureKind.CANCELLED: (Action.HOLD, "", ""),
-    FailureKind.OUT_OF_MEMORY: (Action.HOLD, "", ""),
     # Both would come again at the same step, on any nodes.
     FailureKind.DESYNC: (
         Action.HOLD,
@@ -156,10 +152,11 @@ _FINAL = {
         "with `orch resume {run} KEY=VALUE`",
     ),
 }
+"""What to do about a kind that a person must end, and the words around its reason; HELD where nothing stands here."""
 
 
 def _final(failure: Failure, run: str) -> Decision:
-    action, before, after = _FINAL[failure.kind]
+    action, before, after = _FINAL.get(failure.kind, (Action.HOLD, "", ""))
     return Decision(action=action, reason=f"{before}{failure.reason}{after.format(run=run)}")
 
 

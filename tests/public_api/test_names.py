@@ -6,6 +6,7 @@ import sys
 import pytest
 
 import orch
+from orch import command_line
 
 HEAVY = ("torch", "sqlalchemy", "click", "omegaconf", "submitit", "orchestrator", "trainer", "asyncio")
 
@@ -16,6 +17,10 @@ def test_every_name_is_there_and_none_is_listed_twice() -> None:
     for name in orch.__all__:
         assert getattr(orch, name) is not None
     assert dir(orch) == sorted(orch.__all__)
+
+
+def test_every_error_that_a_script_may_catch_is_named() -> None:
+    assert {error.__name__ for error in command_line.PUBLIC_ERRORS} == set(orch._HOMES["orchestrator.errors"])
 
 
 def test_a_name_that_is_not_there_says_which_are() -> None:

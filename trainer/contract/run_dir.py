@@ -86,7 +86,7 @@ class AttemptDir:
 
     @property
     def ranks(self) -> Path:
-        """The progress of every rank while the attempt runs: see `trainer.agent.attempt_state.ranks_file`."""
+        """The progress of every rank while the attempt runs: see `trainer.contract.rank_readings`."""
         return self.path / "ranks.json"
 
     @property

@@ -1,12 +1,13 @@
 """`orch attach`: a look into a live job without stopping it."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import click
 
 from orchestrator.cli.live_jobs.job_shape import require_rank_and_node
-from orchestrator.cli.live_jobs.live_attempt import LiveAttempt, await_answer, find_live_attempt
+from orchestrator.cli.live_jobs.live_attempt import LiveAttempt, await_answer, find_live_attempt, newest_ranks
 from orchestrator.cli.live_jobs.stacks import Thread, read_stacks
 from orchestrator.cli.runs.run_reader import json_object
 from orchestrator.cli.terminal.argument_types import Seconds
@@ -14,9 +15,11 @@ from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Screen
 from orchestrator.errors import ConfigError, Precondition
 from trainer.contract.config import ClusterShape
+from trainer.contract.rank_readings import RankReading
 from trainer.contract.requests import RequestKind
 
 Row = dict[str, Any]
+Seen = Mapping[int, RankReading]
 
 
 @click.command(cls=Verb)
@@ -44,7 +47,7 @@ def attach(screen: Screen, run: str, stack: bool, rank: int | None, node: int | 
     threads = read_stacks(folder / "stacks")
     seen, told = _seen(found, folder), {thread.rank for thread in threads}
     missing = [
-        {"rank": one, "node": seen.get(one, {}).get("node"), "why": _why(seen.get(one, {}))}
+        {"rank": one, "node": _node(seen.get(one)), "why": _why(seen.get(one))}
         for one in _asked(found.cluster, rank, node)
         if one not in told
     ]
@@ -61,14 +64,14 @@ _NAMED = 3
 
 
 def _show(
-    screen: Screen, found: LiveAttempt, folder: Path, threads: list[Thread], seen: dict[int, Row], missing: list[Row]
+    screen: Screen, found: LiveAttempt, folder: Path, threads: list[Thread], seen: Seen, missing: list[Row]
 ) -> None:
     if screen.json:
-        rows = [{"node": seen.get(thread.rank, {}).get("node"), **thread.to_json()} for thread in threads]
+        rows = [{"node": _node(seen.get(thread.rank)), **thread.to_json()} for thread in threads]
         screen.data("attach", {"run": found.run, "folder": str(folder), "threads": rows, "missing": missing})
         return
     for thread in threads:
-        where = _on(seen.get(thread.rank, {}).get("node"))
+        where = _on(_node(seen.get(thread.rank)))
         screen.raw(f"rank {thread.rank}{where}, thread {thread.name} (newest call last)")
         for frame in thread.frames:
             screen.raw(f"  {frame}")
@@ -94,9 +97,15 @@ def _on(node: str | None) -> str:
     return f" on {node}" if node else ""
 
 
-def _why(seen: Row) -> str:
+def _node(seen: RankReading | None) -> str | None:
+    return seen.node if seen is not None else None
+
+
+def _why(seen: RankReading | None) -> str:
     """What its agent saw of a rank that did not answer; empty when that explains nothing."""
-    return "it has ended" if seen.get("ended") else _STATES.get(str(seen.get("state")), "")
+    if seen is None:
+        return ""
+    return "it has ended" if seen.ended else _STATES.get(seen.state, "")
 
 
 _STATES = {
@@ -105,12 +114,13 @@ _STATES = {
 }  # fmt: skip
 
 
-def _seen(found: LiveAttempt, folder: Path) -> dict[int, Row]:
+def _seen(found: LiveAttempt, folder: Path) -> Seen:
     """Node and state of each rank, by what its agent saw when it was asked, else by what the job told last."""
-    rows = json_object(found.attempt_dir.ranks).get("ranks")
-    seen = {row["rank"]: row for row in rows if isinstance(row, dict) and "rank" in row} if rows else {}
+    told = newest_ranks(found.attempt_dir)
+    seen = {one.rank: one for one in told.ranks} if told is not None else {}
     for path in sorted(folder.glob("node-*/cells.json")):
-        for rank, cell in json_object(path).items():
-            if rank.isdigit() and isinstance(cell, dict) and isinstance(cell.get("seen"), dict):
-                seen[int(rank)] = cell["seen"]
+        for cell in json_object(path).values():
+            one = RankReading.from_json(cell.get("seen")) if isinstance(cell, dict) else None
+            if one is not None:
+                seen[one.rank] = one
     return seen

@@ -14,6 +14,7 @@ from trainer.contract.config import ClusterShape, JobConfig, load
 from trainer.contract.events import EventKind, read_events
 from trainer.contract.heartbeat import Heartbeat
 from trainer.contract.outcome import AttemptOutcome
+from trainer.contract.rank_readings import RankReadings
 from trainer.contract.requests import REFUSED, Request, RequestKind
 from trainer.contract.run_dir import AttemptDir, RunDir
 
@@ -138,6 +139,14 @@ def await_end(found: LiveAttempt, request: str, timeout: float, clock: Callable[
                 hint=f"orch show {found.run}",
             )  # fmt: skip
         time.sleep(LOOK_EVERY)
+
+
+def newest_ranks(attempt_dir: AttemptDir) -> RankReadings | None:
+    """The coordinator's newest word about its ranks; None where there is none that can be read."""
+    try:
+        return RankReadings.read(attempt_dir.ranks)
+    except (OSError, ValueError):
+        return None
 
 
 def _end_reason(attempt_dir: AttemptDir) -> str | None:

@@ -3,7 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,16 +11,18 @@ from typing import Any
 import click
 
 from orchestrator.cli.access.run_folder import existing_folder
+from orchestrator.cli.live_jobs.live_attempt import newest_ranks
 from orchestrator.cli.live_jobs.training_speed import TrainingSpeed, training_speed
 from orchestrator.cli.runs.event_text import describe_event
 from orchestrator.cli.runs.follow import is_over
-from orchestrator.cli.runs.run_reader import EventFeed, StepMetrics, json_object, newest_heartbeat
+from orchestrator.cli.runs.run_reader import EventFeed, StepMetrics, newest_heartbeat
 from orchestrator.cli.runs.status import one_row, warn_without_controller
 from orchestrator.cli.terminal.argument_types import Seconds
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Column, Screen, count, decimal, iso, one_line, progress, span
 from trainer.contract.events import EventKind
 from trainer.contract.heartbeat import Heartbeat, Stage
+from trainer.contract.rank_readings import RankReading, RankReadings
 from trainer.contract.run_dir import AttemptDir, RunDir
 
 MOST = 64
@@ -41,7 +43,7 @@ class Reading:
     row: dict[str, Any]  # of the registry, as `orch status` has it
     beat: Heartbeat | None
     metric: StepMetrics | None
-    ranks: list[dict[str, Any]]
+    ranks: Sequence[RankReading]
     world: int
     events: list[tuple[float, str]]
     speed: TrainingSpeed = TrainingSpeed()
@@ -73,7 +75,8 @@ class Reading:
             "tokens_per_s": metric.tokens_per_s if metric is not None else None,
             **{key: beat and getattr(beat, key) for key in ("attempt", "generation", "phase", "saved_step")},
             "silent_s": _since(self.at, beat and beat.time), "last_checkpoint": last, "world": self.world,
-            "ranks": self.ranks, "events": [{"time": iso(when), "text": text} for when, text in self.events],
+            "ranks": [asdict(rank) for rank in self.ranks],
+            "events": [{"time": iso(when), "text": text} for when, text in self.events],
             "step_seconds": self.speed.step_seconds, "eta_s": self.speed.eta_s,
             "loss_change": self.speed.loss_change, "loss_steps": self.speed.loss_steps,
         }  # fmt: skip
@@ -96,36 +99,35 @@ class Reader:
                 self._told.append((event.time, text))
         attempts = self._folder.all_attempts()
         beat = newest_heartbeat(attempts[-1]) if attempts else None
-        board = _board(attempts[-1], beat) if beat is not None else {}
+        told = _rank_readings(attempts[-1], beat) if beat is not None else None
         row, now = one_row(self._run), time.time()
-        known = [] if is_over(row) else board.get("ranks", [])  # of a run that is over they stand where they ended
-        ranks = [rank for rank in known if isinstance(rank, dict)]
-        training = beat is not None and beat.state == Stage.RUNNING and not is_over(row)
+        over = is_over(row)
+        training = beat is not None and beat.state == Stage.RUNNING and not over
         return Reading(
-            at=now, row=row, beat=beat, metric=self._feed.latest, ranks=ranks,
-            world=int(board.get("world") or len(ranks)), events=list(self._told), saved=self._saved,
+            at=now, row=row, beat=beat, metric=self._feed.latest,
+            ranks=told.ranks if told is not None and not over else (),  # of a run that is over they stand still
+            world=told.world if told is not None else 0, events=list(self._told), saved=self._saved,
             speed=training_speed(self._feed.recent, row["total_steps"] if training else 0, now=now),
         )  # fmt: skip
 
 
-def _board(attempt: AttemptDir, beat: Heartbeat) -> dict[str, Any]:
+def _rank_readings(attempt: AttemptDir, beat: Heartbeat) -> RankReadings | None:
     """Where the ranks stand; nothing of a generation that is over."""
-    board = json_object(attempt.ranks)
-    return board if board.get("generation") == beat.generation else {}
+    told = newest_ranks(attempt)
+    return told if told is not None and told.generation == beat.generation else None
 
 
 def _since(now: float, moment: Any) -> float | None:
     return round(max(0.0, now - float(moment)), 3) if isinstance(moment, (int, float)) else None
 
 
-def worst(ranks: Sequence[dict[str, Any]], most: int = WORST) -> list[dict[str, Any]]:
+def worst(ranks: Sequence[RankReading], most: int = WORST) -> Sequence[RankReading]:
     """The ranks that most deserve a look: stopped ones, slow ones, those furthest behind, those that stand still."""
 
-    def badness(row: dict[str, Any]) -> tuple[bool, float, int, float]:
-        stopped = row.get("state") in ("T", "t", "D", "Z", "X") and not row.get("ended")
-        return stopped, float(row.get("ratio") or 0.0), -int(row.get("step") or 0), float(row.get("age") or 0.0)
+    def badness(one: RankReading) -> tuple[bool, float, int, float]:
+        return one.state in STATES and not one.ended, one.ratio or 0.0, -(one.step or 0), one.age or 0.0
 
-    return sorted(sorted(ranks, key=badness, reverse=True)[:most], key=lambda row: int(row.get("rank") or 0))
+    return sorted(sorted(ranks, key=badness, reverse=True)[:most], key=lambda one: one.rank)
 
 
 @click.command(cls=Verb)
@@ -169,7 +171,7 @@ def _print(screen: Screen, reading: Reading) -> None:
         screen.say(
             "" if len(rows) == reading.world else f"\nthe {len(rows)} of {count(reading.world)} ranks to look at"
         )
-        screen.table(RANKS, [_flat(row) for row in rows], aligned=True)
+        screen.table(RANKS, [_flat(one) for one in rows], aligned=True)
 
 
 def told(reading: Reading, screen: Screen, width: int | None) -> list[str]:
@@ -182,7 +184,7 @@ def _cut(line: str, width: int) -> str:
     return line if len(line) <= width else line[: width - 1] + "…"
 
 
-def shown(reading: Reading, lines: int | None) -> list[dict[str, Any]]:
+def shown(reading: Reading, lines: int | None) -> Sequence[RankReading]:
     """The ranks that have a line: all where they fit into so many lines, else those to look at; None: no limit."""
     rows = reading.ranks if reading.world <= MOST else worst(reading.ranks)
     if lines is None or len(rows) + _ABOVE <= lines:
@@ -225,12 +227,11 @@ def _speed_words(speed: TrainingSpeed) -> list[str]:
     return ["   ".join(words)] if words else []
 
 
-def _flat(row: dict[str, Any]) -> dict[str, Any]:
-    age = row.get("age")
-    still = f"{age:.1f} s" if isinstance(age, (int, float)) and age >= STILL and not row.get("ended") else ""
-    ratio = row.get("ratio")
-    state = "ended" if row.get("ended") else STATES.get(str(row.get("state")), "")
-    return {**row, "still": still, "doing": state, "work": f"{ratio:.2f} x" if isinstance(ratio, (int, float)) else ""}
+def _flat(one: RankReading) -> dict[str, Any]:
+    still = f"{one.age:.1f} s" if one.age is not None and one.age >= STILL and not one.ended else ""
+    doing = "ended" if one.ended else STATES.get(one.state, "")
+    work = f"{one.ratio:.2f} x" if one.ratio is not None else ""
+    return {**asdict(one), "still": still, "doing": doing, "work": work}
 
 
 STAGES: dict[str, str] = {

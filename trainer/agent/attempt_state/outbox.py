@@ -7,16 +7,16 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from checkpointing.storage.durable import dump_line, write_durably
-from trainer.agent.attempt_state.ranks_file import write_readings
 from trainer.agent.processes.detached_thread import run_detached, start_detached
 from trainer.contract.heartbeat import Heartbeat
 from trainer.contract.outcome import AttemptOutcome
+from trainer.contract.rank_readings import RankReadings
 from trainer.contract.run_dir import AttemptDir
 
 ADDRESS_SECONDS = 60.0
 """How long writing the coordinator's address may take: after this agents stop looking for it."""
 
-Reading = tuple[Heartbeat, Mapping[str, Any] | None]
+Reading = tuple[Heartbeat, RankReadings | None]
 """What heartbeat.json says, and ranks.json, when there is something new."""
 
 
@@ -50,9 +50,15 @@ class Outbox:
             await asyncio.wait([self._showing], timeout=left)
         self._raise_bugs()
         beat, ranks = reading()
-        self._showing = start_detached(lambda: write_readings(self._attempt, beat, ranks))
+        self._showing = start_detached(lambda: self._write(beat, ranks))
         await asyncio.wait([self._showing], timeout=max(0.0, give_up - time.monotonic()))
         self._raise_bugs()
+
+    def _write(self, beat: Heartbeat, ranks: RankReadings | None) -> None:
+        """Replace the last readings; raises OSError."""
+        beat.write(self._attempt.heartbeat)
+        if ranks is not None:
+            ranks.write(self._attempt.ranks)
 
     def _raise_bugs(self) -> None:
         """A full disk must not end a run that computes; its heartbeat grows old, and that is seen."""

@@ -5,10 +5,9 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
 
 from trainer.agent.attempt_state.attempt_state import AttemptState
-from trainer.agent.attempt_state.ranks_file import MOST, rank_rows
+from trainer.agent.attempt_state.ranks_file import MOST, rank_readings
 from trainer.agent.evidence.autopsy import analyse_dead_ranks, desync_judgement, is_needed
 from trainer.agent.evidence.incidents import event_fields, failure_of, write_verdict
 from trainer.agent.nodes.node_benchmark import NodeBenchmark, usual_speeds
@@ -20,6 +19,7 @@ from trainer.agent.watch.work_windows import WorkWindows
 from trainer.contract.events import EventKind
 from trainer.contract.messages.agents import EvidenceCollected, FlightRecords, ProgressReport, RankSpeeds
 from trainer.contract.outcome import Failure
+from trainer.contract.rank_readings import RankReadings
 from trainer.contract.scheduler_kinds import traits
 
 _SETTLED = 0.5
@@ -93,12 +93,12 @@ class JobMonitor:
         reason, speeds = why if slow_node is None else slow_node.reason, benchmark.median_speeds()
         self._events.write(EventKind.PREFLIGHT, ok=slow_node is None, reason=reason, speeds=speeds, **whose)
 
-    def ranks_file(self, wall: float) -> dict[str, Any]:
+    def rank_readings(self, wall: float) -> RankReadings:
         """What ranks.json says now; `wall` is the time of day."""
         snapshot = self._hang_detector.snapshot
         ratios = {verdict.rank: verdict.ratio for verdict in self._work_windows.slow()} if self._work_windows else {}
         seen, command = snapshot.worst(time.monotonic(), MOST, ratios), bool(self._config.command)
-        return rank_rows(
+        return rank_readings(
             seen, world=len(snapshot), time=wall, generation=self._generation, p99=snapshot.p99(), ratios=ratios,
             command=command,
         )  # fmt: skip

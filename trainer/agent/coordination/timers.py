@@ -52,7 +52,7 @@ class Timers:
         if self._state.stage is not Stage.RUNNING or now < self._ranks_due:
             return beat, None
         self._ranks_due = now + self._pause - SECONDS / 2
-        return beat, self._monitor.ranks_file(time.time())
+        return beat, self._monitor.rank_readings(time.time())
 
     async def _ping_agents(self) -> None:
         due = 0.0

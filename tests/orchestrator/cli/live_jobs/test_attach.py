@@ -6,6 +6,7 @@ from checkpointing.storage.durable import dump_line
 from orchestrator.cli.live_jobs.stacks import Frame, parse, read_stacks
 from tests.orchestrator.cli.conftest import Seeds, Type
 from tests.orchestrator.cli.live_jobs.test_live_attempt import Agent, begun
+from trainer.contract.rank_readings import RankReading, RankReadings
 from trainer.contract.run_dir import RunDir
 
 FAULTHANDLER = """Thread 0x00007f0a00000001 (most recent call first):
@@ -53,8 +54,8 @@ def filled(folder: RunDir) -> str:
     (stacks / "rank-00000.txt").write_text(FAULTHANDLER)
     (stacks / "rank-00000.py-spy.txt").write_text(PY_SPY)
     (stacks / "rank-00001.py-spy.txt").write_text(PY_SPY)
-    rows = [{"rank": rank, "node": f"n{rank // 2 + 1}", "state": "T", "ended": rank == 2} for rank in (0, 1, 2)]
-    folder.attempt(1).ranks.write_text(dump_line({"ranks": rows}))
+    ranks = tuple(RankReading(rank=rank, node=f"n{rank // 2 + 1}", state="T", ended=rank == 2) for rank in (0, 1, 2))
+    RankReadings(generation=1, world=4, ranks=ranks).write(folder.attempt(1).ranks)
     cells = folder.path / name / "node-0001" / "cells.json"
     cells.parent.mkdir()
     cells.write_text(dump_line({"3": {"pid": 44, "seen": {"rank": 3, "node": "n2", "state": "T", "ended": False}}}))

@@ -17,15 +17,16 @@ from tests.orchestrator.cli.conftest import Seeds, Type
 from tests.orchestrator.cli.live_jobs.test_live_attempt import begun
 from tests.orchestrator.cli.runs.test_status import on_a_terminal
 from trainer.contract.events import EventKind, EventLog
+from trainer.contract.rank_readings import RankReading, RankReadings
 from trainer.contract.run_dir import AttemptDir
 
 
-def rank(number: int, **more: Any) -> dict[str, Any]:
-    fields = {"step": 121, "phase": "forward", "age": 0.1, "state": "R", "ratio": None, "ended": False}
-    return {"rank": number, "node": f"n{number // 2 + 1}", **fields, **more}
+def rank(number: int, **more: Any) -> RankReading:
+    fields: dict[str, Any] = {"step": 121, "phase": "forward", "age": 0.1, "state": "R", **more}
+    return RankReading(rank=number, node=f"n{number // 2 + 1}", **fields)
 
 
-def training(seeds: Seeds, ranks: list[dict[str, Any]], *, generation: int = 2, world: int | None = None) -> str:
+def training(seeds: Seeds, ranks: list[RankReading], *, generation: int = 2, world: int | None = None) -> str:
     """A run whose job has written all that a login node can read."""
     run = seeds.run()
     seeds.checkpoint(run, 100)
@@ -35,8 +36,7 @@ def training(seeds: Seeds, ranks: list[dict[str, Any]], *, generation: int = 2, 
         "saved_step": 110, "state": "running",
     }  # fmt: skip
     place.heartbeat.write_text(dump_line(beat))
-    board = {"generation": generation, "world": world or len(ranks), "ranks": ranks, "p99": {}}
-    place.ranks.write_text(dump_line(board))
+    RankReadings(generation=generation, world=world or len(ranks), ranks=tuple(ranks)).write(place.ranks)
     line = {"attempt": 1, "generation": 2, "step": 121, "loss": 2.25, "tokens_per_s": 81000.4, "time": time.time()}
     place.metrics.write_text(dump_line(line) + "\n")
     log = EventLog(place.event_file("coordinator"), "coordinator", 1)
@@ -158,11 +158,11 @@ def test_a_large_job_shows_the_ranks_to_look_at(orch: Type, seeds: Seeds) -> Non
 def test_the_worst_ranks(odd: dict[str, Any], why: str) -> None:
     ranks = [rank(number) for number in range(20)]
     ranks[13] = rank(13, **odd)
-    assert [row["rank"] for row in worst(ranks, 1)] == [13], why
+    assert [one.rank for one in worst(ranks, 1)] == [13], why
 
 
 def test_a_rank_that_has_ended_is_no_stopped_one() -> None:
-    assert worst([rank(0, state="X", ended=True), rank(1, ratio=1.1)], 1)[0]["rank"] == 1
+    assert worst([rank(0, state="X", ended=True), rank(1, ratio=1.1)], 1)[0].rank == 1
 
 
 def test_a_run_that_has_not_begun_is_shown_as_far_as_it_is_known(orch: Type, seeds: Seeds) -> None:
@@ -222,7 +222,7 @@ def test_where_all_ranks_fit_all_are_live(seeds: Seeds, monkeypatch: pytest.Monk
 
 def test_one_rank_at_least_is_looked_at(seeds: Seeds) -> None:
     reading = Reader(plentiful(seeds, 32), seeds.root / "tiny-1").read()
-    assert [row["rank"] for row in shown(reading, 0)] == [31]
+    assert [one.rank for one in shown(reading, 0)] == [31]
     assert len(shown(reading, None)) == 32
 
 

@@ -2,24 +2,25 @@
 
 import json
 
-from trainer.agent.attempt_state.ranks_file import MOST, rank_rows, write
+from trainer.agent.attempt_state.ranks_file import MOST, rank_readings
 from trainer.agent.watch.job_snapshot import JobSnapshot
 from trainer.agent.watch.rank_sample import RankSample
 from trainer.contract.messages.agents import ProgressReport
+from trainer.contract.rank_readings import RankReadings
 
 
-def reading(seen: list[RankSample], **ratios: float) -> dict:
+def reading(seen: list[RankSample], **ratios: float) -> RankReadings:
     """Of ranks that were heard of just now."""
     snapshot, slow = JobSnapshot(0.0, len(seen)), {int(key[1:]): ratio for key, ratio in ratios.items()}
     for sample in seen:
         snapshot.add_report(ProgressReport(generation=1, samples=(sample.to_row(),)), sample.node, 100.0)
     shown = snapshot.worst(100.0, MOST, slow)
-    return rank_rows(shown, world=len(snapshot), time=5.0, generation=2, p99={"data": 0.1}, ratios=slow)
+    return rank_readings(shown, world=len(snapshot), time=5.0, generation=2, p99={"data": 0.1}, ratios=slow)
 
 
 def test_every_rank_of_a_small_job_stands_there(tmp_path) -> None:
     seen = [RankSample(rank=rank, node="n1", step=7, phase="forward", age=0.04) for rank in range(3)]
-    write(tmp_path / "ranks.json", reading(seen, r1=1.3))
+    reading(seen, r1=1.3).write(tmp_path / "ranks.json")
     told = json.loads((tmp_path / "ranks.json").read_text())
     assert (told["world"], told["generation"], told["p99"]) == (3, 2, {"data": 0.1})
     assert [(row["rank"], row["ratio"]) for row in told["ranks"]] == [(0, None), (1, 1.3), (2, None)]
@@ -29,8 +30,8 @@ def test_of_a_large_job_the_slow_and_the_still_ones() -> None:
     seen = [RankSample(rank=rank, node="n1", age=0.1) for rank in range(1000)]
     seen[500] = RankSample(rank=500, node="n1", age=9.0)
     told = reading(seen, r900=1.2)
-    ranks = [row["rank"] for row in told["ranks"]]
-    assert told["world"] == 1000
+    ranks = [one.rank for one in told.ranks]
+    assert told.world == 1000
     assert len(ranks) == MOST
     assert {500, 900} <= set(ranks)
     assert ranks == sorted(ranks)
@@ -47,5 +48,5 @@ def test_a_rank_that_was_not_heard_of_for_long_is_as_still_as_one_that_says_so()
 
 def test_of_a_users_own_program_nothing_is_made_up() -> None:
     seen = [RankSample(rank=0, node="n1", age=24.8)]
-    (row,) = rank_rows(seen, world=1, time=5.0, generation=1, p99={}, ratios={}, command=True)["ranks"]
-    assert (row["step"], row["phase"], row["age"], row["node"]) == (None, "command", None, "n1")
+    (one,) = rank_readings(seen, world=1, time=5.0, generation=1, p99={}, ratios={}, command=True).ranks
+    assert (one.step, one.phase, one.age, one.node) == (None, "command", None, "n1")

@@ -1,0 +1,89 @@
+"""ranks.json: what every rank is doing, for readers on a login node."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from checkpointing.storage.durable import dump_line, read_json, write_atomically
+
+_SCHEMA = "orch.ranks/1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankReading:
+    """One rank as its agent saw it; None where that is not known, as of a user's own program."""
+
+    rank: int
+    node: str = ""
+    step: int | None = None
+    phase: str = ""
+    age: float | None = None  # seconds since the sign of its cell
+    state: str = ""  # of its training thread as /proc says, see RankSample
+    ratio: float | None = None  # its own work's time to that of its peers; None: it is not slow
+    ended: bool = False
+
+    @classmethod
+    def from_json(cls, row: object) -> "RankReading | None":
+        """The rank of one row; a field of another type counts as left out, a row that names no rank as none."""
+        if not isinstance(row, dict) or type(row.get("rank")) is not int:
+            return None
+        return cls(
+            rank=row["rank"], node=_word(row, "node"), step=_whole(row, "step"), phase=_word(row, "phase"),
+            age=_seconds(row, "age"), state=_word(row, "state"), ratio=_seconds(row, "ratio"),
+            ended=row.get("ended") is True,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankReadings:
+    """One reading of some of `world` ranks; `time` is seconds since the epoch on the coordinator's node."""
+
+    generation: int
+    world: int
+    ranks: tuple[RankReading, ...]  # ordered by rank
+    time: float = 0.0
+    p99: Mapping[str, float] = field(default_factory=dict)  # seconds of each phase's 99th percentile
+
+    def write(self, path: Path) -> None:
+        """Replace the one before; raises OSError."""
+        line = dump_line({"schema": _SCHEMA, **asdict(self)})
+        write_atomically(path, f"{line}\n".encode(errors="backslashreplace"))
+
+    @classmethod
+    def read(cls, path: Path) -> "RankReadings":
+        """The newest one, as far as it can be understood; raises OSError or ValueError when there is none."""
+        try:
+            fields = read_json(path)
+        except RecursionError as error:
+            raise ValueError(f"{path} is nested too deeply") from error
+        if not isinstance(fields, dict) or fields.get("schema") != _SCHEMA:
+            raise ValueError(f"{path} is no {_SCHEMA}")
+        generation, rows = _whole(fields, "generation"), fields.get("ranks")
+        if generation is None or not isinstance(rows, list):
+            raise ValueError(f"{path} has no generation or no ranks")
+        ranks = tuple(one for one in map(RankReading.from_json, rows) if one is not None)
+        return cls(
+            generation=generation, world=_whole(fields, "world") or len(ranks), ranks=ranks,
+            time=_seconds(fields, "time") or 0.0, p99=_all_seconds(fields.get("p99")),
+        )  # fmt: skip
+
+
+def _word(fields: Mapping[str, Any], name: str) -> str:
+    value = fields.get(name)
+    return value if isinstance(value, str) else ""
+
+
+def _whole(fields: Mapping[str, Any], name: str) -> int | None:
+    value = fields.get(name)
+    return value if type(value) is int else None
+
+
+def _seconds(fields: Mapping[str, Any], name: str) -> float | None:
+    value = fields.get(name)
+    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+
+
+def _all_seconds(fields: object) -> dict[str, float]:
+    known = fields if isinstance(fields, dict) else {}
+    return {name: seconds for name in known if (seconds := _seconds(known, name)) is not None}

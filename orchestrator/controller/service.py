@@ -111,10 +111,9 @@ def ensure_running(store_path: Path, kind: str = LOCAL) -> bool:
     """
     _upgrade(store_path)
     key = lease_key(kind)
-    found = status(store_path, key)
-    # A single pass drives nothing afterwards: the new controller waits until it is done.
-    lives = found.alive and not found.once
-    if lives and (found.seen or is_awaited(store_path, key)):
+    found = displayed_state(fast_queries.lease(store_path, key), time.time())
+    # Where it makes a single pass, the new controller waits until it is done.
+    if found.stays and (found.process_seen or is_awaited(store_path, key)):
         return False
     command = [sys.executable, "-P", "-m", "orchestrator.controller.service", str(store_path.absolute()), kind]
     # WARNING: setproctitle overwrites the environment's memory unless SPT_NOENV says otherwise.
@@ -132,7 +131,7 @@ def ensure_running(store_path: Path, kind: str = LOCAL) -> bool:
             (os.POSIX_SPAWN_DUP2, 1, 2),
         ],
     )  # fmt: skip
-    return not lives
+    return not found.stays
 
 
 def _places(store_path: Path) -> dict[str, str]:
@@ -143,16 +142,13 @@ def _places(store_path: Path) -> dict[str, str]:
 
 def stop(store_path: Path) -> bool:
     """End this host's controllers; whether there was one. Raises Precondition when none of them can be reached."""
-    held = [(lease, Holder.parse(lease.holder)) for lease in fast_queries.leases(store_path)]
-    live = [holder for lease, holder in held if holder and not holder.once and _can_end(lease, holder)]
+    now = time.time()
+    states = [(Holder.parse(lease.holder), displayed_state(lease, now)) for lease in fast_queries.leases(store_path)]
+    # One that stalls on another host is left to whoever takes over.
+    live = [holder for holder, state in states if holder and not state.once and state.may_write]
     for holder in [holder for holder in live if holder.is_here] or live[:1]:
         _stop(holder)
     return bool(live)
-
-
-def _can_end(lease: Lease, holder: Holder) -> bool:
-    """Whether there is something to end: one that stalls on another host is left to whoever takes over."""
-    return holder.lives is not False and (holder.is_here or displayed_state(lease, time.time()).alive)
 
 
 def _stop(holder: Holder) -> None:
@@ -204,7 +200,8 @@ def tick_once(
     adopt_at_start(store_path, kind)
     key = lease_key(kind)
     _upgrade(store_path)
-    if status(store_path, key).alive and not _is_mine(store_path, key):
+    found = displayed_state(fast_queries.lease(store_path, key), time.time())
+    if found.alive and not found.may_take:
         return None
     with _controller(store_path, kind, key) as controller:
         lease = acquire_once(
@@ -223,10 +220,6 @@ def tick_once(
             return replace(report, actions=(*report.actions, *done))
         finally:
             controller.store.drop_lease(controller.actor.lease)
-
-
-def _is_mine(store_path: Path, key: str) -> bool:
-    return status(store_path, key).pid == os.getpid()
 
 
 def run_daemon(store_path: Path, idle_exit_s: float | None = None, kind: str = LOCAL) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from checkpointing.storage.durable import fsync_dir, only_own_files, read_json
 from checkpointing.storage.trusted_path import check_private
 from orchestrator.config.run_config import RunConfig
-from orchestrator.controller.leasing.lease import Holder, displayed_state, host_of
+from orchestrator.controller.leasing.lease import displayed_state, host_of
 from orchestrator.controller.run_dirs.ingest import ingest
 from orchestrator.controller.run_dirs.inheritable_checkpoints import committed, of_run, shared_places
 from orchestrator.controller.run_view import RunView
@@ -94,7 +94,7 @@ def _refuse_foreign(path: Path) -> None:
 
 def _refuse_while_served(path: Path, now: float) -> None:
     for lease in _leases(path):  # one that cannot be read is what this is for
-        if lease.holder and _lives(lease, now):
+        if displayed_state(lease, now).may_write:
             of = f" of {lease.scheduler}" if lease.scheduler else ""
             raise RegistryError(
                 f"a controller{of} is alive ({lease.holder}) and writes to this registry",
@@ -109,7 +109,7 @@ def _refuse_runs_of_others(found: list[Found], path: Path, now: float) -> None:
         other = Path(item.record.registry)
         if item.record.registry and item.record.run.state in LIVE_RUNS and other != path.absolute():
             for lease in _leases(other):
-                if lease.holder and lease.scheduler == item.record.run.scheduler and _lives(lease, now):
+                if lease.scheduler == item.record.run.scheduler and displayed_state(lease, now).may_write:
                     run, host = item.record.run, host_of(lease.holder)
                     raise RegistryError(
                         f"{run.name} is {run.state}, and the controller of another registry serves it: {other}",
@@ -124,12 +124,6 @@ def _leases(path: Path) -> list[Lease]:
         return fast_queries.leases(path, any_version=True) if path.exists() else []
     except RegistryError:
         return []
-
-
-def _lives(lease: Lease, now: float) -> bool:
-    """A process of this host that stalls may wake and write: it is told of like one that works."""
-    holder = Holder.parse(lease.holder)
-    return displayed_state(lease, now).alive or (holder is not None and holder.lives is True)
 
 
 def _refuse_twins(found: list[Found]) -> None:

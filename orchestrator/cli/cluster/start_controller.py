@@ -3,12 +3,13 @@
 import time
 from dataclasses import dataclass
 
+from orchestrator.cli.access.run_location import controller_state
 from orchestrator.cli.terminal.render import Screen
 from orchestrator.controller import service
 from orchestrator.controller.leasing.lease import LEASE_TTL
 from orchestrator.controller.service import Health
 from orchestrator.errors import Precondition
-from orchestrator.home import registry_path
+from orchestrator.home import controller_log, registry_path
 from orchestrator.scheduler.available_schedulers import lease_key
 
 ALIVE_WITHIN = 30.0
@@ -29,17 +30,16 @@ def start_controller(screen: Screen, kind: str) -> Started:
     started = service.ensure_running(registry_path(), kind)
     screen.if_interrupted = lambda: "interrupted: `orch controller status` says whether the controller has come up"
     key = lease_key(kind)
-    before = service.status(registry_path(), key)
+    before = controller_state(time.time(), key)
     if before.stalled:
         screen.note(f"{before.reason}: the new one waits until its lease has expired, a minute at most")
     deadline = time.monotonic() + ALIVE_WITHIN + (LEASE_TTL if before.stalled or before.once else 0.0)
-    while True:
-        health = service.status(registry_path(), key)
-        if health.alive and not health.once:
-            return Started(started=started, health=health)
+    while not controller_state(time.time(), key).stays:
         if time.monotonic() >= deadline:
             raise Precondition(
                 f"the controller was started, and has not come up within {ALIVE_WITHIN:.0f} s",
-                where=health.log, hint="that file says why; `orch controller run` runs one in the foreground",
+                where=str(controller_log()),
+                hint="that file says why; `orch controller run` runs one in the foreground",
             )  # fmt: skip
         time.sleep(LOOK_EVERY)
+    return Started(started=started, health=service.status(registry_path(), key))

@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from orchestrator.controller.leasing.observed_since import ObservedSince
@@ -108,6 +109,18 @@ class LeaseState:
     may_take: bool
     reason: str
     stalled: bool = False
+    once: bool = False  # it makes a single pass, and then ends
+    process_seen: bool = False  # its process was seen to live, from here
+
+    @property
+    def stays(self) -> bool:
+        """Whether it can be relied on to drive the runs from now on: a single pass drives nothing afterwards."""
+        return self.alive and not self.once
+
+    @property
+    def may_write(self) -> bool:
+        """Whether it works, or stalls on this host and may wake in the middle of a write."""
+        return self.alive or self.process_seen
 
 
 def judge(facts: LeaseFacts | None, ttl: float) -> LeaseState:
@@ -115,19 +128,20 @@ def judge(facts: LeaseFacts | None, ttl: float) -> LeaseState:
     if facts is None:
         return LeaseState(alive=False, may_take=True, reason="no controller lives")
     who = f"pid {facts.holder.pid} on {facts.holder.host}" if facts.holder is not None else "an unknown holder"
+    of = partial(LeaseState, once=facts.holder is not None and facts.holder.once, process_seen=facts.lives is True)
     if facts.own:
-        return LeaseState(alive=True, may_take=True, reason="this process holds the lease")
+        return of(alive=True, may_take=True, reason="this process holds the lease")
     # On this host the process itself can be looked at: a dead one needs no waiting.
     if facts.lives is False:
-        return LeaseState(alive=False, may_take=True, reason=f"no controller lives: {who} is gone")
+        return of(alive=False, may_take=True, reason=f"no controller lives: {who} is gone")
     said = f"controller stalled for {facts.unrenewed_for:.0f} s ({who})"
     # A process may live and do nothing for ever: stopped, or stuck in the kernel. Epochs fence it when it wakes.
     if facts.unrenewed_for >= ttl:
-        return LeaseState(alive=False, may_take=True, stalled=True, reason=said)
+        return of(alive=False, may_take=True, stalled=True, reason=said)
     if facts.stopped:
         left = f"stopped by a signal; its lease expires in {ttl - facts.unrenewed_for:.0f} s"
-        return LeaseState(alive=False, may_take=False, stalled=True, reason=f"{said}: {left}")
-    return LeaseState(alive=True, may_take=False, reason=f"{who} renewed its lease {facts.unrenewed_for:.0f} s ago")
+        return of(alive=False, may_take=False, stalled=True, reason=f"{said}: {left}")
+    return of(alive=True, may_take=False, reason=f"{who} renewed its lease {facts.unrenewed_for:.0f} s ago")
 
 
 def displayed_state(lease: Lease | None, now: float) -> LeaseState:

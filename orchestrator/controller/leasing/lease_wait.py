@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from orchestrator.controller.leasing.host_file import host_file
-from orchestrator.controller.leasing.lease import Holder, acquire, displayed_state
+from orchestrator.controller.leasing.lease import acquire, displayed_state
 from orchestrator.controller.leasing.observed_since import ObservedSince
 from orchestrator.registry.records import Lease
 from orchestrator.registry.store import Store
@@ -69,12 +69,10 @@ def wait_for_lease(store: Store, observed: ObservedSince, key: str, stopping: Ca
         if lease is not None:
             return lease
         held = store.lease(key)
-        holder = Holder.parse(held.holder) if held else None
+        state = displayed_state(held, time.time())
         renewed = held is not None and first is not None and held.renewed_at != first.renewed_at
         # A single pass is soon over, and nobody would go on after it; a stalled controller is waited out.
-        single = holder is not None and holder.once
-        lives = holder is not None and holder.lives and displayed_state(held, time.time()).alive
-        if not single and (renewed or lives):
+        if not state.once and (renewed or (state.alive and state.process_seen)):
             log.info("another controller lives: %s", held.holder if held else "")
             return None
         time.sleep(AGAIN)

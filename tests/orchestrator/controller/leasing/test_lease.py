@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -229,3 +230,23 @@ def test_the_watch_outlives_the_process_but_not_the_boot(tmp_path: Path) -> None
     assert ObservedSince(clock, path, "boot-2").age("beat", 7) == 0.0
     path.write_text("torn")
     assert ObservedSince(clock, path, "boot-1").age("beat", 7) == 0.0
+
+
+def test_a_single_pass_lives_and_does_not_stay() -> None:
+    """Nobody may rely on it, nor start a second writer beside it."""
+    for once in (True, False):
+        pid = os.getppid()
+        holder = Holder(host=host_name(), pid=pid, started=start_time(pid) or "", once=once, space=process_space())
+        state = displayed_state(held(str(holder), time.time()), time.time())
+        assert (state.alive, state.once, state.stays, state.may_write) == (True, once, not once, True)
+
+
+def test_one_that_stalls_may_still_write_where_its_process_is_seen() -> None:
+    now, pid = time.time(), os.getppid()
+    here = Holder(host=host_name(), pid=pid, started=start_time(pid) or "", space=process_space())
+    elsewhere = Holder(host="elsewhere", pid=pid, started="1")
+    gone = Holder(host=host_name(), pid=pid, started="1", space=process_space())
+    states = [displayed_state(held(str(one), now - 300.0), now) for one in (here, elsewhere, gone)]
+    assert [(state.alive, state.stalled, state.may_write) for state in states] == [
+        (False, True, True), (False, True, False), (False, False, False),
+    ]  # fmt: skip

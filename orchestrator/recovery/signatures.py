@@ -1,34 +1,43 @@
-"""Known sentences in logs and what they stand for; a match is an observation, not a verdict."""
+"""Known sentences in the logs of an attempt that left no outcome, and which failures they stand for."""
 
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import cache
-from importlib.resources import files
 
 from orchestrator.recovery.evidence import LogTail
+from trainer.contract.failure_patterns import Meaning, log_line_says
 from trainer.contract.outcome import FailureKind
 
 
 class Role(StrEnum):
-    ROOT = "root"
-    CASCADE = "cascade"
-    TEARDOWN = "teardown"
+    """What a sentence contributes to the cause."""
+
+    ROOT = "root"  # it is one by itself
+    CASCADE = "cascade"  # somebody else's end seen from here: it names no cause, and never replaces a root
+    TEARDOWN = "teardown"  # printed while everything is taken down: ignored
 
 
-@dataclass(frozen=True, kw_only=True)
-class Signature:
-    """One pattern of `signatures.yaml`."""
-
-    pattern: re.Pattern[str]
-    kind: FailureKind
-    role: Role
+STANDS_FOR: dict[Meaning, tuple[FailureKind, Role]] = {
+    Meaning.NO_SECRETS: (FailureKind.SUBMIT_REJECTED, Role.ROOT),
+    Meaning.TIME_LIMIT: (FailureKind.TIME_LIMIT, Role.ROOT),
+    Meaning.PREEMPTED: (FailureKind.PREEMPTED, Role.ROOT),
+    Meaning.NODE_LOST: (FailureKind.NODE_LOST, Role.ROOT),
+    Meaning.STORAGE: (FailureKind.STORAGE, Role.ROOT),
+    Meaning.NOT_LAUNCHED: (FailureKind.LAUNCH_FAILED, Role.ROOT),
+    Meaning.MEMORY: (FailureKind.OUT_OF_MEMORY, Role.ROOT),
+    Meaning.TASK_KILLED: (FailureKind.AGENT_LOST, Role.ROOT),
+    Meaning.PEER_GONE: (FailureKind.AGENT_LOST, Role.CASCADE),
+    Meaning.NO_RENDEZVOUS: (FailureKind.LAUNCH_FAILED, Role.CASCADE),
+    Meaning.REQUEUED: (FailureKind.NODE_LOST, Role.CASCADE),
+    Meaning.CANCELLED: (FailureKind.CANCELLED, Role.TEARDOWN),
+    Meaning.TEARDOWN: (FailureKind.UNKNOWN, Role.TEARDOWN),
+}
+"""Of every meaning that a line of a job's log can have."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Match:
-    """One line of a log that a signature knows."""
+    """One line of a log that the table of failure patterns knows."""
 
     kind: FailureKind
     role: Role
@@ -36,28 +45,16 @@ class Match:
     source: str
 
 
-@cache
-def signatures() -> tuple[Signature, ...]:
-    """The packaged table."""
-    import yaml  # only needed once an attempt has died without an outcome
-
-    rows = yaml.safe_load((files("orchestrator.recovery") / "signatures.yaml").read_text())
-    return tuple(
-        Signature(pattern=re.compile(row["pattern"]), kind=FailureKind(row["kind"]), role=Role(row["role"]))
-        for row in rows
-    )
-
-
 def scan(tails: Iterable[LogTail]) -> list[Match]:
-    """Every known line, in the order of the logs; the first signature of a line counts."""
-    return [found for tail in tails for line in tail.text.splitlines() if (found := _match(line, tail.source))]
-
-
-def _match(line: str, source: str) -> Match | None:
-    for signature in signatures():
-        if signature.pattern.search(line):
-            return Match(kind=signature.kind, role=signature.role, line=line.strip()[:300], source=source)
-    return None
+    """Every known line, in the order of the logs."""
+    known = (
+        (tail.source, line, meaning) for tail in tails for line in tail.text.splitlines()
+        if (meaning := log_line_says(line)) is not None
+    )  # fmt: skip
+    return [
+        Match(kind=STANDS_FOR[meaning][0], role=STANDS_FOR[meaning][1], line=line.strip()[:300], source=source)
+        for source, line, meaning in known
+    ]
 
 
 def before_cancel(matches: list[Match]) -> list[Match]:

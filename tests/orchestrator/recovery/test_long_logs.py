@@ -7,16 +7,15 @@ import pytest
 
 from orchestrator.cli.live_jobs import first_error
 from orchestrator.cli.terminal import render
-from orchestrator.recovery.signatures import signatures
 from trainer.agent.ranks import last_cpp_exception, last_output
-from trainer.agent.watch import command_errors, root_cause
-from trainer.contract.ranks import peer_loss
+from trainer.agent.watch import command_errors
+from trainer.contract.failure_patterns import TABLE
 
-MODULES = (first_error, render, last_cpp_exception, last_output, root_cause, command_errors, peer_loss)
+MODULES = (first_error, render, last_cpp_exception, last_output, command_errors)
 PATTERNS = {
     **{f"{module.__name__}.{name}": value for module in MODULES for name, value in vars(module).items()
        if isinstance(value, re.Pattern)},
-    **{f"signature {each.pattern.pattern}": each.pattern for each in signatures()},
+    **{f"{row.meaning} {row.pattern}": re.compile(row.pattern) for row in TABLE},
 }  # fmt: skip
 KIB = 1024
 UNITS = {"blank lines": "\n", "spaces": " ", "one long line": "x", "carriage returns": "\r", "escapes": "\x1b["}

@@ -10,10 +10,10 @@ from trainer.agent.processes.log_pipes import LogPipes
 from trainer.agent.ranks.last_cpp_exception import last_cpp_exception
 from trainer.agent.ranks.last_output import LastOutput, last_output
 from trainer.agent.ranks.local_ranks import LocalRank
+from trainer.contract.failure_patterns import Meaning, error_says
 from trainer.contract.messages.agents import RankExit
 from trainer.contract.messages.ranks import ReportedEnd
 from trainer.contract.outcome import RankOutcome
-from trainer.contract.ranks.peer_loss import PEER_GONE
 from trainer.contract.ranks.rank_outcomes import find_outcome, pack_error_file
 from trainer.contract.run_dir import AttemptDir
 
@@ -98,7 +98,8 @@ async def _command_exit_report(attempt: AttemptDir, info: ExitInfo, end: RankExi
     end = replace(end, lines=output.lines, written=output.written)
     if end.signal is None and output.exception is not None:
         message = (output.message or "")[:_LONGEST]
-        return replace(end, exception=output.exception, message=message, secondary=bool(PEER_GONE.search(message)))
+        secondary = error_says(message, Meaning.PEER_GONE)
+        return replace(end, exception=output.exception, message=message, secondary=secondary)
     return replace(end, message=output.uncaught) if end.signal == signal.SIGABRT else end
 
 

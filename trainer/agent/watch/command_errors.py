@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from trainer.agent.watch.root_cause import Cause, CommandFailure, RankEnd, find_cause, root_of
 from trainer.contract.failure_kinds import kinds_with
+from trainer.contract.failure_patterns import Meaning, error_says
 from trainer.contract.outcome import FailureKind
 
 START_SECONDS = 300.0
@@ -34,18 +35,6 @@ _FEW_SECONDS, _FEW_BYTES = 20.0, 400
 """Times and amounts within these ratios, or so near, are alike."""
 
 _VARYING = re.compile(r"0x[0-9a-f]+|\d+", re.IGNORECASE)
-_OUTSIDE = re.compile(
-    r"name resolution|Name or service not known|Stale file handle|Transport endpoint is not connected|"
-    r"Connection timed out|Network is unreachable|No route to host|"
-    r"DataLoader worker .{0,200}(killed|exited unexpectedly)"
-)
-"""What a program only meets: the network, a file server, the end of a helper."""
-_LOADING = re.compile(
-    r"SafetensorError|deserializing header|PytorchStreamReader|central directory|UnpicklingError|invalid load key|"
-    r"EOFError|unexpected EOF|BadZipFile|loading state_dict|storage has wrong byte size|JSONDecodeError|"
-    r"torch\.load\(|load_state_dict\(|load_file\(|load_checkpoint"
-)
-"""What programs raise, and where, when they load a file that was cut off."""
 _CRASHES = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE})
 """Signals that a program gets for what it does itself, loading a file that was cut off included."""
 _NAMED = re.compile(r"(?<![\w./~=+-])[\w./~=+-]*(?:checkpoint|ckpt)[\w.=+-]{0,255}\d[\w./=+-]*", re.IGNORECASE)
@@ -88,7 +77,7 @@ def command_cause(ends: Sequence[RankEnd], past: CommandPast, seconds: float) ->
     root = root_of(ends)
     cause = find_cause(ends, trained=True)
     raised = cause.failure.kind in _OWN_KINDS and cause.retry and root.signal is None
-    own = raised and not _OUTSIDE.search(_said(root))
+    own = raised and not error_says(_said(root), Meaning.OUTSIDE)
     failure = replace(cause.failure, step=None, lines=root.lines)
     if cause.failure.kind is FailureKind.USER_ERROR and cause.retry:  # a fault of the program only once that is shown
         failure = replace(failure, kind=FailureKind.UNKNOWN)
@@ -217,7 +206,7 @@ def _of_its_checkpoint(root: RankEnd, past: CommandPast) -> bool:
 def _loading(root: RankEnd, past: CommandPast) -> bool:
     """Whether it failed while it loaded something, by what it said last."""
     said = "\n".join((*root.lines, _said(root)))
-    return bool(_LOADING.search(said)) or (past.newest is not None and past.newest.name in said)
+    return error_says(said, Meaning.LOADING) or (past.newest is not None and past.newest.name in said)
 
 
 def _said(root: RankEnd) -> str:

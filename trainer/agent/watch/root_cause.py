@@ -1,35 +1,17 @@
 """PURE: which end of which rank is the cause of a failed generation, and what kind of failure it was."""
 
-import re
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from checkpointing.errors import NothingIntact, NothingVerifies, SaveFailed
+from trainer.contract.failure_patterns import Meaning, error_says
 from trainer.contract.messages.agents import RankExit
 from trainer.contract.outcome import MORE_MEMORY, ExitCode, Failure, FailureKind
 
 _NOT_STARTED = (126, 127)
-_STORAGE = re.compile(
-    r"\[Errno (5|28|30|122)\]|No space left on device|Disk quota exceeded|Input/output error|Read-only file system"
-    # torch's archive writer on a full disk does not name the errno
-    r"|inline_container\.cc.{0,500}unexpected pos",
-    re.IGNORECASE,
-)
 _CHECKPOINTS = frozenset(one.__name__ for one in (SaveFailed, NothingVerifies, NothingIntact))
 """Exceptions that say: the run's checkpoints cannot be written, or none of them can be trusted."""
-_RENDEZVOUS = re.compile(
-    r"DistNetworkError|DistStoreError|Address already in use|clients joined|client socket has (timed out|failed)"
-    r"|connectFullMesh|Timed out waiting \d+ms",
-)
-_MISMATCH = re.compile(r"Is there a distributed collective mismatch|Detected mismatch between collectives on ranks")
-"""What gloo says before it aborts the process, and torch with TORCH_DISTRIBUTED_DEBUG=DETAIL."""
-_OUT_OF_MEMORY = re.compile(
-    r"^(OutOfMemoryError|MemoryError)\b|CUDA out of memory|CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED"
-    r"|DefaultCPUAllocator: (can't allocate|not enough) memory|\[Errno 12\]|Cannot allocate memory"
-)
-"""What Python and torch raise where the kernel does not kill."""
-_OF_A_GPU = re.compile(r"OutOfMemoryError|CUDA|CUBLAS")
 _BAD_STEP = "BadStep"
 """The exception of all ranks alike when they have read a loss that is none to go on from."""
 _RESERVED = (ExitCode.STORAGE, ExitCode.RETRY, ExitCode.NODE_SUSPECT, ExitCode.NEVER_RETRY)
@@ -170,15 +152,15 @@ def _classify(end: RankEnd) -> tuple[FailureKind, bool, str]:
         return FailureKind.STORAGE, False, f"could not use its checkpoints: {_short(said)}"
     if end.exit_code == ExitCode.STORAGE:
         return FailureKind.STORAGE, False, f"could not use its storage (exit code 74){_after(said)}"
-    if _STORAGE.search(said):
+    if error_says(said, Meaning.STORAGE):
         return FailureKind.STORAGE, False, f"could not use its storage: {_short(said)}"
-    if _OUT_OF_MEMORY.search(said) and not end.secondary:
+    if error_says(said, Meaning.MEMORY, Meaning.GPU_MEMORY) and not end.secondary:
         return FailureKind.OUT_OF_MEMORY, True, f"ran out of memory: {_short(said)}; {_memory_hint(end)}"
     if end.secondary:
         return FailureKind.UNKNOWN, True, f"only saw a peer go away: {_short(said)}"
     if end.exit_code == ExitCode.RETRY:
         return FailureKind.UNKNOWN, True, f"asked to be restarted (exit code 75){_after(said)}"
-    if _RENDEZVOUS.search(said):
+    if error_says(said, Meaning.NO_RENDEZVOUS):
         return FailureKind.UNKNOWN, True, f"could not meet its peers: {_short(said)}"
     if end.exception is not None:
         return FailureKind.USER_ERROR, True, f"raised {_short(said)}"
@@ -193,12 +175,12 @@ def _memory_hint(end: RankEnd) -> str:
     """What to change; the steps, and the settings, of a command are not known."""
     if end.step is None:
         return _OF_A_COMMAND
-    return _LESS_OF_A_GPU if _OF_A_GPU.search(f"{end.exception}: {end.message}") else MORE_MEMORY
+    return _LESS_OF_A_GPU if error_says(f"{end.exception}: {end.message}", Meaning.GPU_MEMORY) else MORE_MEMORY
 
 
 def _mismatch(end: RankEnd) -> bool:
     """Whether it says that ranks called different collectives, which no restart fixes."""
-    return bool(end.message) and not end.secondary and bool(_MISMATCH.search(end.message or ""))
+    return not end.secondary and error_says(end.message or "", Meaning.MISMATCH)
 
 
 def exit_words(exit_code: int | None, number: int | None, memory_kill: str = "") -> str:

@@ -2,7 +2,7 @@
 
 from torch.distributed import DistError
 
-from trainer.contract.ranks.peer_loss import PEER_GONE
+from trainer.contract.failure_patterns import Meaning, error_says
 from trainer.worker.startup.rendezvous import PeerLost
 
 
@@ -13,4 +13,4 @@ def is_secondary_failure(error: BaseException) -> bool:
     # Only what torch's own collectives raise: a user's ConnectionResetError is a cause.
     if not isinstance(error, DistError) and type(error) is not RuntimeError:
         return False
-    return bool(PEER_GONE.search(str(error)))
+    return error_says(str(error), Meaning.PEER_GONE)

@@ -1,18 +1,11 @@
 """The device of a rank, its backend, and the settings that make two runs of the same step give the same bits."""
 
 import os
-import re
 
 import torch
 
 from trainer.contract.config import ClusterShape
-
-_HARDWARE_ERROR = re.compile(
-    r"uncorrectable (ECC|NVLink) error|fallen off the bus|GPU is lost|hardware stack error|"
-    r"no CUDA-capable device is detected|CUDA-capable device\(s\) is/are busy or unavailable|"
-    r"system not yet initialized|system has unsupported display driver",
-    re.IGNORECASE,
-)
+from trainer.contract.failure_patterns import Meaning, error_says
 
 
 class NodeFault(RuntimeError):
@@ -22,7 +15,7 @@ class NodeFault(RuntimeError):
 def is_node_fault(error: BaseException) -> bool:
     """Whether `error` is one of broken hardware rather than of the training code."""
     return isinstance(error, NodeFault) or (
-        isinstance(error, RuntimeError) and bool(_HARDWARE_ERROR.search(str(error)))
+        isinstance(error, RuntimeError) and error_says(str(error), Meaning.HARDWARE)
     )
 
 

@@ -1,0 +1,141 @@
+"""What known sentences in errors and logs mean: the one table; what follows from a meaning is its reader's affair.
+
+A match says what was printed: never which node is bad, and no verdict by itself.
+"""
+
+import re
+from enum import Flag, StrEnum, auto
+from functools import cache
+from typing import NamedTuple
+
+
+class Meaning(StrEnum):
+    """What a sentence says."""
+
+    STORAGE = "storage"  # a disk is full, read-only or broken
+    MEMORY = "memory"  # the host's is used up
+    GPU_MEMORY = "gpu_memory"
+    HARDWARE = "hardware"  # a GPU of this node is broken or cannot be had
+    PEER_GONE = "peer_gone"  # so in the words of torch's own collectives; elsewhere they can be a cause
+    NO_RENDEZVOUS = "no_rendezvous"  # ranks did not meet
+    MISMATCH = "mismatch"  # ranks called different collectives
+    OUTSIDE = "outside"  # what a program only meets: the network, a file server, the end of a process beside it
+    LOADING = "loading"  # what programs raise, and where, when they load a file that was cut off
+    NO_SECRETS = "no_secrets"  # an agent cannot read the run's secrets
+    TIME_LIMIT = "time_limit"
+    PREEMPTED = "preempted"
+    NODE_LOST = "node_lost"
+    REQUEUED = "requeued"
+    NOT_LAUNCHED = "not_launched"  # the program of a task was not found
+    TASK_KILLED = "task_killed"
+    CANCELLED = "cancelled"
+    TEARDOWN = "teardown"  # printed while everything is taken down
+
+
+class Place(Flag):
+    """Where a sentence means that."""
+
+    ERROR = auto()  # the text of an exception, or the last lines of a program
+    JOB_LOG = auto()  # what agents, srun and Slurm write
+
+
+class FailurePattern(NamedTuple):
+    """One row of the table."""
+
+    meaning: Meaning
+    places: Place
+    pattern: str
+
+
+_ERROR, _LOG, _BOTH = Place.ERROR, Place.JOB_LOG, Place.ERROR | Place.JOB_LOG
+_SOCKET = r"client socket has (timed out|failed to connect)"
+
+TABLE = tuple(
+    FailurePattern(*row)
+    for row in (
+        # Gaps have a bound (`.{0,500}`, never `.*`): a log may be one endless line.
+        # Of a line in a job's log the first row counts: Slurm's cancel names its reason in the same line.
+        (Meaning.NO_SECRETS, _LOG, r"refuses to train: cannot read the run's secrets"),
+        (Meaning.TIME_LIMIT, _LOG, r"DUE TO TIME LIMIT"),
+        (Meaning.PREEMPTED, _LOG, r"DUE TO PREEMPTION"),
+        (Meaning.NODE_LOST, _LOG, r"DUE TO NODE FAILURE|srun: error: Node failure on"),
+        (Meaning.NODE_LOST, _LOG, r"UNCORRECTABLE MEMORY ERROR AT"),
+        (Meaning.NODE_LOST, _LOG, r"STEPD TERMINATED ON .{0,500} DUE TO JOB NOT ENDING WITH SIGNALS"),
+        (Meaning.STORAGE, _BOTH, r"No space left on device|\[Errno 28\]"),
+        # torch's archive writer on a full disk does not name the errno
+        (Meaning.STORAGE, _BOTH, r"inline_container\.cc.{0,500}unexpected pos"),
+        (Meaning.STORAGE, _BOTH, r"Disk quota exceeded|\[Errno 122\]"),
+        (Meaning.STORAGE, _BOTH, r"Read-only file system|\[Errno 30\]"),
+        (Meaning.STORAGE, _BOTH, r"Input/output error|\[Errno 5\]"),
+        # In a log the small letters are orch's own, of a save that failed while training went on.
+        (Meaning.STORAGE, _ERROR, r"(?i:no space left on device|disk quota exceeded)"),
+        (Meaning.STORAGE, _ERROR, r"(?i:read-only file system|input/output error)"),
+        # The log is of a job that is over. A program opens its files anew: for it that is nothing of its own.
+        (Meaning.STORAGE, _LOG, r"Stale file handle|\[Errno 116\]"),
+        (Meaning.OUTSIDE, _ERROR, r"Stale file handle"),
+        (Meaning.NOT_LAUNCHED, _LOG, r"execve\(\): .{0,1000}(No such file or directory|Permission denied)"),
+        (Meaning.NOT_LAUNCHED, _LOG, r"No module named '?(trainer|orchestrator|checkpointing|submitit)"),
+        (Meaning.NOT_LAUNCHED, _LOG, r"could not find submitted jobs|Could not find job pickle"),
+        (Meaning.MEMORY, _LOG, r"[Dd]etected \d+ oom[-_]kill event"),
+        (Meaning.MEMORY, _LOG, r"[Oo]ut of memory: Killed process"),
+        (Meaning.MEMORY, _LOG, r"srun: error: \S+: tasks? [\d,-]+: Out Of Memory"),
+        (Meaning.TASK_KILLED, _LOG,
+         r"srun: error: \S+: tasks? [\d,-]+: (Killed|Segmentation fault|Bus error|Aborted)"),
+        # The kernel's words are above; these are what Python and torch raise where it does not kill.
+        (Meaning.MEMORY, _ERROR, r"^MemoryError\b|\[Errno 12\]|Cannot allocate memory"),
+        (Meaning.MEMORY, _ERROR, r"DefaultCPUAllocator: (can't allocate|not enough) memory"),
+        (Meaning.GPU_MEMORY, _ERROR, r"^OutOfMemoryError\b|CUDA out of memory|CUDA error: out of memory"),
+        (Meaning.GPU_MEMORY, _ERROR, r"CUBLAS_STATUS_ALLOC_FAILED"),
+        (Meaning.HARDWARE, _ERROR, r"(?i:uncorrectable (ECC|NVLink) error|fallen off the bus|GPU is lost)"),
+        (Meaning.HARDWARE, _ERROR, r"(?i:hardware stack error|no CUDA-capable device is detected)"),
+        (Meaning.HARDWARE, _ERROR, r"(?i:CUDA-capable device\(s\) is/are busy or unavailable)"),
+        (Meaning.HARDWARE, _ERROR, r"(?i:system not yet initialized|system has unsupported display driver)"),
+        (Meaning.PEER_GONE, _BOTH, r"Connection (reset|closed) by (remote )?peer|remote process exited"),
+        (Meaning.PEER_GONE, _ERROR, r"Broken pipe|Read error|Write error|Connection was likely closed"),
+        (Meaning.PEER_GONE, _ERROR, r"Application timeout caused pair closure|Connection refused|Socket Timeout"),
+        (Meaning.PEER_GONE, _ERROR, r"Timed out waiting \d+ms for (recv|send)|wait timeout after \d+ms"),
+        (Meaning.PEER_GONE, _ERROR, r"Failed to recv|failed to (recv|send)|socketProgress|connectFullMesh failed"),
+        (Meaning.PEER_GONE, _ERROR, r"ncclRemoteError|ncclSystemError|NCCL communicator was aborted"),
+        (Meaning.PEER_GONE, _ERROR, r"Some NCCL operations have failed or timed out"),
+        (Meaning.PEER_GONE, _ERROR, rf"{_SOCKET}|waiting for clients"),
+        # Words of a lost peer, too: they mean that no rank met another only where no collective of torch raised them.
+        (Meaning.NO_RENDEZVOUS, _BOTH, _SOCKET),
+        (Meaning.NO_RENDEZVOUS, _LOG, r"Timed out after \d+ seconds waiting for clients"),
+        (Meaning.NO_RENDEZVOUS, _ERROR, r"DistNetworkError|DistStoreError|Address already in use|clients joined"),
+        (Meaning.NO_RENDEZVOUS, _ERROR, r"connectFullMesh|Timed out waiting \d+ms"),
+        # gloo says so before it aborts the process, and torch with TORCH_DISTRIBUTED_DEBUG=DETAIL
+        (Meaning.MISMATCH, _ERROR, r"Is there a distributed collective mismatch"),
+        (Meaning.MISMATCH, _ERROR, r"Detected mismatch between collectives on ranks"),
+        (Meaning.OUTSIDE, _ERROR, r"name resolution|Name or service not known|Transport endpoint is not connected"),
+        (Meaning.OUTSIDE, _ERROR, r"Connection timed out|Network is unreachable|No route to host"),
+        (Meaning.OUTSIDE, _ERROR, r"DataLoader worker .{0,200}(killed|exited unexpectedly)"),
+        (Meaning.LOADING, _ERROR, r"SafetensorError|deserializing header|PytorchStreamReader|central directory"),
+        (Meaning.LOADING, _ERROR, r"UnpicklingError|invalid load key|EOFError|unexpected EOF|BadZipFile"),
+        (Meaning.LOADING, _ERROR, r"loading state_dict|storage has wrong byte size|JSONDecodeError"),
+        (Meaning.LOADING, _ERROR, r"torch\.load\(|load_state_dict\(|load_file\(|load_checkpoint"),
+        (Meaning.REQUEUED, _LOG, r"DUE TO JOB REQUEUE"),
+        (Meaning.CANCELLED, _LOG, r"CANCELLED AT .{0,500} \*\*\*$"),
+        (Meaning.TEARDOWN, _LOG, r"srun: (Job step aborted|forcing job termination|Force Terminated)"),
+        (Meaning.TEARDOWN, _LOG, r"srun: error: \S+: tasks? [\d,-]+: (Terminated|Exited with exit code)"),
+    )
+)  # fmt: skip
+
+
+def error_says(text: str, *meanings: Meaning) -> bool:
+    """Whether the text of an error, or a program's last lines, means one of these."""
+    return any(pattern.search(text) for pattern in _of_errors(meanings))
+
+
+def log_line_says(line: str) -> Meaning | None:
+    """What a line of a job's log means."""
+    return next((meaning for meaning, pattern in _of_job_logs() if pattern.search(line)), None)
+
+
+@cache
+def _of_errors(meanings: tuple[Meaning, ...]) -> list[re.Pattern[str]]:
+    return [re.compile(row.pattern) for row in TABLE if row.meaning in meanings and Place.ERROR in row.places]
+
+
+@cache
+def _of_job_logs() -> list[tuple[Meaning, re.Pattern[str]]]:
+    return [(row.meaning, re.compile(row.pattern)) for row in TABLE if Place.JOB_LOG in row.places]

@@ -169,6 +169,18 @@ def test_rooms_of_the_agent_are_entered_one_way() -> None:
     none_of(violations())
 
 
+def test_the_login_node_imports_nothing_of_the_agent() -> None:
+    """It names the agent's entry point as a string; what both need is in the contract."""
+    modules = {module_name(name) for name in SOURCES}
+    none_of(
+        f"{name} imports {module}"
+        for name, tree in TREES.items()
+        if name.startswith(("orch/", "orchestrator/"))
+        for module in sorted(set(_edges(tree, modules)))
+        if module.startswith("trainer.agent")
+    )
+
+
 def test_no_import_cycles() -> None:
     modules = {module_name(name): tree for name, tree in TREES.items()}
     graph = {name: set(_edges(tree, modules.keys())) - {name} for name, tree in modules.items()}

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from orchestrator.registry.records import Notice
-from trainer.agent.ladder.drilled_failures import HARMLESS, NOT_BY_A_DRILL
+from trainer.contract.drilled_failures import HARMLESS, NOT_BY_A_DRILL
 from trainer.contract.events import EventKind
 from trainer.contract.outcome import Failure
 

@@ -23,9 +23,9 @@ from orchestrator.scheduler.job_environment import Submitter
 from orchestrator.scheduler.slurm.sbatch_values import minutes
 from orchestrator.submission.resume_contract import Rule, identity_changes
 from orchestrator.submission.resume_request import current_identity
-from trainer.agent.user_command import restore_program
 from trainer.contract import restore_test
 from trainer.contract.config import build
+from trainer.contract.restore_test import CHECKPOINT_VARIABLE, RESTORE_PROGRAM
 from trainer.contract.run_dir import RunDir
 
 LONGEST = "30"
@@ -220,9 +220,9 @@ def _command(data: dict[str, Any], run: Run, settings: RestoreTestsConfig, check
             where="restore_tests.command", hint="restore_tests.command=[python, restore.py] in the run's configuration",
         )  # fmt: skip
     python = data["cluster"]["python"] or Submitter.of(run.identity).python or "python"
-    variables = {restore_program.CHECKPOINT: checkpoint.path, "ORCH_CHECKPOINT_STEP": str(checkpoint.step)}
+    variables = {CHECKPOINT_VARIABLE: checkpoint.path, "ORCH_CHECKPOINT_STEP": str(checkpoint.step)}
     return {
-        "command": [python, str(Path(restore_program.__file__)), *settings.command],
+        "command": [python, str(RESTORE_PROGRAM), *settings.command],
         "checkpoints": {**data["checkpoints"], "path": ""},
         "env": {**data["env"], **variables},
     }

@@ -2,6 +2,7 @@
 
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
 from checkpointing.storage.durable import dump_line, read_json, write_durably
@@ -11,6 +12,10 @@ from trainer.contract.secrets.secret_redaction import in_use
 
 ORDER_SCHEMA = "orch.restore-test/1"
 VERDICT_SCHEMA = "orch.restore-verdict/1"
+RESTORE_PROGRAM = Path(__file__).parent.parent / "agent" / "user_command" / "restore_program.py"
+"""The program that runs a user's own one against a checkpoint; it is started by its path."""
+CHECKPOINT_VARIABLE = "ORCH_CHECKPOINT"
+"""Tells that program, and the user's, which file or folder the checkpoint is."""
 
 
 class Outcome(StrEnum):

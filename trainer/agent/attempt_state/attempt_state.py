@@ -12,12 +12,12 @@ from trainer.agent.attempt_state.outbox import Outbox
 from trainer.agent.attempt_state.stopping import Stop, Stopping
 from trainer.agent.control.own_messages import InboxMessage
 from trainer.agent.ladder import node_replacement
-from trainer.agent.ladder.drilled_failures import drill_behind
 from trainer.agent.ladder.in_job_policy import Decision, Situation
 from trainer.agent.ladder.rollback import record_skip
 from trainer.agent.nodes.roster import Roster
 from trainer.agent.watch.command_errors import CommandPast
 from trainer.contract.config import JobConfig
+from trainer.contract.drilled_failures import drill_behind
 from trainer.contract.events import EventKind, EventLog
 from trainer.contract.heartbeat import Heartbeat, Stage
 from trainer.contract.launch_token import LaunchToken

@@ -6,13 +6,13 @@ Rungs 1 (roll back, skip a batch), 2 (restart in place), 3 (use a spare node) an
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 
-from trainer.agent.ladder.suspect_checkpoints import FailedGeneration, failed_generation, suspect_steps
 from trainer.agent.watch.command_errors import CommandPast, command_cause
 from trainer.agent.watch.root_cause import Cause, CommandFailure, RankEnd, find_cause, secondary_order
 from trainer.contract.failure_kinds import kinds_with
 from trainer.contract.outcome import AttemptResult, ExitCode, Failure, FailureKind
 from trainer.contract.ranks.progress import StopReason
 from trainer.contract.skipped_batches import Skip
+from trainer.contract.suspect_checkpoints import FailedGeneration, failed_generation, suspect_steps
 
 SETTLE_SECONDS = 1.0
 """How long peers get to report their own outcomes: no longer, for they may be blocked in a collective for ever."""

@@ -20,16 +20,15 @@ if __name__ == "__main__":  # started by its path: where orch's packages are, on
 
 from trainer.contract.events import EventKind, EventLog
 from trainer.contract.outcome import ExitCode
-from trainer.contract.restore_test import Outcome
+from trainer.contract.restore_test import CHECKPOINT_VARIABLE, Outcome
 from trainer.contract.run_dir import RunDir
 
-CHECKPOINT = "ORCH_CHECKPOINT"
 _READ_ONLY = 'mount --bind "$0" "$0" && mount -o remount,bind,ro "$0" && exec "$@"'
 
 
 def main(program: list[str]) -> int:
     """Run the program as this rank; returns its exit code."""
-    checkpoint, began = Path(os.environ[CHECKPOINT]), time.time()
+    checkpoint, began = Path(os.environ[CHECKPOINT_VARIABLE]), time.time()
     before = content(checkpoint)
     shielded = can_shield(checkpoint)
     prefix = ["unshare", "-rm", "sh", "-c", _READ_ONLY, str(checkpoint)] if shielded else []

@@ -14,6 +14,7 @@ import pytest
 
 from trainer.agent.user_command import restore_program
 from trainer.contract.events import read_events
+from trainer.contract.restore_test import CHECKPOINT_VARIABLE, RESTORE_PROGRAM
 from trainer.contract.run_dir import RunDir
 
 
@@ -31,10 +32,10 @@ def restored(run: RunDir, program: str, rank: int = 0, *, shield: bool = True) -
     """The exit code of one rank, and the verdicts that it wrote."""
     programs = os.environ["PATH"] if shield else str(run.path)  # no `unshare` there
     environment = {
-        **os.environ, "ORCH_CHECKPOINT": str(run.path.parent / "checkpoint-7"), "ORCH_RUN_DIR": str(run.path),
+        **os.environ, CHECKPOINT_VARIABLE: str(run.path.parent / "checkpoint-7"), "ORCH_RUN_DIR": str(run.path),
         "ORCH_ATTEMPT": "1", "RANK": str(rank), "PATH": programs,
     }  # fmt: skip
-    words = [sys.executable, restore_program.__file__, sys.executable, "-c", program]
+    words = [sys.executable, str(RESTORE_PROGRAM), sys.executable, "-c", program]
     done = subprocess.run(words, env=environment, check=False, timeout=60)
     path = run.attempt(1).event_file(f"restore-test-{rank:05d}")
     return done.returncode, [event.data for event in read_events(path)[0]] if path.exists() else []

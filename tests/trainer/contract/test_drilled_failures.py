@@ -2,8 +2,8 @@
 
 import pytest
 
-from trainer.agent.ladder.drilled_failures import drill_behind
 from trainer.contract.drill_config import DrillEvent
+from trainer.contract.drilled_failures import drill_behind
 from trainer.contract.outcome import Culprit, Failure, FailureKind
 
 

@@ -1,5 +1,6 @@
 """The order of tests among workers; a server that speaks S3 and a process that forks ranks, one of each."""
 
+import gc
 import logging
 import os
 import urllib.request
@@ -21,6 +22,16 @@ os.environ["ORCH_WORK_LOG"] = "1"
 # By default an example that takes longer than 200 ms fails: on a busy machine any may.
 hypothesis.settings.register_profile("orch", deadline=None)
 hypothesis.settings.load_profile("orch")
+
+
+# What is imported stays: to collect garbage among a million objects takes longer than most tests.
+gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """Everything is imported: set it apart, and collect the garbage of tests from here on."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -6,6 +6,7 @@ the exit codes when all have ended. What a child prints goes into `folder`; one 
 """
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -135,6 +136,7 @@ def main() -> None:
     from trainer.worker.startup import preimport  # seconds, and only for this process
 
     preimport.import_lazy_parts()
+    gc.freeze()
     for line in sys.stdin:
         order = json.loads(line)
         module = importlib.import_module(order["module"])

@@ -44,8 +44,8 @@ def main(config: JobConfig, folder: Path, steps: int) -> None:
                 total += loss.detach()
             gradients = [p.grad for p in model.parameters() if p.grad is not None]
             reduced = reduction.reduce(step, gradients, total, StopReason.NONE, reduction.RankZeroMessage())
-            reduction.clip(gradients, reduced.norm, config.train.clip_norm)
-            set_learning_rate(optimizer, learning_rate(config.train, step))
+            reduction.clip(gradients, reduced.norm, config.optimizer.clip_norm)
+            set_learning_rate(optimizer, learning_rate(config.optimizer, config.train.steps, step))
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             tell(lines, step)

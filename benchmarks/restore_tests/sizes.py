@@ -37,7 +37,7 @@ class Size:
 
 def _llama(dim: int, layers: int, ffn_dim: int) -> tuple[str, ...]:
     shape = (f"model.dim={dim}", f"model.layers={layers}", "model.heads=8", "model.kv_heads=4")
-    return (*shape, f"model.ffn_dim={ffn_dim}", "train.batch_size=4", "train.seq_len=64", "train.warmup_steps=2")
+    return (*shape, f"model.ffn_dim={ffn_dim}", "train.batch_size=4", "train.seq_len=64", "optimizer.warmup_steps=2")
 
 
 SIZES = (

@@ -10,6 +10,7 @@ from typing import Any
 
 from orchestrator.config.run_config import RunConfig
 from orchestrator.errors import ConfigError
+from trainer.contract.moved_keys import moved_from, present_path
 
 Path = tuple[str, ...]
 
@@ -51,7 +52,7 @@ def kind_of(path: Path, where: str) -> Any:
         elif is_section(kind) and name in section(kind):
             kind = section(kind)[name]
         elif is_section(kind):
-            raise unknown(path[: depth + 1], kind, where)
+            raise unknown(path[: depth + 1], kind, where, path)
         else:
             parent = dotted(path[:depth])
             hint = f"{parent}=VALUE"
@@ -64,11 +65,12 @@ def within_open(path: Path) -> bool:
     return any(is_open(kind_of(path[:depth], "")) for depth in range(len(path)))
 
 
-def unknown(path: Path, kind: Any, where: str) -> ConfigError:
-    """The error for a key that section `kind` does not have."""
+def unknown(path: Path, kind: Any, where: str, whole: Path = ()) -> ConfigError:
+    """The error for a key that section `kind` does not have; `whole`: all that was typed, if that is more."""
     prefix, name = path[:-1], path[-1]
     there = list(section(kind))
-    near = _nearest(prefix, name, there)
+    typed = whole or path
+    near = dotted(present_path(typed)) if present_path(typed) != typed else _nearest(prefix, name, there)
     meant = f"did you mean `{near}`?  " if near else ""
     place = f"keys in `{dotted(prefix)}`" if prefix else "keys"
     return ConfigError(f"unknown key `{dotted(path)}`", where=where, hint=f"{meant}{place}: {', '.join(there)}")
@@ -76,8 +78,8 @@ def unknown(path: Path, kind: Any, where: str) -> ConfigError:
 
 def _nearest(prefix: Path, name: str, there: list[str]) -> str | None:
     # A slip of the finger in the right section first, then the right word in the wrong section.
-    for match in difflib.get_close_matches(name, there, n=1, cutoff=0.6):
-        return dotted((*prefix, match))
+    for match in difflib.get_close_matches(name, [*there, *moved_from(prefix)], n=1, cutoff=0.6):
+        return dotted(present_path((*prefix, match)))
     same = [key for key in every_key() if key[-1] == name]
     if same:
         return dotted(same[0])

@@ -124,9 +124,9 @@ def _reason_against(record: NodeRecord, recovery: RecoveryConfig, node_days: flo
         return _often(record.name, record.history)
     if record.hangs >= TWO_HANGS:
         return f"ranks on {record.name} hung in {record.hangs} attempts"
-    bound = recovery.straggler.replace_after
+    bound = recovery.exclude_slow_after
     if bound and record.slow >= bound:
-        return f"{record.name} slowed down {record.slow} attempts (recovery.straggler.replace_after)"
+        return f"{record.name} slowed down {record.slow} attempts (recovery.exclude_slow_after)"
     return ""
 
 

@@ -147,9 +147,9 @@ _FINAL = {
     FailureKind.NUMERIC: (
         Action.HOLD,
         "a rollback did not mend the loss: ",
-        "; mend the data or the code, or go on with other settings (train.lr, train.clip_norm): from the last good "
-        "checkpoint that `orch ckpt ls {run}` lists with `orch submit --from {run}@STEP KEY=VALUE`, where it has none "
-        "with `orch resume {run} KEY=VALUE`",
+        "; mend the data or the code, or go on with other settings (optimizer.lr, optimizer.clip_norm): from the last "
+        "good checkpoint that `orch ckpt ls {run}` lists with `orch submit --from {run}@STEP KEY=VALUE`, where it has "
+        "none with `orch resume {run} KEY=VALUE`",
     ),
 }
 """What to do about a kind that a person must end, and the words around its reason; HELD where nothing stands here."""
@@ -176,7 +176,7 @@ def _none_intact(failure: Failure, run: str) -> Decision:
 
 def _without_return(failure: Failure, run: str) -> Decision:
     what = f"to begin again did not mend the loss: {failure.reason}; the run has saved no checkpoint"
-    cure = "mend the data or the code, or begin at step 0 with other settings (train.lr, train.clip_norm)"
+    cure = "mend the data or the code, or begin at step 0 with other settings (optimizer.lr, optimizer.clip_norm)"
     return Decision(action=Action.HOLD, reason=f"{what}: {cure}: `orch resume {run} KEY=VALUE`")
 
 

@@ -25,6 +25,7 @@ from orchestrator.registry_rebuild.salvage import salvage
 from orchestrator.states import LIVE_RUNS, RunState, Trust
 from trainer.contract.config import build, digest_of
 from trainer.contract.launch_token import LaunchToken
+from trainer.contract.moved_keys import in_present_keys
 from trainer.contract.run_dir import RunDir
 
 log = logging.getLogger("orch.registry")
@@ -44,7 +45,7 @@ class Found:
     @property
     def config(self) -> RunConfig:
         """What the run's next attempt would have."""
-        config = build(RunConfig, self.configs[self.record.run.config_digest])
+        config = build(RunConfig, in_present_keys(self.configs[self.record.run.config_digest]))
         assert isinstance(config, RunConfig)
         return config
 

@@ -192,8 +192,8 @@ def _composed(saved_with: dict[str, Any], run: Run, settings: RestoreTestsConfig
         data["cluster"]["kind"] = asked.kind
     data["checkpoint"] |= {"every": 0, "tiers": [], "max_unsaved_steps": 0}
     data["recovery"] |= {"restarts_in_place": 0, "max_failures": 0}
-    data["recovery"]["spike"]["deviations"] = 0.0
-    data["recovery"]["hang"]["slow"] = data["recovery"]["hang"]["most"]  # one rank reads, the others wait
+    data["detection"]["spike"]["deviations"] = 0.0
+    data["detection"]["hang"]["slow"] = data["detection"]["hang"]["most"]  # one rank reads, the others wait
     data["drill"]["events"] = []
     data["restore_tests"] |= {"every": OFF}
     if data["command"]:

@@ -71,6 +71,7 @@ def is_rank_1(process: psutil.Process) -> bool:
     return process.environ().get("RANK") == "1" and any(word.endswith("train_ddp.py") for word in process.cmdline())
 
 
+@pytest.mark.proof
 def test_an_unchanged_torchrun_script_ends_with_the_same_bits_after_a_kill(user: User) -> None:
     saved_by(user)
     calm, killed = ended(user, "calm", kill=False), ended(user, "killed", kill=True)

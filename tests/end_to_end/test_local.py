@@ -153,7 +153,7 @@ def test_a_finished_run_is_branched_and_goes_on_with_more_steps(user: User) -> N
         assert "train.seed cannot" in refused.stderr
 
     second = user.ask("submit", "--from", f"{first}@4", "checkpoint.keep=2")["run"]
-    more = ["train.steps=8", "train.lr=0.001", "cluster.ranks_per_node=1", "parallel.dp_shard=0"]
+    more = ["train.steps=8", "optimizer.lr=0.001", "cluster.ranks_per_node=1", "parallel.dp_shard=0"]
     assert user.run("resume", first, *more).returncode == 0
     assert user.wait(second) == 0
     branched = user.show(second)

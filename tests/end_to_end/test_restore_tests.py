@@ -55,6 +55,7 @@ def read_only(user: User, run: str, *words: str) -> subprocess.CompletedProcess[
     )  # fmt: skip
 
 
+@pytest.mark.proof
 def test_it_needs_no_write_to_the_run_that_it_tests(trained: tuple[User, str]) -> None:
     user, run = trained
     user.run("controller", "stop")

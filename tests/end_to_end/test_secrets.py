@@ -26,8 +26,8 @@ def test_secrets_are_told_by_no_file_row_log_message_or_process(user: User) -> N
     words = [
         *ONE_NODE, "train.steps=8", "train.dtype=float32", "checkpoint.every=2", "+workload.args.width=8",
         "workload.target=tests.end_to_end.leaking_workload:Leaking", f"workload.path=[{ROOT}]",
-        "env_from=[HF_TOKEN]", f"secrets_file={user.folder / 'tokens'}", "recovery.hang.stopped=1",
-        "recovery.hang.evidence=3", "drill.events=[{kind: stop-rank, rank: 1, step: 3}]",
+        "env_from=[HF_TOKEN]", f"secrets_file={user.folder / 'tokens'}", "detection.hang.stopped=1",
+        "detection.hang.evidence=3", "drill.events=[{kind: stop-rank, rank: 1, step: 3}]",
     ]  # fmt: skip
     with command_lines_watched() as lines:
         run = user.submit(str(user.folder / "mine.yaml"), *words)["run"]

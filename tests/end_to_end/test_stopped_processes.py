@@ -11,7 +11,7 @@ import pytest
 from tests.end_to_end.user import SMALL, User, assert_exact, assert_gone, assert_no_step_twice_at_once, compare
 
 pytestmark = [pytest.mark.multi, pytest.mark.timeout(1500)]
-HASTY = "recovery.hang.agent=4"
+HASTY = "detection.hang.agent=4"
 """Seconds after which a node ends an agent that stands still; the default is longer than an agent's patience."""
 
 

@@ -35,7 +35,7 @@ class Bench:
         settings = [
             "cluster.nodes=1", f"cluster.ranks_per_node={self.ranks}", f"cluster.gpus_per_node={self.gpus}",
             f"parallel.tp={tp}", "parallel.dp_shard=0", f"train.steps={STEPS}", f"checkpoint.every={EVERY}",
-            "recovery.backoff=0.5", "recovery.hang.least=4", "recovery.hang.stopped=2",
+            "recovery.backoff=0.5", "detection.hang.least=4", "detection.hang.stopped=2",
         ]  # fmt: skip
         run: str = self.user.submit("tiny-gpt", *settings, *more)["run"]
         return run

@@ -66,13 +66,13 @@ def test_a_row_becomes_a_run(typed: list[tuple[str, ...]]) -> None:
 
 
 def test_values_of_python_are_typed_as_a_configuration_means_them(typed: list[tuple[str, ...]]) -> None:
-    values = {"train.lr": 1e-4, "data.shuffle": False, "command": ["python", "a b.py"], "data.path": None}
+    values = {"optimizer.lr": 1e-4, "data.shuffle": False, "command": ["python", "a b.py"], "data.path": None}
     orch.submit(
         Path("x.yaml"), values, name="n", cluster="local", tags=["t", "u"], begin_with="a-1@5", weights_only=True
     )
     assert typed[0] == (
-        "submit", "x.yaml", "train.lr=0.0001", "data.shuffle=false", 'command=["python", "a b.py"]', "data.path=null",
-        "--weights-only", "--name=n", "--cluster=local", "--from=a-1@5", "--tag=t", "--tag=u",
+        "submit", "x.yaml", "optimizer.lr=0.0001", "data.shuffle=false", 'command=["python", "a b.py"]',
+        "data.path=null", "--weights-only", "--name=n", "--cluster=local", "--from=a-1@5", "--tag=t", "--tag=u",
     )  # fmt: skip
     assert typed[1] == ("status", "a-1")
     orch.submit("x.yaml", ["train.steps=3"])

@@ -108,7 +108,7 @@ def test_a_node_that_slows_two_attempts_down_is_left_out_of_the_third(tmp_path: 
     assert slow in world.attempts[2].excluded
     assert slow not in world.attempts[2].nodes
     (node,) = [node for node in world.store.nodes() if node.name == slow]
-    assert (node.failures, node.reason) == (0, f"{slow} slowed down 2 attempts (recovery.straggler.replace_after)")
+    assert (node.failures, node.reason) == (0, f"{slow} slowed down 2 attempts (recovery.exclude_slow_after)")
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ def verdicts(user: User, run: str, count: int, seconds: float = 150) -> list[dic
     return found
 
 
+@pytest.mark.proof
 def test_a_tick_tests_what_is_due_on_another_world_size(lab: SlurmLab, user: User) -> None:
     """As under cron: no daemon; every pass does what is due by then."""
     layouts = ["restore_tests.layouts=[1]", "+restore_tests.cluster.partition=high"]

@@ -112,6 +112,7 @@ def test_preemption_uses_no_failure_budget(lab: SlurmLab, user: User) -> None:
     assert_no_step_twice_at_once(user, run)
 
 
+@pytest.mark.proof
 def test_usr2_is_an_agreed_stop_with_a_save(lab: SlurmLab, user: User) -> None:
     submitted = user.submit("tiny-gpt", *ONE_RANK_EACH, *user.slowly(), "checkpoint.every=0")
     run = submitted["run"]

@@ -30,6 +30,7 @@ def training(user: User, run: str, beyond: int, seconds: float = 90) -> None:
     user.until(lambda: user.step(run) > beyond, seconds, f"training beyond step {beyond}")
 
 
+@pytest.mark.proof
 def test_a_dead_node_is_replaced_within_the_job(lab: SlurmLab, user: User) -> None:
     submitted = user.submit("tiny-gpt", *SMALL)
     run, job = submitted["run"], submitted["job_id"]

@@ -223,7 +223,7 @@ class Agent:
             logs=self._node_logs,
         )
         watchdog = WatchdogClient(
-            seconds=config.recovery.hang.agent, report=self._attempt.agent_report(identity.node), node=identity.node,
+            seconds=config.detection.hang.agent, report=self._attempt.agent_report(identity.node), node=identity.node,
             name=identity.name,
         )  # fmt: skip
         self._node.other_children = (watchdog.pid,)

@@ -11,8 +11,9 @@ from typing import Any
 from checkpointing.config import CheckpointConfig
 from checkpointing.storage.durable import canonical, read_json
 from trainer.contract.drill_config import DrillConfig
-from trainer.contract.fault_detection_config import HangConfig, PreflightConfig, SpikeConfig, StragglerConfig
+from trainer.contract.fault_detection_config import DetectionConfig
 from trainer.contract.logs.log_rotation import LogsConfig
+from trainer.contract.moved_keys import in_present_keys
 from trainer.contract.run_dir import RunDir
 from trainer.contract.scheduler_kinds import choice_words, choices
 from trainer.contract.user_command.command_checkpoints import CommandCheckpointsConfig
@@ -146,7 +147,7 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """The training recipe."""
+    """How long and on how much is trained, and in which precision."""
 
     steps: int = 200
     """Optimizer steps of the whole run."""
@@ -158,6 +159,25 @@ class TrainConfig:
     """Sequences per forward pass and data-parallel rank; fewer accumulate gradients. 0: the whole share at once."""
     seq_len: int = 128
     """Tokens per sequence."""
+    dtype: str = "bfloat16"
+    """Precision of forward and backward: `bfloat16` (gradients are reduced in float32) or `float32`."""
+    activation_checkpointing: bool = False
+    """Recompute every layer in the backward pass instead of keeping its activations."""
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch_size", "seq_len"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"train.{name}={getattr(self, name)}: must be at least 1")
+        if self.micro_batch_size < 0:
+            raise ValueError(f"train.micro_batch_size={self.micro_batch_size}: must be 0 or more")
+        if self.dtype not in ("bfloat16", "float32"):
+            raise ValueError(f"train.dtype={self.dtype}: must be bfloat16 or float32")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW, its learning-rate schedule, and gradient clipping."""
+
     lr: float = 3e-3
     """Peak learning rate of AdamW."""
     min_lr_ratio: float = 0.1
@@ -168,22 +188,13 @@ class TrainConfig:
     """Decoupled weight decay of matrices."""
     clip_norm: float = 1.0
     """Gradient norm above which gradients are clipped; 0: no clipping."""
-    dtype: str = "bfloat16"
-    """Precision of forward and backward: `bfloat16` (gradients are reduced in float32) or `float32`."""
-    activation_checkpointing: bool = False
-    """Recompute every layer in the backward pass instead of keeping its activations."""
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch_size", "seq_len"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"train.{name}={getattr(self, name)}: must be at least 1")
-        for name in ("lr", "warmup_steps", "micro_batch_size", "weight_decay", "clip_norm"):
-            if not 0 <= getattr(self, name) < float("inf"):
-                raise ValueError(f"train.{name}={getattr(self, name)}: must be 0 or more")
-        if not 0 <= self.min_lr_ratio <= 1:
-            raise ValueError(f"train.min_lr_ratio={self.min_lr_ratio}: must be from 0 to 1")
-        if self.dtype not in ("bfloat16", "float32"):
-            raise ValueError(f"train.dtype={self.dtype}: must be bfloat16 or float32")
+        for item in fields(self):
+            if not 0 <= getattr(self, item.name) < float("inf"):
+                raise ValueError(f"optimizer.{item.name}={getattr(self, item.name)}: must be 0 or more")
+        if self.min_lr_ratio > 1:
+            raise ValueError(f"optimizer.min_lr_ratio={self.min_lr_ratio}: must be from 0 to 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,16 +255,13 @@ class RecoveryConfig:
     """Hours for which a faulty node is excluded."""
     exclude_share: float = 0.1
     """Largest share of the partition that may be excluded (but always one node, if the job can do without it)."""
-    hang: HangConfig = field(default_factory=HangConfig)
-    straggler: StragglerConfig = field(default_factory=StragglerConfig)
-    spike: SpikeConfig = field(default_factory=SpikeConfig)
-    preflight: PreflightConfig = field(default_factory=PreflightConfig)
+    exclude_slow_after: int = 2
+    """Attempts that a node must have slowed down before it is excluded; 0: never."""
 
     def __post_init__(self) -> None:
         for item in fields(self):
-            value = getattr(self, item.name)
-            if not is_dataclass(value) and not 0 <= value < float("inf"):
-                raise ValueError(f"recovery.{item.name}={value}: must be 0 or more")
+            if not 0 <= getattr(self, item.name) < float("inf"):
+                raise ValueError(f"recovery.{item.name}={getattr(self, item.name)}: must be 0 or more")
         if self.exclude_share > 1:
             raise ValueError(f"recovery.exclude_share={self.exclude_share}: is a share, at most 1")
 
@@ -278,17 +286,25 @@ class ProgramConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class JobConfig(ProgramConfig):
-    """`config.json` as agents and ranks see it; keys that only the login node needs are ignored."""
+class RecipeConfig(ProgramConfig):
+    """What is trained, on which data, and how."""
 
-    cluster: ClusterShape = field(default_factory=ClusterShape)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     data: DataConfig = field(default_factory=DataConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobConfig(RecipeConfig):
+    """`config.json` as agents and ranks see it; keys that only the login node needs are ignored."""
+
+    cluster: ClusterShape = field(default_factory=ClusterShape)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     recovery: RecoveryConfig = field(default_factory=RecoveryConfig)
+    detection: DetectionConfig = field(default_factory=DetectionConfig)
     drill: DrillConfig = field(default_factory=DrillConfig)
     logs: LogsConfig = field(default_factory=LogsConfig)
 
@@ -300,7 +316,7 @@ class JobConfig(ProgramConfig):
 
 def load(run: RunDir, attempt: int) -> JobConfig:
     """Read the config of an attempt; 0: the one that the run was submitted with. Raises OSError or ValueError."""
-    config = build(JobConfig, read_json(run.config_of(attempt)))
+    config = build(JobConfig, in_present_keys(read_json(run.config_of(attempt))))
     assert isinstance(config, JobConfig)
     if not config.workload.snapshot:
         return config

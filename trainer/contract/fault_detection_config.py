@@ -1,6 +1,6 @@
 """Configuration of what watches a job from inside: hangs, stragglers, loss spikes, the examination of nodes."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,12 +28,12 @@ class HangConfig:
 
     def __post_init__(self) -> None:
         if self.factor < 2:
-            raise ValueError(f"recovery.hang.factor={self.factor}: must be at least 2, or ordinary steps look hung")
+            raise ValueError(f"detection.hang.factor={self.factor}: must be at least 2, or ordinary steps look hung")
         if not 0 <= self.heartbeat < float("inf"):
-            raise ValueError(f"recovery.hang.heartbeat={self.heartbeat}: must be 0 or more seconds")
+            raise ValueError(f"detection.hang.heartbeat={self.heartbeat}: must be 0 or more seconds")
         for name in ("least", "slow", "most", "stopped", "evidence", "agent"):
             if not 0 < getattr(self, name) < float("inf"):
-                raise ValueError(f"recovery.hang.{name}={getattr(self, name)}: must be above 0 seconds")
+                raise ValueError(f"detection.hang.{name}={getattr(self, name)}: must be above 0 seconds")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,14 +46,12 @@ class StragglerConfig:
     """A rank is a straggler when its work takes more than this many times its peers', in several windows in a row."""
     windows: int = 3
     """Windows in a row that must agree."""
-    replace_after: int = 2
-    """Attempts that a node must have slowed down before it is excluded; 0: never."""
 
     def __post_init__(self) -> None:
         if self.ratio <= 1:
-            raise ValueError(f"recovery.straggler.ratio={self.ratio}: must be above 1")
-        if self.windows < 2 or self.replace_after < 0:
-            raise ValueError("recovery.straggler: windows must be at least 2, replace_after at least 0")
+            raise ValueError(f"detection.straggler.ratio={self.ratio}: must be above 1")
+        if self.windows < 2:
+            raise ValueError(f"detection.straggler.windows={self.windows}: must be at least 2")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +67,7 @@ class SpikeConfig:
 
     def __post_init__(self) -> None:
         if self.deviations < 0 or self.window < 8 or self.roll_backs < 0:
-            raise ValueError("recovery.spike: deviations and roll_backs must be at least 0, window at least 8")
+            raise ValueError("detection.spike: deviations and roll_backs must be at least 0, window at least 8")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,4 +86,14 @@ class PreflightConfig:
 
     def __post_init__(self) -> None:
         if not 0 < self.slowest < 1 or self.seconds <= 0 or self.skew <= 0:
-            raise ValueError("recovery.preflight: slowest must be between 0 and 1, seconds and skew above 0")
+            raise ValueError("detection.preflight: slowest must be between 0 and 1, seconds and skew above 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DetectionConfig:
+    """What counts as a fault of a rank or of a node."""
+
+    hang: HangConfig = field(default_factory=HangConfig)
+    straggler: StragglerConfig = field(default_factory=StragglerConfig)
+    spike: SpikeConfig = field(default_factory=SpikeConfig)
+    preflight: PreflightConfig = field(default_factory=PreflightConfig)

@@ -8,21 +8,21 @@ import torch
 from torch import nn
 from torch.optim import optimizer as of_torch
 
-from trainer.contract.config import TrainConfig
+from trainer.contract.config import OptimizerConfig
 
 _TINY = 1e-150
 """A rate by which no weight moves, in double precision either, and whose square is not zero."""
 
 
-def adamw(model: nn.Module, train: TrainConfig) -> torch.optim.Optimizer:
+def adamw(model: nn.Module, optimizer: OptimizerConfig) -> torch.optim.Optimizer:
     """AdamW with weight decay on matrices only: norms and biases are scales, not weights to shrink."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": train.weight_decay},
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": optimizer.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(
-        [group for group in groups if group["params"]], lr=train.lr, betas=(0.9, 0.95), eps=1e-8, fused=True
+        [group for group in groups if group["params"]], lr=optimizer.lr, betas=(0.9, 0.95), eps=1e-8, fused=True
     )
 
 

@@ -84,7 +84,7 @@ def train_on(
     """Train from where `state` stands; `test_until` as in LoopServices."""
     config, cell, objects = session.config, session.cell, session.objects
     if state.step and objects.scheduler is None:
-        set_learning_rate(objects.optimizer, learning_rate(config.train, state.step))
+        set_learning_rate(objects.optimizer, learning_rate(config.optimizer, config.train.steps, state.step))
     progress_log = _progress_log(session)
     progress_log.begin(state.step)
     # What came from memory need not be on any disk: only what is counts as saved.
@@ -97,7 +97,7 @@ def train_on(
         drill=_drill(session.spec, config, journal, cell),
         save_schedule=_save_schedule(config, token, saved, journal),
         phases=phase_tracker(cell, objects.model, objects.layout.device),
-        spike_detector=SpikeDetector(config.recovery.spike),
+        spike_detector=SpikeDetector(config.detection.spike),
         started=session.started,
         progress_log=progress_log,
         skip=skip,

@@ -20,4 +20,4 @@ class TrainObjects:
     data: Data
     layout: Layout
     scheduler: Scheduler | None = None
-    """The workload's own; None: the learning rate follows `train.lr`."""
+    """The workload's own; None: the learning rate follows `optimizer.lr`."""

@@ -95,7 +95,7 @@ class BaseWorkload:
         return model
 
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        return adamw(model, self.config.train)
+        return adamw(model, self.config.optimizer)
 
     def build_data(self, layout: Layout) -> Data | StatefulData:
         if not self.config.data.path:
@@ -115,7 +115,7 @@ class BaseWorkload:
         )  # fmt: skip
 
     def build_scheduler(self, optimizer: torch.optim.Optimizer) -> Scheduler | None:
-        """A learning-rate schedule of your own; None: `train.lr` with warm-up and a cosine.
+        """A learning-rate schedule of your own; None: `optimizer.lr` with warm-up and a cosine.
 
         `ReduceLROnPlateau` steps after every validation, with the first number that `validate` returns.
         """

@@ -17,7 +17,7 @@ _FROM_OUTSIDE = ("kill-rank", "kill-agent", "kill-node", "full-disk")
 
 def why_undetectable(kind: str, config: JobConfig) -> str | None:
     """Why a drill of this kind would come to nothing; None where it is noticed."""
-    command, recovery = config.command, config.recovery
+    command, detection = config.command, config.detection
     # A program of the user's own has no progress cell: it takes no orders, and nobody knows its steps.
     if command and kind == "stop-rank":
         return (
@@ -28,11 +28,11 @@ def why_undetectable(kind: str, config: JobConfig) -> str | None:
     if command and kind not in _FROM_OUTSIDE:
         return "its ranks are a command of its own, which takes no such order"
     # What stands still is found by the watch alone.
-    if EventKind.INCIDENT in EXPECTED[kind].signs and not recovery.hang.on:
-        return "hang detection is off (recovery.hang.on=false): its ranks would wait until the time limit"
+    if EventKind.INCIDENT in EXPECTED[kind].signs and not detection.hang.on:
+        return "hang detection is off (detection.hang.on=false): its ranks would wait until the time limit"
     # So is what is slow, by the comparison of ranks.
-    if EventKind.STRAGGLER in EXPECTED[kind].signs and not recovery.straggler.on:
-        return "straggler detection is off (recovery.straggler.on=false): the rank would stay slow"
+    if EventKind.STRAGGLER in EXPECTED[kind].signs and not detection.straggler.on:
+        return "straggler detection is off (detection.straggler.on=false): the rank would stay slow"
     return None
 
 

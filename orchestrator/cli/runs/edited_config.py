@@ -11,6 +11,7 @@ from orchestrator.cli.access.registry import open_store
 from orchestrator.cli.terminal.render import Screen
 from orchestrator.errors import NotFound
 from orchestrator.states import LIVE_RUNS, RunState
+from trainer.contract.moved_keys import in_present_keys
 from trainer.contract.run_dir import RunDir
 
 READ_WITHIN = 2.0
@@ -78,6 +79,7 @@ def _asked(content: Any, submitted: str, current: str) -> str | None:
     except NotFound:
         return ""
     # What `orch resume RUN KEY=VALUE` has set since is no edit, nor is an edit that it has repeated.
+    content = in_present_keys(content)
     wanted = {key: after for key, (_, after) in diff(known, content).items()}
     missing = {key: after for key, (before, after) in diff(now, content).items() if key in wanted}
     if not missing:

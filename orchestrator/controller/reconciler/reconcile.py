@@ -332,7 +332,7 @@ class Controller:
             self.actor.record_action(f"{run.name}/{attempt.number}: {reason}")
         elif job.state != attempt.job_state:
             self.store.note_attempt(run.name, attempt.number, epoch=self.actor.epoch, job_state=job.state)
-        silence = judge_silence(evidence, view.config.recovery.hang.heartbeat)
+        silence = judge_silence(evidence, view.config.detection.hang.heartbeat)
         spec = job_spec(run, attempt, view.config)
         waits = waiting_words(job.reason, spec.resources, run.name) if not runs else ""
         changed = changes(job, spec)

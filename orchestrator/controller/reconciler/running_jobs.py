@@ -67,7 +67,7 @@ def maintain_job(actor: Actor, view: RunView, job: JobStatus) -> None:
 
 def end_silent_job(actor: Actor, view: RunView, job: JobStatus, evidence: Evidence) -> None:
     """A job whose coordinator is silent for long is asked to stop, then cancelled: it would idle to its limit."""
-    silence = judge_silence(evidence, view.config.recovery.hang.heartbeat)
+    silence = judge_silence(evidence, view.config.detection.hang.heartbeat)
     if silence.step is Escalation.REQUEST_STOP:
         # It proves that the directory can be written from here, too.
         actor.request_once(view.folder, RequestKind.STOP, view.last.number, silence.reason, None, SILENCED)

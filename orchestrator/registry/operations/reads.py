@@ -43,6 +43,7 @@ from orchestrator.registry.records import (
 )
 from orchestrator.registry.rows import generation_rows, record, the_attempt, the_run
 from orchestrator.states import RunState
+from trainer.contract.moved_keys import in_present_keys
 
 
 class Reads(StoreOperations):
@@ -175,14 +176,16 @@ class Reads(StoreOperations):
 
     @reads
     def config(self, connection: Connection, digest: str) -> dict[str, Any]:
-        """The resolved config with this digest; raises NotFound, or RegistryError when its bytes were damaged."""
+        """The resolved config with this digest, in the keys of this version.
+
+        Raises NotFound, or RegistryError when its bytes were damaged.
+        """
         text = connection.execute(select(ConfigRow.data).where(ConfigRow.digest == digest)).scalar()
         if text is None:
             raise NotFound(f"no config {digest}", hint="`orch show RUN` tells a run's digest")
         if hashlib.sha256(text.encode()).hexdigest() != digest:
             raise RegistryError(f"config {digest} is damaged: its bytes do not match", where=str(self.database.path))
-        data: dict[str, Any] = json.loads(text)
-        return data
+        return in_present_keys(json.loads(text))
 
     @reads
     def config_digests(self, connection: Connection) -> set[str]:

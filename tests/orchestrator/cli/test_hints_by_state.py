@@ -37,7 +37,7 @@ TYPED = (
     "events {run} -f", "events {run} --since 2999-01-01", "logs {run}", "logs {run} -f", "logs {run} --path",
     "logs {run} --rank first-error", "logs {run} --rank 7", "logs {run} --node 5", "logs {run} --attempt 9",
     "logs {run} --attempt 1 --rank 7", "logs {run} --controller", "top {run}", "attach {run} --stack", "attach {run}",
-    "save {run}", "save {run} --no-wait", "cancel {run}", "resume {run}", "resume {run} train.lr=0.5",
+    "save {run}", "save {run} --no-wait", "cancel {run}", "resume {run}", "resume {run} optimizer.lr=0.5",
     "resume {run} train.steps=9", "drill {run} kill-rank", "drill {run} nan", "drill {run} full-disk",
     "ckpt ls {run}", "ckpt verify {run}", "ckpt verify {run}@7", "ckpt pin {run}@7", "ckpt unpin {run}@20",
     "ckpt gc {run}", "ckpt du {run}", "ckpt diff {run}@7 {run}@8", "ckpt export {run}@7 somewhere",

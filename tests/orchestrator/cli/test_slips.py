@@ -61,7 +61,7 @@ def test_a_file_that_says_nothing_of_data_is_named(orch: Type, tmp_path: Path, f
     [
         (("submit", "tiny-gpt", "--steps", "5"), "a key is typed without dashes: train.steps=5\n"),
         (("submit", "tiny-gpt", "--train.steps=5"), "a key is typed without dashes: train.steps=5\n"),
-        (("submit", "tiny-gpt", "--lr", "name=x"), "a key is typed without dashes: train.lr=VALUE\n"),
+        (("submit", "tiny-gpt", "--lr", "name=x"), "a key is typed without dashes: optimizer.lr=VALUE\n"),
         (("resume", "tiny-1", "--batch-size", "8"), "a key is typed without dashes: train.batch_size=8\n"),
         (("submit", "tiny-gpt", "--zzzz"), "see `orch submit -h`\n"),
         (("status", "--steps", "5"), "see `orch status -h`\n"),

@@ -47,7 +47,7 @@ def test_every_value_tells_where_it_came_from(made: Compose, tmp_path: Path) -> 
     assert composed.origins["train.steps"] == f"{mine}:4"
     assert composed.origins["train.seed"] == "override #1: train.seed=9"
     assert composed.origins["env.A"] == "override #2: +env.A=017"
-    assert composed.origins["train.lr"] == "default"
+    assert composed.origins["optimizer.lr"] == "default"
     assert composed.origins["model.dim"].endswith("configs/model/tiny.yaml:4")
     assert composed.config.env == {"A": "017"}
     assert composed.config.name == "mine"
@@ -155,8 +155,8 @@ def test_checkpoints_of_a_command(made: Compose, tmp_path: Path) -> None:
 
 
 def test_interpolations_are_resolved_and_typed(made: Compose) -> None:
-    composed = made(READS + "train: {steps: 50, warmup_steps: '${train.steps}'}\nname: s${train.seed}\n")
-    assert composed.config.train.warmup_steps == 50
+    composed = made(READS + "train: {steps: 50}\noptimizer: {warmup_steps: '${train.steps}'}\nname: s${train.seed}\n")
+    assert composed.config.optimizer.warmup_steps == 50
     assert composed.config.name == "s1"
 
 
@@ -193,7 +193,7 @@ WRONG_OVERRIDES = [
     ("train.steps=1e5", "`train.steps`=100000.0: must be a whole number", "write train.steps=100000"),
     ("train.steps=abc", "`train.steps`=abc: must be a whole number", "its default is 200"),
     ("train.steps=true", "`train.steps`=True: must be a whole number", "its default is 200"),
-    ("train.lr=fast", "`train.lr`=fast: must be a number", "its default is 0.003"),
+    ("optimizer.lr=fast", "`optimizer.lr`=fast: must be a number", "its default is 0.003"),
     ("train.activation_checkpointing=maybe", "must be true or false", "its default is False"),
     ("train.steps=0", "train.steps=0: must be at least 1", "~train.steps takes its default"),
     (
@@ -259,7 +259,7 @@ WRONG_OVERRIDES = [
     ("model.heads=0", "model.heads=0: must be at least 1", "~model.heads"),
     ("name=a/b", "name=a/b: must be letters", "name=my-run"),
     ("name=-x", "name=-x: must begin with a letter or digit", "name=my-run"),
-    ("train.lr=.inf", "train.lr=inf: must be a finite number", "~train.lr takes its default"),
+    ("optimizer.lr=.inf", "optimizer.lr=inf: must be a finite number", "~optimizer.lr takes its default"),
     ("model.norm_eps=.nan", "model.norm_eps=nan: must be a finite number", "~model.norm_eps"),
     ("+env.A-B=1", "env.A-B: is no name of an environment variable", "+env.MY_VARIABLE"),
     ("workload=nonsense", "must be package.module:Class", "workload=my_pkg.my_module:MyWorkload"),

@@ -25,7 +25,6 @@ from orchestrator.recovery.node_failure_rate import NodeHistory
 from orchestrator.registry.records import Notice
 from trainer.contract.config import RecoveryConfig
 from trainer.contract.events import EventKind
-from trainer.contract.fault_detection_config import StragglerConfig
 from trainer.contract.outcome import Culprit, Failure, FailureKind
 
 CONFIG = RecoveryConfig()
@@ -137,8 +136,8 @@ def test_a_node_that_slows_down_attempt_after_attempt_is_replaced() -> None:
     assert slowness(told, {}) == {"n2": 2}
     pool = Pool(size=4, needed=2, known=(NodeRecord(name="n2", slow=2),))
     (found,) = nodes_to_exclude(None, pool, CONFIG, NOW)
-    assert found.reason == "n2 slowed down 2 attempts (recovery.straggler.replace_after)"
-    never = RecoveryConfig(straggler=StragglerConfig(replace_after=0))
+    assert found.reason == "n2 slowed down 2 attempts (recovery.exclude_slow_after)"
+    never = RecoveryConfig(exclude_slow_after=0)
     assert nodes_to_exclude(None, pool, never, NOW) == []
     assert nodes_to_exclude(None, Pool(size=4, needed=2, known=(NodeRecord(name="n2", slow=1),)), CONFIG, NOW) == []
 

@@ -116,7 +116,7 @@ TABLE = {
     "numeric before anything was saved": (
         [past(1, K.NUMERIC, None)], Action.HOLD,
         "its reason; the run has saved no checkpoint: mend the data or the code, or begin at step 0 with other "
-        "settings (train.lr, train.clip_norm): `orch resume tiny-1 KEY=VALUE`",
+        "settings (optimizer.lr, optimizer.clip_norm): `orch resume tiny-1 KEY=VALUE`",
     ),
     "tries": (
         [past(n, K.RANK_KILLED, None) for n in range(10)], Action.FAIL,

@@ -132,9 +132,9 @@ def test_a_submitted_config_with_nothing_changed_is_the_same(submitted: dict[str
 
 def test_overrides_change_a_submitted_config_as_they_would_a_preset(submitted: dict[str, Any]) -> None:
     data = submitted
-    changed = recompose(data, ["train.lr=0.5", "+env.B=2", "env.A=3"]).data
+    changed = recompose(data, ["optimizer.lr=0.5", "+env.B=2", "env.A=3"]).data
     found = {change.key: change.now for change in config_changes(data, changed)}
-    assert found == {"train.lr": 0.5, "env.B": "2", "env.A": "3"}
+    assert found == {"optimizer.lr": 0.5, "env.B": "2", "env.A": "3"}
     assert flat(changed)["train.steps"] == flat(data)["train.steps"]
     with pytest.raises(ConfigError, match="unknown key `train.lrr`"):
         recompose(data, ["train.lrr=1"])
@@ -143,9 +143,9 @@ def test_overrides_change_a_submitted_config_as_they_would_a_preset(submitted: d
 def test_names_with_dots_references_and_empty_maps_stay_as_they_are(submitted: dict[str, Any]) -> None:
     submitted["workload"]["args"] = {"layer.norm": 1, "opt": {}, "list": [{"a": "${x}"}]}
     submitted["env"] = {"WHERE": "${HOME}/x", "BACK": "\\${HOME}"}
-    assert recompose(submitted, ["train.lr=0.5"]).data == {
+    assert recompose(submitted, ["optimizer.lr=0.5"]).data == {
         **submitted,
-        "train": {**submitted["train"], "lr": 0.5},
+        "optimizer": {**submitted["optimizer"], "lr": 0.5},
     }
 
 
@@ -169,9 +169,9 @@ def test_every_change_of_an_open_map_is_one(submitted: dict[str, Any], override:
 
 def test_a_key_that_is_known_no_more_is_left_out(submitted: dict[str, Any]) -> None:
     submitted["recovery"]["max_attempts"] = 5
-    changed = recompose(submitted, ["train.lr=0.5"])
+    changed = recompose(submitted, ["optimizer.lr=0.5"])
     assert "max_attempts" not in changed.data["recovery"]
-    require(config_changes(submitted, changed.data), ["train.lr"])
+    require(config_changes(submitted, changed.data), ["optimizer.lr"])
 
 
 def test_the_folders_of_copied_code_do_not_change(submitted: dict[str, Any], tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ def make(warm_job: Callable[..., LocalJob], data: Any) -> Callable[..., LocalJob
         train = {**TINY["train"], "steps": 60, **over.pop("train", {})}
         nodes = over.pop("nodes", 2)
         shape = {"nodes": nodes, "ranks": PER_NODE, "folder": f"job-{next(numbers)}"}
-        settings = {**TINY, "recovery": QUICK, "data": {"path": str(data)}, **over}
+        settings = {**TINY, "detection": QUICK, "data": {"path": str(data)}, **over}
         return warm_job(**shape, **{**settings, "train": train})
 
     return start

@@ -28,7 +28,7 @@ def report_of(path: Path) -> AgentReport | None:
 
 @pytest.mark.parametrize("node", [0, 1])
 def test_an_agent_that_is_stopped_for_ever_is_ended_with_a_report(job, node):
-    work = job("hang@*@*", recovery={"hang": {"agent": 2.0, "on": False}}).start()
+    work = job("hang@*@*", detection={"hang": {"agent": 2.0, "on": False}}).start()
     work.go()
     until(lambda: len(work.notes()) == 4, 60, work.story)
     started = work.processes()
@@ -52,7 +52,7 @@ def test_an_agent_that_is_stopped_for_ever_is_ended_with_a_report(job, node):
 
 
 def test_a_pause_of_the_whole_job_is_no_reason_to_end_an_agent(job):
-    work = job("trap@*@*", recovery={"hang": {"agent": 1.5}}).start()
+    work = job("trap@*@*", detection={"hang": {"agent": 1.5}}).start()
     work.go()
     until(lambda: sum("trapped" in note for note in work.notes()) == 4, 60, work.story)
     paused = work.processes()

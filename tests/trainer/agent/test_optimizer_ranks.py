@@ -22,7 +22,8 @@ OVER = {
         "path": [str(WORKERS)],
         "args": {"optimizer": "schedulefree:AdamWScheduleFree", "rows": 2, "width": 6},
     },
-    "train": {"steps": 12, "dtype": "float32", "lr": 0.05},
+    "train": {"steps": 12, "dtype": "float32"},
+    "optimizer": {"lr": 0.05},
 }
 
 

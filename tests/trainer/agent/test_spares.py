@@ -22,9 +22,10 @@ from trainer.contract.outcome import AttemptOutcome, AttemptResult
 
 TINY = {
     "model": {"dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "ffn_dim": 64},
-    "train": {"steps": 60, "seed": 7, "batch_size": 8, "seq_len": 32, "warmup_steps": 2},
+    "train": {"steps": 60, "seed": 7, "batch_size": 8, "seq_len": 32},
+    "optimizer": {"warmup_steps": 2},
     "checkpoint": {"every": 4, "keep": 2},
-    "recovery": {"preflight": {"on": False}},
+    "detection": {"preflight": {"on": False}},
 }
 
 

@@ -19,7 +19,8 @@ pytestmark = pytest.mark.multi
 
 TINY = {
     "model": {"dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "ffn_dim": 64},
-    "train": {"steps": 12, "seed": 7, "batch_size": 8, "seq_len": 32, "warmup_steps": 2},
+    "train": {"steps": 12, "seed": 7, "batch_size": 8, "seq_len": 32},
+    "optimizer": {"warmup_steps": 2},
     "checkpoint": {"every": 4, "keep": 2},
 }
 
@@ -39,9 +40,9 @@ UNMEASURED: dict[str, Any] = {"preflight": {"on": False}}
 def training(warm_job: Callable[..., LocalJob], data: Path) -> Callable[..., LocalJob]:
     def make(**over: Any) -> LocalJob:
         train = {**TINY["train"], **over.pop("train", {})}
-        recovery = {**UNMEASURED, **over.pop("recovery", {})}
+        detection = {**UNMEASURED, **over.pop("detection", {})}
         shape = {"nodes": 2, "ranks": 1, "data": {"path": str(data)}}
-        return warm_job(**{**shape, **TINY, **over, "train": train, "recovery": recovery})
+        return warm_job(**{**shape, **TINY, **over, "train": train, "detection": detection})
 
     return make
 
@@ -55,7 +56,7 @@ def generations_of(work: LocalJob) -> dict[int, list[int]]:
 
 def test_a_sigkilled_rank_comes_back_warm_and_the_run_finishes(training):
     drill = {"events": [{"kind": "kill-rank", "rank": 1, "step": 6}]}
-    work = training(drill=drill, recovery={"preflight": {"on": True}}).start()
+    work = training(drill=drill, detection={"preflight": {"on": True}}).start()
     work.go()
     assert work.wait(90) == [0, 0], work.story()
     assert all(event.data["warm"] for event in work.events(EventKind.FORK_SERVER)), work.story()
@@ -92,7 +93,7 @@ def test_ranks_that_fail_while_they_stop_are_started_once_more_to_save(training,
     fails = {"kind": kind, "rank": 1, "step": 9, "generation": 1}
     work = training(
         train={"steps": 100_000}, checkpoint={"every": 4, "keep": 2}, drill={"events": [slow, fails]},
-        cluster={"time": "60"}, recovery={"hang": {"slow": 10.0}},
+        cluster={"time": "60"}, detection={"hang": {"slow": 10.0}},
     ).start()  # fmt: skip
     work.go()
     until(lambda: any(e.data["kind"] == "slow-rank" for e in work.events(EventKind.DRILL)), 60, work.story)

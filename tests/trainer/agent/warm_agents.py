@@ -5,6 +5,7 @@ is two thirds. Tests of how the real processes start use `LocalJob` as it is. Ru
 """
 
 import contextlib
+import gc
 import json
 import os
 import select
@@ -208,6 +209,7 @@ def main() -> None:
     from trainer.worker.main import warm
 
     warm(JobConfig())
+    gc.freeze()
     serve(link)
 
 

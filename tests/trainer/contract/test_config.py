@@ -6,7 +6,7 @@ from dataclasses import asdict
 import pytest
 
 from trainer.contract import config as configs
-from trainer.contract.config import ClusterShape, JobConfig, ModelConfig, ParallelConfig, TrainConfig
+from trainer.contract.config import ClusterShape, JobConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from trainer.contract.drill_config import DrillEvent
 from trainer.contract.run_dir import RunDir
 
@@ -18,7 +18,7 @@ def test_what_is_written_reads_back(tmp_path):
         drill=configs.DrillConfig(events=(DrillEvent(rank=1, step=5),)),
         data=configs.DataConfig(text=("python-stdlib",)),
         env={"A": "b"},
-        train=TrainConfig(lr=1e-3),
+        optimizer=OptimizerConfig(lr=1e-3),
     )
     (tmp_path / "config.json").write_text(json.dumps(asdict(config)))
     assert configs.load(RunDir(tmp_path), 0) == config
@@ -32,8 +32,8 @@ def test_keys_of_the_login_node_are_ignored_and_missing_ones_take_defaults(tmp_p
 
 
 def test_an_integer_serves_as_a_float(tmp_path):
-    (tmp_path / "config.json").write_text('{"train":{"lr":1}}')
-    assert isinstance(configs.load(RunDir(tmp_path), 0).train.lr, float)
+    (tmp_path / "config.json").write_text('{"optimizer":{"lr":1}}')
+    assert isinstance(configs.load(RunDir(tmp_path), 0).optimizer.lr, float)
 
 
 @pytest.mark.parametrize(

@@ -33,19 +33,21 @@ def test_loss_falls_on_real_text(undisturbed):
     assert losses[30] < 3.7
 
 
+GENTLE = {"train": {"dtype": "float32"}, "optimizer": {"lr": 1e-3}}
+"""A small rate: Adam turns the rounding of gradients near zero into whole steps."""
+
+
 @OTHERS
 def test_every_layout_starts_from_the_same_weights(undisturbed, name):
-    train = {"steps": 1, "lr": 0.0, "dtype": "float32"}
-    one, other = (undisturbed(**shape(each), train=train) for each in ("one", name))
+    over = {"train": {"steps": 1, "dtype": "float32"}, "optimizer": {"lr": 0.0}}
+    one, other = (undisturbed(**shape(each), **over) for each in ("one", name))
     assert other.final()["weights_digest"] == one.final()["weights_digest"]
     assert other.losses()[1] == pytest.approx(one.losses()[1], rel=1e-6)
 
 
 @OTHERS
 def test_layouts_train_alike(undisturbed, name):
-    # A small rate: Adam turns the rounding of gradients near zero into whole steps.
-    train = {"dtype": "float32", "lr": 1e-3}
-    one, other = (undisturbed(**shape(each), train=train) for each in ("one", name))
+    one, other = (undisturbed(**shape(each), **GENTLE) for each in ("one", name))
     assert other.losses() == pytest.approx(one.losses(), rel=1e-5)
     norms = [{step: line["grad_norm"] for step, line in run.metrics().items()} for run in (one, other)]
     assert norms[1] == pytest.approx(norms[0], rel=1e-4)
@@ -53,8 +55,7 @@ def test_layouts_train_alike(undisturbed, name):
 
 @pytest.mark.parametrize("name", ["hsdp", pytest.param("dp2 x tp2", marks=pytest.mark.proof)])
 def test_the_same_layout_trains_to_the_same_bits(undisturbed, make_run, name):
-    train = {"dtype": "float32", "lr": 1e-3}
-    one, again = undisturbed(**shape(name), train=train), make_run(**shape(name), train=train)
+    one, again = undisturbed(**shape(name), **GENTLE), make_run(**shape(name), **GENTLE)
     assert again.train()["codes"] == [0] * again.world, again.log()
     assert again.losses() == one.losses()
     assert again.final()["weights_digest"] == one.final()["weights_digest"]
@@ -62,7 +63,7 @@ def test_the_same_layout_trains_to_the_same_bits(undisturbed, make_run, name):
 
 @pytest.mark.parametrize("name", ["tp2", pytest.param("dp2 x tp2", marks=pytest.mark.proof)])
 def test_tied_embeddings_stay_tied(undisturbed, name):
-    over = {"train": {"steps": 3, "dtype": "float32", "lr": 1e-3}, "model": {"tie_embeddings": True}}
+    over = {**GENTLE, "train": {"steps": 3, "dtype": "float32"}, "model": {"tie_embeddings": True}}
     one, other = (undisturbed(**shape(each), **over) for each in ("one", name))
     assert other.losses() == pytest.approx(one.losses(), rel=1e-5)
 

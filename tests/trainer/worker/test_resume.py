@@ -134,7 +134,7 @@ def test_a_mistake_in_the_configuration_is_never_tried_again(make_run):
 
 
 def test_a_loss_that_is_no_number_ends_the_run_before_it_is_saved(make_run):
-    run = make_run(2, parallel={"dp_shard": 2}, train={"lr": 1e18, "warmup_steps": 0}, checkpoint={"every": 1})
+    run = make_run(2, parallel={"dp_shard": 2}, optimizer={"lr": 1e18, "warmup_steps": 0}, checkpoint={"every": 1})
     assert run.train()["codes"] == [ExitCode.ERROR] * 2
     outcome = run.outcome(1, 1)
     assert (outcome.exception, outcome.secondary) == ("BadStep", False)

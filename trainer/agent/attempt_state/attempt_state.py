@@ -126,7 +126,7 @@ class AttemptState:
             since_end=now - max((end.at for end in generation.ends.values()), default=now),
             ran_for=(failed_at or now) - generation.started,
             budget=self.config.recovery.restarts_in_place,
-            spike_budget=self.config.recovery.spike.roll_backs,
+            spike_budget=self.config.detection.spike.roll_backs,
             stopping=StopReason.NONE if stop is None else stop.reason,
             stop_why="" if stop is None else stop.why,
             overdue=self.stopping.overdue(now),

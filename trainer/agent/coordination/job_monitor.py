@@ -41,13 +41,13 @@ class JobMonitor:
         """Forget what was seen of the generation before."""
         generation = self._state.generation.number
         self._generation, self._hang_detector = generation, self._new_hang_detector(generation)
-        cluster, straggler = self._config.cluster, self._config.recovery.straggler
+        cluster, straggler = self._config.cluster, self._config.detection.straggler
         nodes = [member.name for member in self._roster.training_members() for _ in range(cluster.ranks_per_node)]
         known = straggler.on and len(nodes) == cluster.world_size
         alike = coordinate(self._config.parallel)
         self._work_windows = WorkWindows(cluster.world_size, alike, nodes, straggler) if known else None
         machines = {member.name: member.machine for member in self._roster.training_members()}
-        preflight = self._config.recovery.preflight
+        preflight = self._config.detection.preflight
         self._benchmark = NodeBenchmark(nodes, machines, preflight)
         # On one machine there is no other node to take, and what else runs there would count as the node's.
         if self._usual_speeds is None and not traits(cluster.kind).simulated_nodes:
@@ -59,7 +59,7 @@ class JobMonitor:
     def _new_hang_detector(self, generation: int) -> HangDetector:
         # Of a user's own command no step is known, so nothing can be said about its standing still.
         seen = not self._config.command
-        hang, world = self._config.recovery.hang, self._config.cluster.world_size
+        hang, world = self._config.detection.hang, self._config.cluster.world_size
         gpus = bool(self._config.cluster.gpus_per_node)
         return HangDetector(hang, self._roster, generation, time.monotonic(), world=world, seen=seen, on_gpus=gpus)
 
@@ -89,7 +89,7 @@ class JobMonitor:
         )
         whose = {} if slow_node is None else {"name": slow_node.node}
         late = benchmark.missing()
-        why = f"no figures from {len(late)} rank(s) within recovery.preflight.seconds: {late[:8]}" if late else ""
+        why = f"no figures from {len(late)} rank(s) within detection.preflight.seconds: {late[:8]}" if late else ""
         reason, speeds = why if slow_node is None else slow_node.reason, benchmark.median_speeds()
         self._events.write(EventKind.PREFLIGHT, ok=slow_node is None, reason=reason, speeds=speeds, **whose)
 

@@ -72,7 +72,7 @@ class Startup:
     def _skewed(self) -> list[Failure]:
         """Exclude nodes whose clocks are off, the worst one first, until the others agree or no node is blamed."""
         found: list[Failure] = []
-        config = self._state.config.recovery.preflight
+        config = self._state.config.detection.preflight
         while (failure := preflight.skew(self._clocks(), config)) is not None:
             found.append(failure)
             if (node := self._roster.node_of(failure.node)) is None:

@@ -84,7 +84,7 @@ class Situation:
     spares: int = 0  # nodes that could replace another
     home: str = ""  # the coordinator's own node, which no spare can replace
     skipped: tuple[Skip, ...] = ()  # batches that rollbacks of this attempt have skipped
-    spike_budget: int = 0  # recovery.spike.roll_backs
+    spike_budget: int = 0  # detection.spike.roll_backs
     hung: tuple[str, ...] = ()  # nodes blamed for hangs of generations before it
     fruitless: int = 0  # restarts in a row, this one included, without a step that is new to the attempt
     saves_failing: str = ""  # since when, and why

@@ -75,7 +75,7 @@ def _slow(
     share, node, words = min(found, default=(1.0, "", ""))
     if share >= config.slowest:
         return None
-    return _suspect(node, f"{words}, below recovery.preflight.slowest={config.slowest:g}")
+    return _suspect(node, f"{words}, below detection.preflight.slowest={config.slowest:g}")
 
 
 def _cut_off(measured: Sequence[RankMeasurement], nodes: Sequence[str], config: PreflightConfig) -> Failure | None:

@@ -22,12 +22,12 @@ def measure(spec: RankSpec, config: JobConfig, control: socket, device: torch.de
 
     Collective over the world when it has several ranks. The part on GPUs has not run on one yet.
     """
-    if not config.recovery.preflight.on or not spec.fit:
+    if not config.detection.preflight.on or not spec.fit:
         return
     began = time.monotonic()
     matmul, memory = _matmul(device), _memory(device)
     alone = spec.world_size == 1
-    pairs = [] if alone else _exchanges(spec, _TimeBudget(began, config.recovery.preflight.seconds, device), device)
+    pairs = [] if alone else _exchanges(spec, _TimeBudget(began, config.detection.preflight.seconds, device), device)
     send_message(control, Speeds(matmul=matmul, memory=memory, pairs=tuple(pairs)))
 
 

@@ -105,7 +105,7 @@ class Loop:
 
     def _train(self, step: int) -> PendingStep:
         """One optimizer step; nothing in it waits for the device."""
-        objects, train = self._objects, self._config.train
+        objects = self._objects
         self._services.phases.enter(Phase.DATA)
         self._services.drill.in_data(step)
         position, batches = take(objects.data, self._services.skip)
@@ -114,7 +114,7 @@ class Loop:
         self._services.phases.enter(Phase.OPTIMIZER)
         reduced = self._reduce(step, loss)
         if objects.scheduler is None:
-            set_learning_rate(objects.optimizer, learning_rate(train, step))
+            set_learning_rate(objects.optimizer, self._scheduled(step))
         # A save in lazy mode still reads what the optimizer is about to change.
         began = time.perf_counter()
         self._services.saver.before_optimizer_step()
@@ -130,8 +130,11 @@ class Loop:
     def _rate(self, step: int) -> float:
         """The learning rate of this step; of a scheduler of the workload's own, that of the first group."""
         if self._objects.scheduler is None:
-            return learning_rate(self._config.train, step)
+            return self._scheduled(step)
         return float(self._objects.optimizer.param_groups[0]["lr"])
+
+    def _scheduled(self, step: int) -> float:
+        return learning_rate(self._config.optimizer, self._config.train.steps, step)
 
     def _reduce(self, step: int, loss: torch.Tensor) -> Reduced:
         """Sum over all ranks what they have to know of each other, and clip the gradients by it."""
@@ -142,7 +145,7 @@ class Loop:
         message = self._rank_zero_message(step)
         reduced = reduction.reduce(step, gradients, loss, self._stop.asked(), message, own)
         self._services.phases.resume()
-        reduction.clip(gradients, reduced.norm, self._config.train.clip_norm)
+        reduction.clip(gradients, reduced.norm, self._config.optimizer.clip_norm)
         return reduced
 
     def _accumulate(self, step: int, batches: Sequence[Any]) -> torch.Tensor:
@@ -342,5 +345,5 @@ class Loop:
         objects.optimizer.zero_grad(set_to_none=True)
         return {
             "step": step, "loss": found.loss, "grad_norm": found.grad_norm,
-            "lr": learning_rate(self._config.train, step),
+            "lr": self._scheduled(step),
         }  # fmt: skip

@@ -59,7 +59,7 @@ class SpikeDetector:
             return None
         return (
             f"loss {loss:.6g} is {deviations:.0f} robust standard deviations above {median:.6g}, the median of the "
-            f"{len(self._window)} steps before it (recovery.spike.deviations={limit:g})"
+            f"{len(self._window)} steps before it (detection.spike.deviations={limit:g})"
         )
 
     def _accept(self, loss: float) -> None:

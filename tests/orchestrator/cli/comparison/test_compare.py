@@ -16,10 +16,10 @@ from tests.orchestrator.cli.conftest import Seeds, Type
 
 
 def trained(
-    seeds: Seeds, slug: str, losses: dict[int, float], identity: dict[str, Any] | None = None, **train: Any
+    seeds: Seeds, slug: str, losses: dict[int, float], identity: dict[str, Any] | None = None, **optimizer: Any
 ) -> str:
     """A run with this recipe whose first attempt took 60 s and wrote these losses."""
-    digest = seeds.store.put_config({"name": slug, "train": {"steps": 200, **train}, "env": {}})
+    digest = seeds.store.put_config({"name": slug, "train": {"steps": 200}, "optimizer": optimizer, "env": {}})
     new = replace(seeds.new(slug), config_digest=digest, identity=identity or seeds.new(slug).identity)
     run, _ = seeds.store.create_run(new, now=100.0, nonce="0123abcd")
     stamp = {"epoch": seeds.epoch, "now": 170.0}
@@ -42,8 +42,8 @@ def test_what_differs_and_what_both_have_trained(orch: Type, seeds: Seeds) -> No
     data = orch("compare", first, second, "--json").data
     assert data["config"] == [
         {"key": "name", "values": {first: "a", second: "b"}},
-        {"key": "train.lr", "values": {first: 0.1, second: 0.2}},
-        {"key": "train.warmup_steps", "values": {first: None, second: 7}},
+        {"key": "optimizer.lr", "values": {first: 0.1, second: 0.2}},
+        {"key": "optimizer.warmup_steps", "values": {first: None, second: 7}},
     ]
     assert data["losses"] == [
         {"step": 2, "values": {first: 4.0, second: 4.5}}, {"step": 3, "values": {first: 3.0, second: "nan"}},
@@ -61,7 +61,7 @@ def test_what_differs_and_what_both_have_trained(orch: Type, seeds: Seeds) -> No
 def test_people_get_tables_with_the_difference_of_two(orch: Type, seeds: Seeds) -> None:
     first, second = trained(seeds, "a", {1: 5.0, 2: 4.0}, lr=0.1), trained(seeds, "a", {1: 5.0, 2: 4.5}, lr=0.2)
     shown = orch("compare", first, second).out
-    assert "KEY       a-1  a-2\ntrain.lr  0.1  0.2\n" in shown
+    assert "KEY           a-1  a-2\noptimizer.lr  0.1  0.2\n" in shown
     assert "   1  5.0000  5.0000           0\n   2  4.0000  4.5000        +0.5\n" in shown
     assert "software" not in shown
 
@@ -199,7 +199,7 @@ def test_long_names_are_numbered_where_there_is_no_room(orch: Type, seeds: Seeds
     long = [trained(seeds, f"a-very-long-name-of-a-run-{lr}", {1: 5.0}, lr=lr) for lr in (1, 2, 3, 4, 5, 6)]
     shown = orch("compare", *long).out
     assert f"#6  {long[5]}\n" in shown
-    assert "KEY       #1 " in shown
+    assert "KEY           #1 " in shown
 
 
 # -- curves

@@ -235,7 +235,7 @@ def test_a_real_disk_is_never_filled(orch: Type, seeds: Seeds, yes: tuple[str, .
 @pytest.mark.parametrize(("fields", "kind", "why"), [
     ({"command": ["python", "train.py"]}, "stop-rank", "not watched for hangs: they would wait until the time limit"),
     ({"command": ["python", "train.py"]}, "nan", "its ranks are a command of its own"),
-    ({"recovery": {"hang": {"on": False}}}, "hang-in-collective", "recovery.hang.on=false"),
+    ({"detection": {"hang": {"on": False}}}, "hang-in-collective", "detection.hang.on=false"),
 ])  # fmt: skip
 def test_what_nobody_would_notice_is_not_brought_about(
     orch: Type, seeds: Seeds, fields: dict[str, Any], kind: str, why: str
@@ -253,7 +253,7 @@ def test_what_nobody_would_notice_is_not_brought_about(
 
 def test_a_demo_that_nobody_watches_is_not_started(orch: Type, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(submit, "launch", lambda *_args, **_named: pytest.fail("it was started"))
-    said = orch("drill", "--demo", "stop-rank", "recovery.hang.on=false")
+    said = orch("drill", "--demo", "stop-rank", "detection.hang.on=false")
     assert said.code == 4
     assert "stop-rank tells nothing in this demo: hang detection is off" in said.err
 

@@ -29,10 +29,10 @@ def test_a_command_of_the_users_own_takes_no_orders_and_is_not_watched() -> None
 
 
 @pytest.mark.parametrize(("off", "kinds", "key"), [
-    ("hang", {*HUNG, "desync", "desync-order"}, "recovery.hang.on=false"),
-    ("straggler", {"slow-rank"}, "recovery.straggler.on=false"),
+    ("hang", {*HUNG, "desync", "desync-order"}, "detection.hang.on=false"),
+    ("straggler", {"slow-rank"}, "detection.straggler.on=false"),
 ])  # fmt: skip
 def test_what_only_the_watch_would_notice_needs_it(off: str, kinds: set[str], key: str) -> None:
-    found = refused({"recovery": {off: {"on": False}}})
+    found = refused({"detection": {off: {"on": False}}})
     assert set(found) == kinds
     assert all(key in why for why in found.values())

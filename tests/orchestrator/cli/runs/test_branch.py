@@ -32,7 +32,7 @@ def run(seeds: Seeds, tmp_path: Path) -> str:
     (seeds.root / name / "config.json").write_bytes(canonical(data))
     second = seeds.root / name / "attempts" / "002"
     second.mkdir(parents=True)
-    (second / "config.json").write_bytes(canonical({**data, "train": {**data["train"], "lr": 0.9}}))
+    (second / "config.json").write_bytes(canonical({**data, "optimizer": {**data["optimizer"], "lr": 0.9}}))
     return name
 
 
@@ -43,8 +43,8 @@ def preview(orch: Type, *words: str) -> dict[str, Any]:
 
 
 def test_a_branch_has_the_config_that_the_checkpoint_was_saved_with(orch: Type, seeds: Seeds, run: str) -> None:
-    config = preview(orch, "--from", f"{run}@50", "train.warmup_steps=3")
-    assert (config["name"], config["train"]["lr"], config["train"]["warmup_steps"]) == ("tiny-gpt", 0.003, 3)
+    config = preview(orch, "--from", f"{run}@50", "optimizer.warmup_steps=3")
+    assert (config["name"], config["optimizer"]["lr"], config["optimizer"]["warmup_steps"]) == ("tiny-gpt", 0.003, 3)
 
 
 @pytest.mark.parametrize("content", [None, "{", "[1]"])
@@ -59,14 +59,14 @@ def test_a_config_that_is_lost_comes_from_the_registry(orch: Type, seeds: Seeds,
     assert refused.code == 4
     assert "was saved with cannot be read: " in refused.err
     assert str(file) in refused.err
-    digest = seeds.store.put_config({**data, "train": {**data["train"], "lr": 0.25}})
+    digest = seeds.store.put_config({**data, "optimizer": {**data["optimizer"], "lr": 0.25}})
     seeds.store.note_attempt(run, 1, epoch=seeds.epoch, config_digest=digest)
-    assert preview(orch, "--from", f"{run}@50")["train"]["lr"] == 0.25
+    assert preview(orch, "--from", f"{run}@50")["optimizer"]["lr"] == 0.25
 
 
 def test_a_branch_may_have_a_preset_of_its_own(orch: Type, seeds: Seeds, run: str) -> None:
-    config = preview(orch, "tiny-gpt", "train.lr=0.5", "--from", f"{run}@50", "--name", "probe")
-    assert (config["name"], config["train"]["lr"]) == ("probe", 0.5)
+    config = preview(orch, "tiny-gpt", "optimizer.lr=0.5", "--from", f"{run}@50", "--name", "probe")
+    assert (config["name"], config["optimizer"]["lr"]) == ("probe", 0.5)
 
 
 @pytest.mark.parametrize("key", ["model.layers=7", "train.seed=9", "train.batch_size=64", "data.shuffle=false"])
@@ -98,20 +98,20 @@ def test_a_doubted_checkpoint_is_warned_of(orch: Type, seeds: Seeds, run: str) -
 
 
 def test_a_default_may_be_restored_in_a_branch(orch: Type, seeds: Seeds, run: str) -> None:
-    assert preview(orch, "--from", f"{run}@50", "~train.warmup_steps")["train"]["warmup_steps"] == 10
-    assert preview(orch, "~train.warmup_steps", "--from", f"{run}@50")["train"]["warmup_steps"] == 10
+    assert preview(orch, "--from", f"{run}@50", "~optimizer.warmup_steps")["optimizer"]["warmup_steps"] == 10
+    assert preview(orch, "~optimizer.warmup_steps", "--from", f"{run}@50")["optimizer"]["warmup_steps"] == 10
 
 
 def test_a_config_file_may_lie_in_the_home_folder(orch: Type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / "mine.yaml").write_text("includes: [tiny-gpt]\ntrain: {lr: 1e-4}\n")
-    assert preview(orch, "~/mine.yaml")["train"]["lr"] == 1e-4
+    (tmp_path / "mine.yaml").write_text("includes: [tiny-gpt]\noptimizer: {lr: 1e-4}\n")
+    assert preview(orch, "~/mine.yaml")["optimizer"]["lr"] == 1e-4
 
 
 def test_a_config_file_may_have_an_equals_sign_in_its_name(orch: Type, tmp_path: Path) -> None:
     file = tmp_path / "lr=1e-4.yaml"
-    file.write_text("includes: [tiny-gpt]\ntrain: {lr: 1e-4}\n")
-    assert preview(orch, str(file))["train"]["lr"] == 1e-4
+    file.write_text("includes: [tiny-gpt]\noptimizer: {lr: 1e-4}\n")
+    assert preview(orch, str(file))["optimizer"]["lr"] == 1e-4
 
 
 def test_nothing_begins_with_a_corrupt_checkpoint(orch: Type, seeds: Seeds, run: str) -> None:

@@ -48,12 +48,12 @@ def warning(typed: Any) -> str:
 def test_an_edit_is_told_with_what_to_type(orch: Type, made: Callable[..., Submitted]) -> None:
     run = made()
     assert warning(orch("status", run.name, "--json")) == ""
-    run.edit(lambda data: data["cluster"].update(mem="2G", constraint="a b") or data["train"].update(lr=0.001))
+    run.edit(lambda data: data["cluster"].update(mem="2G", constraint="a b") or data["optimizer"].update(lr=0.001))
     said = warning(orch("status", run.name, "--json"))
     start = f"{run.path} was edited: that changes nothing; type orch resume {run.name} "
     assert said.startswith(start)
     typed = shlex.split(said.removeprefix(start))
-    assert sorted(typed) == ["cluster.constraint=a b", "cluster.mem=2G", "train.lr=0.001"]
+    assert sorted(typed) == ["cluster.constraint=a b", "cluster.mem=2G", "optimizer.lr=0.001"]
     assert all(is_override(word) for word in typed)
     assert said in orch("status", run.name).err
     assert warning(orch("status", "--json")) == "", "the table of all runs reads no folder"
@@ -80,7 +80,7 @@ def test_the_command_is_one_that_the_state_of_the_run_allows(
 
 def test_what_cannot_be_read_or_told_is_noticed_too(orch: Type, made: Callable[..., Submitted]) -> None:
     run = made()
-    run.edit(lambda data: data["train"].update(lr=1.0, seed=2, steps=3, warmup_steps=4))
+    run.edit(lambda data: data["train"].update(seed=2, steps=3) or data["optimizer"].update(lr=1.0, warmup_steps=4))
     assert warning(orch("status", run.name, "--json")).endswith(f"type orch resume {run.name} KEY=VALUE")
     run.path.write_text("{,}")
     assert warning(orch("status", run.name, "--json")).endswith(f"type orch resume {run.name} KEY=VALUE")

@@ -134,10 +134,10 @@ class Resumable:
 
 def test_resume_changes_what_may_change(orch: Type, seeds: Seeds, service: SimpleNamespace, tmp_path: Path) -> None:
     run = Resumable(seeds, tmp_path)
-    words = ["train.lr=0.5", "cluster.nodes=4", "parallel.dp_shard=0"]
+    words = ["optimizer.lr=0.5", "cluster.nodes=4", "parallel.dp_shard=0"]
     assert orch("resume", run.name, *words, "--no-controller").code == 0
     changed = run.store.config(run.asked()["config"])
-    assert (changed["train"]["lr"], changed["cluster"]["nodes"]) == (0.5, 4)
+    assert (changed["optimizer"]["lr"], changed["cluster"]["nodes"]) == (0.5, 4)
     assert changed["data"] == run.store.config(run.digest)["data"]
 
 
@@ -173,7 +173,7 @@ def test_resume_shows_slurm_what_it_would_submit(
     assert "partitions here: low, high: type cluster.partition=low" in refused.err
     assert seeds.store.user_requests() == []
     # What no key of the cluster has changed is not shown to Slurm.
-    assert orch("resume", run.name, "train.lr=0.5", "--no-controller").code == 0
+    assert orch("resume", run.name, "optimizer.lr=0.5", "--no-controller").code == 0
 
 
 @pytest.mark.parametrize("bad", ["lots", "1h"])
@@ -185,7 +185,7 @@ def test_a_run_that_was_taken_with_a_wrong_value_can_be_cured(
     data["cluster"] |= {"mem": "lots"} if bad == "lots" else {"time": "1h"}
     run.store.note_run(run.name, epoch=seeds.epoch, now=1.0, config_digest=run.store.put_config(data))
     cure = "cluster.mem=2G" if bad == "lots" else "cluster.time=1:00:00"
-    assert orch("resume", run.name, "train.lr=0.5", "--no-controller").code == 2, "it would be held again"
+    assert orch("resume", run.name, "optimizer.lr=0.5", "--no-controller").code == 2, "it would be held again"
     assert orch("resume", run.name, cure, "--no-controller").code == 0
     key, _, value = cure.removeprefix("cluster.").partition("=")
     assert run.store.config(run.asked()["config"])["cluster"][key] == value
@@ -204,8 +204,8 @@ def test_resume_without_changes_asks_for_none(
     [
         (["train.seed=5"], "train.seed cannot change", "leave it as it was"),
         (["model.dim=256"], "model.dim cannot change", "leave it as it was"),
-        (["train.lrr=1"], "unknown key `train.lrr`", "did you mean `train.lr`"),
-        (["train.lr=fast"], "must be a number", "default"),
+        (["train.lrr=1"], "unknown key `train.lrr`", "did you mean `optimizer.lr`"),
+        (["optimizer.lr=fast"], "must be a number", "default"),
         (["train.steps=100"], "has trained more already", "train.steps=121 or more"),
         (["checkpoint.tiers=[{path: /scratch}]"], "checkpoint.tiers lacks run", "{path: run}"),
         (["~train.seed", "model.layers=9"], "model.layers cannot change", "leave it as it was"),
@@ -226,7 +226,7 @@ def test_a_key_that_there_is_not_is_told_before_a_run_is_cancelled_for_it(orch: 
     run = seeds.run()
     refused = orch("resume", run, "train.lrr=1")
     assert (refused.code, "unknown key `train.lrr`" in refused.err) == (2, True)
-    assert f"`orch cancel {run}` saves and stops it" in orch("resume", run, "train.lr=1").err
+    assert f"`orch cancel {run}` saves and stops it" in orch("resume", run, "optimizer.lr=1").err
 
 
 def test_resume_wants_a_word_for_other_code(
@@ -295,7 +295,7 @@ def test_a_finished_program_says_what_to_type(
 
 def test_the_config_of_a_live_run_stays(orch: Type, seeds: Seeds, service: SimpleNamespace, tmp_path: Path) -> None:
     run = Resumable(seeds, tmp_path, RunState.RUNNING)
-    refused = orch("resume", run.name, "train.lr=0.5")
+    refused = orch("resume", run.name, "optimizer.lr=0.5")
     assert "its configuration changes only while no job of it lives" in refused.err
     assert f"orch cancel {run.name}" in refused.err
 
@@ -318,7 +318,7 @@ def test_a_change_that_is_refused_by_the_controller_is_no_success(
         run.store.answer(request.id, f"{REFUSED}{run.name} is RECOVERING", epoch=seeds.epoch, now=1.0)
 
     service.tick_once = tick
-    refused = orch("resume", run.name, "train.lr=0.5", "--no-controller")
+    refused = orch("resume", run.name, "optimizer.lr=0.5", "--no-controller")
     assert refused.code == 4
     assert "is RECOVERING" in refused.out
 

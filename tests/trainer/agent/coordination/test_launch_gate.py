@@ -57,7 +57,7 @@ def test_a_config_that_was_edited_is_refused(job):
     work = job(nodes=1)
     work.go(config_digest=config_digest(work.run.config))
     edited = json.loads(work.run.config.read_text())
-    edited["train"] = {**edited.get("train", {}), "lr": 1.0}
+    edited["optimizer"] = {**edited.get("optimizer", {}), "lr": 1.0}
     work.run.config.write_text(json.dumps(edited))
     work.start()
     assert work.wait(10) == [78], work.story()

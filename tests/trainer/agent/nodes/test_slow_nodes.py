@@ -44,7 +44,7 @@ def test_a_slow_rank_makes_its_node_suspect_with_figures():
     assert failure is not None
     assert (failure.kind, failure.node) == (FailureKind.NODE_SUSPECT, "n2")
     assert failure.reason == (
-        "n2: matrix multiplication at 0.50 x the median of the 2 others, below recovery.preflight.slowest=0.6"
+        "n2: matrix multiplication at 0.50 x the median of the 2 others, below detection.preflight.slowest=0.6"
     )
 
 

@@ -63,7 +63,7 @@ def line(step: int, loss: float, **more: Any) -> bytes:
 def run(tmp_path: Path) -> RunDir:
     made = RunDir(tmp_path / "r-1")
     made.make()
-    made.config.write_bytes(canonical({"train": {"lr": 0.1}}))
+    made.config.write_bytes(canonical({"optimizer": {"lr": 0.1}}))
     for number in (1, 2):
         made.attempt(number).make()
         made.attempt(number).metrics.write_bytes(line(7, float(number)) + line(70, 5.0) + b'{"step":7,"lo')
@@ -79,7 +79,7 @@ def test_every_repetition_is_read_and_a_torn_line_left_out(run: RunDir) -> None:
 
 
 def test_an_attempt_with_another_config_says_nothing(run: RunDir) -> None:
-    run.attempt(2).config.write_bytes(canonical({"train": {"lr": 0.2}}))
+    run.attempt(2).config.write_bytes(canonical({"optimizer": {"lr": 0.2}}))
     assert losses(run) == [1.0]
 
 
@@ -103,9 +103,9 @@ def test_steps_of_other_software_are_marked(run: RunDir, saved_by: int, generati
 
 def test_what_goes_on_from_another_config_says_nothing_either(run: RunDir) -> None:
     """The learning rate was changed and changed back: attempt 3 has the config of attempt 1, and other weights."""
-    run.attempt(2).config.write_bytes(canonical({"train": {"lr": 0.2}}))
+    run.attempt(2).config.write_bytes(canonical({"optimizer": {"lr": 0.2}}))
     run.attempt(3).make()
-    run.attempt(3).config.write_bytes(canonical({"train": {"lr": 0.1}}))
+    run.attempt(3).config.write_bytes(canonical({"optimizer": {"lr": 0.1}}))
     run.attempt(3).metrics.write_bytes(line(7, 3.0))
     assert losses(run, saved_by=1) == [1.0]
 

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from trainer.contract.config import TrainConfig
+from trainer.contract.config import OptimizerConfig
 from trainer.worker import optimizer as optimizers
 from trainer.worker.saved_state import checkpoint_contents
 
@@ -25,16 +25,16 @@ def test_a_shared_parameter_is_kept_once_and_scratch_buffers_not_at_all():
 def test_priming_makes_the_state_and_leaves_the_weights():
     model = nn.Linear(4, 3)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    optimizer = optimizers.adamw(model, TrainConfig())
+    optimizer = optimizers.adamw(model, OptimizerConfig())
     optimizers.prime(optimizer)
     assert sorted(optimizer.state[model.bias]) == ["exp_avg", "exp_avg_sq", "step"]
     assert sorted(optimizer.state[model.weight]) == ["exp_avg", "exp_avg_sq", "step"]
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
-    assert [group["lr"] for group in optimizer.param_groups] == [TrainConfig().lr] * 2
+    assert [group["lr"] for group in optimizer.param_groups] == [OptimizerConfig().lr] * 2
 
 
 def test_only_matrices_decay():
-    optimizer = optimizers.adamw(nn.Linear(4, 3), TrainConfig(weight_decay=0.3))
+    optimizer = optimizers.adamw(nn.Linear(4, 3), OptimizerConfig(weight_decay=0.3))
     assert [(group["weight_decay"], len(group["params"])) for group in optimizer.param_groups] == [(0.3, 1), (0.0, 1)]
 
 

@@ -18,7 +18,8 @@ def setting(optimizer, world, whole=False, rows=2, kind="AnyOptimizer", **option
     args = {"optimizer": optimizer, "options": options, "whole": whole, "rows": rows, "width": 6}
     return {
         "workload": {"target": f"any_optimizer:{kind}", "path": [str(HERE)], "args": args},
-        "train": {"steps": 14, "dtype": "float32", "lr": 0.05},
+        "train": {"steps": 14, "dtype": "float32"},
+        "optimizer": {"lr": 0.05},
         "parallel": {"dp_shard": world},
         "checkpoint": {"every": 4},
     }

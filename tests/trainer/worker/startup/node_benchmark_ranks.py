@@ -46,11 +46,11 @@ def _hold_up() -> None:
 def one(rank: int, wanted: dict, control: socket.socket) -> dict:
     config = JobConfig()
     if not wanted.get("on", True):
-        preflight = replace(config.recovery.preflight, on=False)
-        config = replace(config, recovery=replace(config.recovery, preflight=preflight))
+        preflight = replace(config.detection.preflight, on=False)
+        config = replace(config, detection=replace(config.detection, preflight=preflight))
     if "seconds" in wanted:
-        preflight = replace(config.recovery.preflight, seconds=wanted["seconds"])
-        config = replace(config, recovery=replace(config.recovery, preflight=preflight))
+        preflight = replace(config.detection.preflight, seconds=wanted["seconds"])
+        config = replace(config, detection=replace(config.detection, preflight=preflight))
         if rank == 1:
             _hold_up()
     store = dist.FileStore(str(Path(wanted["folder"]) / "store"), wanted["world"])

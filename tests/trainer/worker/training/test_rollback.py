@@ -62,7 +62,7 @@ def test_a_rollback_ends_with_the_bits_of_a_run_that_never_saw_the_batch(make_ru
 
 def test_a_spike_is_a_bad_step_once_the_window_is_full(make_run):
     run = make_run(
-        1, train={"steps": STEPS}, recovery={"spike": {"window": 8}},
+        1, train={"steps": STEPS}, detection={"spike": {"window": 8}},
         drill={"events": [drill("spike", 3), drill("spike", 11)]},
     )  # fmt: skip
     answer = run.train()

@@ -47,7 +47,7 @@ def test_the_reason_gives_the_figures():
     reason = full(QUIET).check(2000.0, 1.0)
     assert reason is not None
     assert reason.startswith("loss 2000 is ")
-    assert "above 2.02, the median of the 50 steps before it (recovery.spike.deviations=20)" in reason
+    assert "above 2.02, the median of the 50 steps before it (detection.spike.deviations=20)" in reason
 
 
 def test_a_noisy_run_needs_more():

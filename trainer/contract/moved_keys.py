@@ -1,0 +1,53 @@
+"""Keys of a config that have moved to another section, and configs of older versions under the keys of this one."""
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+Path = tuple[str, ...]
+
+_OPTIMIZER = ("lr", "min_lr_ratio", "warmup_steps", "weight_decay", "clip_norm")
+_DETECTION = ("hang", "straggler", "spike", "preflight")
+
+MOVED: Mapping[Path, Path] = {
+    ("recovery", "straggler", "replace_after"): ("recovery", "exclude_slow_after"),
+    **{("train", name): ("optimizer", name) for name in _OPTIMIZER},
+    **{("recovery", name): ("detection", name) for name in _DETECTION},
+}
+"""Where a key was -> where it is; keys before the sections that they were in."""
+
+
+def present_path(path: Path) -> Path:
+    """Where a key is now."""
+    for old, new in MOVED.items():
+        if path[: len(old)] == old:
+            return (*new, *path[len(old) :])
+    return path
+
+
+def moved_from(section: Path) -> list[str]:
+    """Names of the keys that were in a section, and are not any more."""
+    return [old[-1] for old in MOVED if old[:-1] == section]
+
+
+def in_present_keys(config: dict[str, Any]) -> dict[str, Any]:
+    """A resolved config of any version as this one would have written it; keys of this version win over moved ones."""
+    if not any(old[-1] in _section(config, old) for old in MOVED):
+        return config
+    found = copy.deepcopy(config)
+    for old, new in MOVED.items():
+        here = _section(found, old)
+        if old[-1] in here:
+            there = found
+            for name in new[:-1]:
+                there = there.setdefault(name, {})
+            there.setdefault(new[-1], here.pop(old[-1]))
+    return found
+
+
+def _section(config: dict[str, Any], path: Path) -> dict[str, Any]:
+    """The map that the last name of a path stands in; empty where there is none."""
+    section: Any = config
+    for name in path[:-1]:
+        section = section.get(name, {}) if isinstance(section, dict) else {}
+    return section if isinstance(section, dict) else {}

@@ -10,6 +10,7 @@ What `__all__` lists keeps its meaning within a major version; everything else i
 """
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -66,9 +67,31 @@ def __getattr__(name: str) -> Any:
 
         return metadata.version("orch")
     if name not in _HOME_OF:
-        raise AttributeError(f"module 'orch' has no attribute {name!r}; it has {', '.join(__all__)}")
+        raise _unknown(name, imported=sys._getframe(1).f_code.co_name == "_handle_fromlist")
     value = globals()[name] = getattr(importlib.import_module(_HOME_OF[name]), name)
     return value
+
+
+_MEANT = {"Trainer": "BaseWorkload", "Module": "BaseWorkload", "Model": "BaseWorkload", "Dataset": "Data"}
+"""What other libraries call what is here; keys are compared without case."""
+
+
+def _unknown(name: str, *, imported: bool) -> Exception:
+    """The error for a name that is not there; `imported`: `from orch import` asks for it."""
+    import difflib
+    from importlib.util import find_spec
+
+    by_word = {key.lower(): home for key, home in _MEANT.items()} | {key.lower(): key for key in reversed(__all__)}
+    exact = [key for key in __all__ if key.lower() == name.lower()]
+    near = exact or [by_word[word] for word in difflib.get_close_matches(name.lower(), by_word, n=1, cutoff=0.7)]
+    meant = f"; did you mean orch.{near[0]}?" if near else ""
+    if imported and not name.startswith("_") and find_spec(f"orch.{name}") is None:
+        return ImportError(f"orch has no {name}{meant or _whole()}", name="orch", path=__file__)
+    return AttributeError(f"module 'orch' has no attribute {name!r}{meant or _whole()}")
+
+
+def _whole() -> str:
+    return f"; it has {', '.join(__all__)}"
 
 
 def __dir__() -> list[str]:

@@ -101,4 +101,6 @@ def _error_of(told: dict[str, str], code: int) -> errors.OrchError:
     of_code = [kind for kind in PUBLIC_ERRORS if kind.exit_code == code]
     kind = next((one for one in ancestors if one in PUBLIC_ERRORS), next(iter(of_code), errors.OrchError))
     error: errors.OrchError = kind(told["message"], where=told["where"], hint=told["hint"])
+    for note in filter(None, (told["where"], told["hint"])):  # a traceback prints them below the error
+        error.add_note(f"  {note}")
     return error

@@ -43,6 +43,13 @@ class Run:
     last_checkpoint: LastCheckpoint | None
     updated_at: datetime
 
+    def __new__(cls, *names: Any, **_fields: Any) -> "Run":
+        """Raises NotFound for the name of a run that there is not, and TypeError with what finds the others."""
+        if names:
+            found = status(_name(names[0]))[0]
+            raise TypeError(f"a Run is made by orch.status and orch.submit: orch.status({found.name!r})[0]")
+        return super().__new__(cls)
+
     @property
     def is_over(self) -> bool:
         """Whether it has succeeded, failed, was cancelled, or is held until a person does something."""

@@ -59,8 +59,15 @@ def print_config(screen: Screen, data: dict[str, Any], origins: dict[str, str]) 
 @OVERRIDES
 @click.pass_obj
 def validate(screen: Screen, source: str, overrides: tuple[str, ...]) -> None:
-    """Check keys, types, ranges and sizes. The exit code is 2, with the reason, if the configuration is invalid."""
+    """Check keys, types, ranges and sizes, and that the code is there.
+
+    The exit code is 2, with the reason, if the configuration is invalid.
+    """
+    from orchestrator.submission import user_code  # ast: only where code is looked at
+
     composed = _compose(source, overrides)
+    user_code.check(composed.config)
+    warn_of_methods(screen, composed.config)
     if screen.json:
         screen.data("config.validate", {"valid": True, "digest": composed.digest})
     else:
@@ -96,20 +103,29 @@ def _compose(source: str, overrides: tuple[str, ...]) -> Any:
     try:
         return compose(source, overrides, environ=os.environ)
     except NotFound as error:
-        if (run := _run_of(source)) is not None:
+        if (run := run_of(source)) is not None:
             shows = f"`orch show {run}` shows it; `orch config diff {run} CONFIG` compares its configuration"
             raise NotFound(f"{source} is a run, and no preset or file", where=error.where, hint=shows) from error
         raise
 
 
-def _run_of(name: str) -> str | None:
-    """The run that somebody means by this name; None where there is none, or no registry that can be read."""
+def warn_of_methods(screen: Screen, config: Any) -> None:
+    """Warn of methods that nobody will call: their names are only nearly those that orch calls."""
+    from orchestrator.submission.workload_methods import near_methods  # ast: only where code is looked at
+
+    for words in near_methods(config):
+        screen.warn("near_method", words)
+
+
+def run_of(name: str) -> str | None:
+    """The run of this whole name, or `@last`; None where there is none, or no registry that can be read."""
     from orchestrator.cli.runs.status import one_row  # only for a mistake
 
     try:
-        return str(one_row(name)["run"]) if name.strip() and registry_path().exists() else None
+        run = str(one_row(name)["run"]) if name.strip() and registry_path().exists() else None
     except OrchError:
         return None
+    return run if name in (run, "@last") else None
 
 
 def find_config(name: str) -> dict[str, Any]:
@@ -118,11 +134,27 @@ def find_config(name: str) -> dict[str, Any]:
         return _data(_compose(name, ()))
     try:
         return _data(_compose(name, ()))
-    except (ConfigError, NotFound):
+    except (ConfigError, NotFound) as error:
         stored = _stored(name)
-        if stored is None:
-            raise
-        return stored
+        if stored is not None:
+            return stored
+        if isinstance(error, NotFound) and (near := _near_run(name)):
+            raise NotFound(f"no preset, file or run `{name}`", where=error.where, hint=near) from error
+        raise
+
+
+def _near_run(name: str) -> str:
+    """The offer of the registry for a run's name that it does not have; empty where none is near."""
+    from orchestrator.cli.access.registry import open_store
+
+    if not registry_path().exists():
+        return ""
+    try:
+        with open_store(readonly=True) as store:
+            store.run(name)
+    except NotFound as error:
+        return error.hint if error.hint.startswith("did you mean") else ""
+    return ""
 
 
 def _data(composed: Any) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import click
 
-from orchestrator.cli.terminal.command_classes import LazyGroup
+from orchestrator.cli.terminal.command_classes import LazyGroup, NoSuchCommand
 from orchestrator.cli.terminal.render import Screen
 from orchestrator.cli.terminal.streams import READER_GONE, OutputLost, ReaderGone, prepare
 from orchestrator.errors import ConfigError, NotFound, OrchError, Precondition, RunExpected
@@ -64,6 +64,7 @@ VERBS = {
 @click.group(
     cls=LazyGroup,
     table=VERBS,
+    of_a_run="status",
     invoke_without_command=True,
     epilog="`orch` alone lists live runs and runs that need you. `orch VERB -h` explains a verb.",
 )
@@ -91,6 +92,7 @@ def run(args: Sequence[str] | None = None) -> int:
     """Run one command line; returns the exit code, after telling a person or a program what went wrong."""
     words = list(sys.argv[1:] if args is None else args)
     screen = Screen()
+    screen.words = tuple(words)
     screen.json = "--json" in words  # known before parsing, so that a parsing error is JSON too
     screen.debug = "--debug" in words
     try:
@@ -168,6 +170,8 @@ def _usage(screen: Screen, error: click.ClickException, words: Sequence[str]) ->
         from orchestrator.cli.terminal.wrong_options import what_to_type  # only for a mistake
 
         hint = what_to_type(error, words)
+    if isinstance(error, NoSuchCommand):
+        hint = error.hint
     said = error.message if hint else error.format_message()  # without what click takes for near
     what = " ".join(said.split()).rstrip(".").replace(*_WHOLE_NUMBER)
     screen.error(code, what, f"command line: {path}", hint or f"see `{path} -h`")

@@ -12,13 +12,16 @@ from typing import Any
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from orchestrator.config import keys, plain_secrets, presets, yaml_text
+from orchestrator.config.near_files import near_file
 from orchestrator.config.run_config import RunConfig
 from orchestrator.errors import ConfigError, NotFound
 from trainer.contract.config import WorkloadConfig
+from trainer.contract.scheduler_kinds import choices
 
 INCLUDES = "includes"
 _COMMAND_LINE = ("notify", "command")
 """A list of texts that may be written as one."""
+_CLUSTER = ("cluster",)
 _OVERRIDE = re.compile(r"(?P<sign>[+~]?)(?P<key>[A-Za-z_][\w\-]*(?:\.[\w\-]+)*)(?:=(?P<value>.*))?", re.DOTALL)
 
 
@@ -66,7 +69,11 @@ def locate(source: str, beside: Path, where: str) -> Path:
     if not source.strip() or source.startswith((".", "/", "~")) or as_path.suffix in (".yaml", ".yml"):
         path = beside / as_path
         if not source.strip() or not path.is_file():
-            hint = _READ_FROM_FILE if source.strip() and path.exists() and not path.is_dir() else _offer(source, where)
+            hint = (
+                _READ_FROM_FILE
+                if source.strip() and path.exists() and not path.is_dir()
+                else _offer(source, where, beside)
+            )
             raise missing(f"config {source or '(empty)'}: {_no_file(path)}", where=where or str(path), hint=hint)
         return path
     preset = presets.folder("configs") / f"{source}.yaml"
@@ -76,7 +83,7 @@ def locate(source: str, beside: Path, where: str) -> Path:
         return beside / as_path
     if (beside / as_path).exists() and not (beside / as_path).is_dir():
         raise missing(f"config {source}: {_no_file(beside / as_path)}", where=where or source, hint=_READ_FROM_FILE)
-    raise missing(f"no preset `{source}`, and no such file", where=where or source, hint=_offer(source, where))
+    raise missing(f"no preset `{source}`, and no such file", where=where or source, hint=_offer(source, where, beside))
 
 
 _INTERPRETERS = {".py": "python, ", ".sh": "bash, "}
@@ -88,13 +95,21 @@ def _refuse_script(source: str, path: Path) -> None:
     ending = Path(source).suffix
     if ending not in _INTERPRETERS and (ending or not path.is_file() or not _names_interpreter(path)):
         return
-    starter = _INTERPRETERS.get(ending, "")
+    hint = _as_command(source)
+    if not path.is_file():
+        near = near_file(path, _INTERPRETERS)
+        there = source.removesuffix(path.name) + near if near else source
+        offer = f"did you mean {there}?  " if near else "a script that is there: "
+        raise NotFound(f"no such file {source}", where=str(path), hint=f"{offer}{_as_command(there)}")
+    raise ConfigError(f"{source} is a script, and no configuration", where=str(path), hint=hint)
+
+
+def _as_command(source: str) -> str:
+    """What submits a script."""
+    starter = _INTERPRETERS.get(Path(source).suffix, "")
     script = source if starter or "/" in source else f"./{source}"
     word = script if re.fullmatch(r"[\w./~+-]+", script) else json.dumps(script, ensure_ascii=False)
-    hint = f"orch submit torchrun-script {shlex.quote(f'command=[{starter}{word}]')}"
-    if not path.is_file():
-        raise NotFound(f"no such file {source}", where=str(path), hint=f"a script that is there: {hint}")
-    raise ConfigError(f"{source} is a script, and no configuration", where=str(path), hint=hint)
+    return f"orch submit torchrun-script {shlex.quote(f'command=[{starter}{word}]')}"
 
 
 def _names_interpreter(path: Path) -> bool:
@@ -115,8 +130,12 @@ def _no_file(path: Path) -> str:
     return "is a pipe or a device; only regular files are read" if path.exists() else "no such file"
 
 
-def _offer(source: str, where: str) -> str:
-    """The nearest presets; only a file may include those that are parts of a configuration."""
+def _offer(source: str, where: str, beside: Path) -> str:
+    """The nearest file, or presets; only a file may include those that are parts of a configuration."""
+    typed = Path(source).expanduser()
+    near_by = near_file(beside / typed, (".yaml", ".yml")) if source.strip(" ./~") else None
+    if near_by is not None:
+        return f"did you mean {shlex.quote(source.removesuffix(typed.name) + near_by)}?"
     known = [name for name in presets.names() if where or "/" not in name]
     near = difflib.get_close_matches(source, known, n=1, cutoff=0.8)
     near = near or difflib.get_close_matches(Path(source).stem, known, n=3, cutoff=0.5)
@@ -193,7 +212,20 @@ def _assignments(node: Node, kind: Any, path: keys.Path, where: str) -> Iterator
             if keys.is_section(kind)
             else f"{keys.dotted(path)}={{key: value}}"
         )
-        raise ConfigError(f"`{keys.dotted(path)}` must be a mapping", where=here, hint=there)
+        offer = _preset_meant(path, str(node.value)) if isinstance(node, ScalarNode) else ""
+        raise ConfigError(f"`{keys.dotted(path)}` must be a mapping", where=here, hint=offer or there)
+
+
+def _preset_meant(path: keys.Path, value: str) -> str:
+    """What to write instead of `cluster=NAME` or `model=NAME`; empty for a section that no preset fills."""
+    parts = [name for name in presets.names() if name.startswith(f"{keys.dotted(path)}/")]
+    if not parts:
+        return ""
+    if path == _CLUSTER and value in choices():
+        return f"{keys.dotted((*path, 'kind'))}={value}"
+    near = presets.nearest_part(keys.dotted(path), value)
+    said = f"did you mean the preset {near}?  " if near else ""
+    return f"{said}a YAML file brings a preset in, `includes: [{near or parts[0]}]`; there are {', '.join(parts)}"
 
 
 def _kind_below(kind: Any, path: keys.Path, where: str) -> Any:

@@ -1,5 +1,6 @@
 """The folders of presets and templates that orch brings along."""
 
+import difflib
 from pathlib import Path
 
 
@@ -14,3 +15,11 @@ def names() -> list[str]:
     """Every preset as one writes it: `tiny-gpt`, `model/tiny`."""
     root = folder("configs")
     return sorted(path.relative_to(root).with_suffix("").as_posix() for path in root.rglob("*.yaml"))
+
+
+def nearest_part(section: str, name: str) -> str:
+    """The preset for this section that `name` means, with or without the section before it; empty without one."""
+    parts = {part.partition("/")[2]: part for part in names() if part.startswith(f"{section}/")}
+    wanted = name.rpartition("/")[2].removesuffix(".yaml")
+    near = [wanted] if wanted in parts else difflib.get_close_matches(wanted, parts, n=1, cutoff=0.6)
+    return parts[near[0]] if near else ""

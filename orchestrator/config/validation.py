@@ -24,6 +24,7 @@ LARGEST = 1 << 53
 KNOWN_TEXTS = ("python-stdlib",)
 """Entries of data.text that are names, not paths."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+_TARGET = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 Origins = Mapping[tuple[str, ...], str]
@@ -135,11 +136,21 @@ def _program(config: RunConfig) -> Iterator[Complaint]:
             "orch knows where the checkpoints of a workload are",
             "~checkpoints.path; `checkpoint.tiers` says where orch writes its own",
         )
-    if not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", target):
-        yield f"workload.target={target}: must be package.module:Class", "workload=my_pkg.my_module:MyWorkload"
+    if not _TARGET.fullmatch(target):
+        yield f"workload.target={target}: must be package.module:Class", _target_meant(target)
     for folder in config.workload.path:
         if not Path(folder).is_dir():
             yield f"workload.path: no folder {folder}", "workload.path=[/absolute/folder]"
+
+
+def _target_meant(target: str) -> str:
+    """A file's path, or a class after a dot, as it is written here; else an example."""
+    file, mark, name = target.partition(":")
+    if not mark and not file.endswith(".py"):
+        file, _, name = file.rpartition(".")
+    module = file.removeprefix("./").removesuffix(".py").replace("/", ".")
+    meant = f"{module}:{name or 'MyWorkload'}"
+    return f"did you mean {meant}?" if _TARGET.fullmatch(meant) else "workload=my_pkg.my_module:MyWorkload"
 
 
 _OF_THE_LAYOUT = frozenset({"nodes", "ranks_per_node", "spare_nodes", "kind", "root"})
@@ -275,7 +286,10 @@ def _cut_by_tp(config: RunConfig) -> dict[str, int]:
 def _data(config: RunConfig) -> Iterator[Complaint]:
     data = config.data
     if data.path and data.text:
-        yield f"data.path={data.path} and data.text: both say what to read", "~data.path or ~data.text"
+        yield (
+            f"data.path={data.path} and data.text: both say what to read",
+            "add '~data.text' to train on data.path, or '~data.path' to train on data.text",
+        )
     if not data.path and not data.text:
         yield "data.text and data.path: nothing is given to train on", "data.text=[python-stdlib]"
     for source in data.text:

@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from orchestrator.errors import ConfigError, SubmitRejected
+from orchestrator.errors import ConfigError, Precondition, SubmitRejected
 from orchestrator.scheduler.interface import JobSpec, Scheduler
 from orchestrator.scheduler.scheduler_instance import Instance, LocalInstance, SlurmInstance, unknown_instance
 from trainer.contract.scheduler_kinds import AUTO, LOCAL, SLURM, choice_words
@@ -69,19 +69,32 @@ def _check_local(spec: JobSpec) -> None:
     local_scheduler.check(spec)
 
 
-FACTORIES = {
-    SLURM: SchedulerFactory(
-        is_here=lambda: shutil.which("sbatch") is not None,
-        make=_slurm,
-        instance=SlurmInstance,
-        check=_sbatch_script,
-        script=_sbatch_script,
-        refusal=_slurm_refusal,
-        has_node=_slurm_has_node,
-        named_by_environment=True,
-    ),
-    LOCAL: SchedulerFactory(is_here=lambda: True, make=_local, instance=LocalInstance, check=_check_local),
-}
+class _Factories(dict[str, SchedulerFactory]):
+    """By kind; one that there is not, as of a run that a newer orch submitted, is told as any other error."""
+
+    def __missing__(self, kind: str) -> SchedulerFactory:
+        raise Precondition(
+            f"this orch knows no scheduler `{kind}`",
+            where="cluster.kind",
+            hint=f"it knows {', '.join(self)}; a run of another kind is for the orch that submitted it",
+        )
+
+
+FACTORIES = _Factories(
+    {
+        SLURM: SchedulerFactory(
+            is_here=lambda: shutil.which("sbatch") is not None,
+            make=_slurm,
+            instance=SlurmInstance,
+            check=_sbatch_script,
+            script=_sbatch_script,
+            refusal=_slurm_refusal,
+            has_node=_slurm_has_node,
+            named_by_environment=True,
+        ),
+        LOCAL: SchedulerFactory(is_here=lambda: True, make=_local, instance=LocalInstance, check=_check_local),
+    }
+)
 """By kind, the one that `auto` prefers first."""
 
 

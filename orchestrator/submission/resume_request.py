@@ -51,7 +51,7 @@ def resume_request(store: Store, run: Run, overrides: Sequence[str], accepted: C
         # Keys that a newer orch has added are no change of anybody's.
         before, now = recompose(data, [], checked=False), recompose(data, overrides)
         if not now.config.workload.snapshot:
-            user_code.check(now.config)
+            user_code.check(now.config, Path(run.identity.get("submit_dir") or Path.cwd()))
         _require_tiers(before.config, now.config)
         config = now.config
         data, webhooks = without_webhook(now.data)

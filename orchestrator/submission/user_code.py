@@ -6,8 +6,11 @@ import os
 from importlib.machinery import PathFinder
 from pathlib import Path
 
+from orchestrator.config.near_files import near_module
 from orchestrator.config.run_config import RunConfig
 from orchestrator.errors import ConfigError
+from orchestrator.submission.command_script import check_command
+from orchestrator.submission.workload_methods import missing_method
 
 OURS = ("orch", "orchestrator", "trainer", "checkpointing")
 """Top-level names that always mean orch's own packages inside a job."""
@@ -15,14 +18,17 @@ _IMPORT_PATH = "PYTHONPATH"
 _ROOT = Path(__file__).resolve().parents[2]
 
 
-def check(config: RunConfig) -> None:
-    """Raise ConfigError for code that a job could not import, or would import something else for."""
+def check(config: RunConfig, beside: Path | None = None) -> None:
+    """Raise ConfigError for code that a job could not import or start, or would import something else for.
+
+    `beside`: the folder from which the run was submitted; this process's by default.
+    """
     folders = [Path(folder).expanduser() for folder in config.workload.path]
     for folder in folders:
         _check_folder(folder)
     _check_import_path(config)
     if config.command:
-        _check_command(config.command)
+        check_command(config, beside or Path.cwd())
     else:
         _check_target(config.workload.target, folders)
 
@@ -64,13 +70,6 @@ def _check_import_path(config: RunConfig) -> None:
             )
 
 
-def _check_command(command: tuple[str, ...]) -> None:
-    """Only what is certain from here: a script given by its full path must be there."""
-    for word in command[1:]:
-        if word.endswith(".py") and word.startswith("/") and not Path(word).is_file():
-            raise ConfigError(f"command: no file {word}", where="command", hint="give the script's full path")
-
-
 def _check_target(target: str, folders: list[Path]) -> None:
     module, _, name = target.partition(":")
     top = module.partition(".")[0]
@@ -81,10 +80,23 @@ def _check_target(target: str, folders: list[Path]) -> None:
         raise ConfigError(
             f"workload.target={target}: no module {module}",
             where=f"searched {searched} and what is installed",
-            hint="workload.path=[/folder/that/holds/it] puts a folder on the import path",
+            hint=f"did you mean {meant}:{name}?" if (meant := _near_module(module, places)) else _ON_THE_PATH,
         )
     if file.suffix == ".py":
         _check_class(target, name, file)
+
+
+_ON_THE_PATH = "workload.path=[/folder/that/holds/it] puts a folder on the import path"
+
+
+def _near_module(module: str, places: list[Path]) -> str:
+    """The module that is meant: without the end of its file's name, or the one that is spelled nearly so."""
+    if module.endswith(".py") and _file_of(module.removesuffix(".py"), places):
+        return module.removesuffix(".py")
+    top, _, name = module.rpartition(".")
+    folders = [place / Path(*top.split(".")) for place in places] if top else places
+    near = [near_module(folder, name) for folder in folders]
+    return ".".join(filter(None, (top, next(filter(None, near), "")))) if any(near) else ""
 
 
 def _file_of(module: str, places: list[Path]) -> Path | None:
@@ -126,11 +138,21 @@ def _check_class(target: str, name: str, file: Path) -> None:
     raise ConfigError(f"workload.target={target}: no {name} in {file}", where="workload.target", hint=hint)
 
 
+_SIGNATURES = {"build_model": "build_model(self)", "loss": "loss(self, model, batch)"}
+
+
 def _check_base(target: str, name: str, file: Path, tree: ast.Module) -> None:
     """Refuse a plain class that lacks what every workload has, where nothing could give it that."""
     binds = [node for node in tree.body if name in _names_of(node)]
     if len(binds) != 1 or not isinstance(kind := binds[0], ast.ClassDef):
         return
+    if (lacks := missing_method(kind, tree)) is not None:
+        need, typed = lacks
+        raise ConfigError(
+            f"workload.target={target}: {name} has no {need}(), which every workload needs",
+            where=f"{file}:{kind.lineno}",
+            hint=f"did you mean {need} where you wrote {typed}?" if typed else f"def {_SIGNATURES[need]}: ...",
+        )
     inherits = any(not (isinstance(base, ast.Name) and base.id == "object") for base in kind.bases)
     if inherits or kind.keywords or kind.decorator_list:
         return

@@ -24,7 +24,7 @@ def test_every_error_that_a_script_may_catch_is_named() -> None:
 
 
 def test_a_name_that_is_not_there_says_which_are() -> None:
-    with pytest.raises(AttributeError, match=r"no attribute 'Submit'; it has .*submit"):
+    with pytest.raises(AttributeError, match=r"no attribute 'Submit'; did you mean orch.submit"):
         orch.Submit  # noqa: B018
 
 
@@ -37,3 +37,22 @@ def test_the_import_loads_nothing_heavy_and_each_side_only_its_own() -> None:
     assert loaded("pass") == set()
     assert loaded("orch.submit, orch.Run, orch.OrchError") == {"orchestrator"}
     assert "orchestrator" not in loaded("orch.BaseWorkload, orch.Layout, orch.evaluating")
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"), [("sumbit", "submit"), ("Trainer", "BaseWorkload"), ("Submit", "submit"), ("Zonk", "")]
+)
+def test_a_name_that_is_not_there_is_answered_with_the_nearest(typed: str, meant: str) -> None:
+    said = f"did you mean orch.{meant}?" if meant else "it has BaseWorkload, "
+    with pytest.raises(AttributeError) as asked:
+        getattr(orch, typed)
+    assert said in str(asked.value)
+    with pytest.raises(ImportError) as imported:
+        exec(f"from orch import {typed}")
+    assert said in str(imported.value)
+    assert not hasattr(orch, typed)
+
+
+def test_a_module_of_ours_is_imported_as_before() -> None:
+    done = subprocess.run([sys.executable, "-c", "from orch import runs, command_line"], check=False)
+    assert done.returncode == 0

@@ -13,11 +13,10 @@ from orchestrator.cli.checkpoints import torch_env
 from orchestrator.cli.checkpoints.import_weights import bring, staged
 from orchestrator.cli.checkpoints.target import find_one
 from orchestrator.cli.config import OVERRIDES
-from orchestrator.cli.terminal.argument_types import NonEmptyPath
+from orchestrator.cli.terminal.argument_types import ClusterKind, NonEmptyPath
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Screen, count, size
 from orchestrator.errors import CheckpointInvalid, ConfigError, NotFound, Precondition
-from trainer.contract.scheduler_kinds import choices
 
 _PROVENANCE = "orch.json"
 """The file of an export that says where it comes from."""
@@ -102,7 +101,7 @@ def _tell_export(
 @click.argument("preset", metavar="CONFIG")
 @OVERRIDES
 @click.option("-n", "--name", default=None, help="Name of the run; orch adds a number.")
-@click.option("--cluster", type=click.Choice(choices()), default=None, help="Where; overrides cluster.kind.")
+@click.option("--cluster", type=ClusterKind(), default=None, help="Where; overrides cluster.kind.")
 @click.option("--weights-only", is_flag=True, help="Skip the optimizer's state: step 0, a fresh optimizer.")
 @click.option("--no-controller", is_flag=True, help="Start no controller: launch from here and return.")
 @click.option("--dry-run", is_flag=True, help="Only check whether it fits; write and submit nothing.")
@@ -119,6 +118,7 @@ def import_(
     from orchestrator.config.compose import compose  # omegaconf: only for the verbs that read configurations
     from orchestrator.submission.create_run import check_beginning
 
+    _refuse_swapped(screen, given, preset)
     source = _weights_at(given)
     words = [f"cluster.kind={cluster}"] if cluster else []
     words += [f"name={json.dumps(name, ensure_ascii=False)}"] if name else []
@@ -136,6 +136,23 @@ def import_(
             return
         launched = _launch(screen, composed, cluster, brought, no_controller=no_controller)
     _tell_import(screen, brought, launched)
+
+
+def _refuse_swapped(screen: Screen, given: str, preset: str) -> None:
+    """Raises ConfigError where the configuration stands before the weights, with the command in the right order."""
+    from orchestrator.config import presets
+
+    place, file = Path(given).expanduser(), Path(preset).expanduser()
+    is_config = given in presets.names() or place.suffix in (".yaml", ".yml") or not place.exists()
+    if is_config and (file.is_dir() or file.suffix in _WEIGHTS) and file.exists():
+        swapped = {given: preset, preset: given}
+        hint = "orch " + shlex.join(swapped.get(word, word) for word in screen.words)
+        raise ConfigError(
+            "the weights come first, then the configuration", where=f"command line: {given} {preset}", hint=hint
+        )
+
+
+_WEIGHTS = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
 
 
 def _weights_at(given: str) -> Path:

@@ -27,7 +27,7 @@ VERBS = {
 }
 
 
-@click.group(cls=LazyGroup, table=VERBS)
+@click.group(cls=LazyGroup, table=VERBS, of_a_run="ls")
 def ckpt() -> None:
     """List, verify, compare, export, import, pin and clean up checkpoints.
 

@@ -1,5 +1,6 @@
 """What a command line means by a checkpoint: `RUN@STEP`, a folder, a URL."""
 
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -71,7 +72,12 @@ def find(words: str, warn: Warn) -> list[Target]:
     name, mark, step = words.partition("@") if not words.startswith("@") else _after_last(words)
     if mark and not step:
         raise ConfigError("no step is given after the @", where=words, hint=f"{name}@latest is the newest; or {WAYS}")
-    run = known_run(name)
+    try:
+        run = known_run(name)
+    except NotFound:
+        if not mark and Path(name).is_dir():
+            return [target_at(words)]  # a folder beside, typed without a slash
+        raise
     if (order := run.identity.get("restore_test")) is not None:
         raise NotFound(
             f"{run.name} is a restore test: it has no checkpoint of its own",
@@ -125,8 +131,46 @@ def target_at(words: str) -> Target:
             raise NotFound(f"there is no folder {words}", hint=WAYS)
         target = Target(LocalStorage(path.parent), path.name, str(path), run_dir=_run_above(path))
     if parse_name(target.name) is None:
-        raise ConfigError(f"`{target.name}` is not the name of a checkpoint's folder", where=words, hint=WAYS)
+        raise _no_checkpoint(target, words)
     return target
+
+
+def _no_checkpoint(target: Target, words: str) -> ConfigError:
+    """What a folder is that is no checkpoint's, and what to name instead."""
+    unlike = ConfigError(f"`{target.name}` is not the name of a checkpoint's folder", where=words, hint=WAYS)
+    if "://" in words and not words.startswith("file://"):
+        return unlike
+    folder = Path(target.path)
+    if RunDir(folder).config.exists() and RunDir(folder).checkpoints.is_dir():
+        return ConfigError(f"{words} is a run's folder, and no checkpoint's", where=target.path, hint=_of_run(folder))
+    if is_export(folder):
+        hint = f"`orch ckpt import {shlex.quote(words)} CONFIG` begins a run with its weights"
+        return ExportGiven(f"{words} has exported weights, and is no checkpoint of a run", where=target.path, hint=hint)
+    return unlike
+
+
+class ExportGiven(ConfigError):
+    """Weights for other programs are named where a checkpoint of a run is needed."""
+
+
+def is_export(folder: Path) -> bool:
+    """Whether weights lie in a folder as `orch ckpt import` takes them."""
+    return any(folder.glob("*.safetensors")) or (folder / "checkpoint.pt").exists()
+
+
+def _of_run(folder: Path) -> str:
+    """How the newest checkpoint of a run is named, by the registry or by its folder."""
+    from checkpointing.format.commit import parse_name
+
+    try:
+        known = known_run(folder.name)
+    except NotFound:
+        known = None
+    if known is not None and Path(known.run_dir) == folder:
+        return f"write {folder.name}, or {folder.name}@latest"
+    there = [place for place in RunDir(folder).checkpoints.iterdir() if parse_name(place.name) is not None]
+    newest = max(there, key=lambda place: parse_name(place.name) or (), default=None)
+    return f"write {shlex.quote(str(newest))}" if newest is not None else "it has no checkpoint"
 
 
 def _run_above(folder: Path) -> RunDir | None:

@@ -14,10 +14,12 @@ from orchestrator.cli.access.registry import open_store
 from orchestrator.cli.comparison.equality import Computed, Equality, compare_computed, read_validations
 from orchestrator.cli.comparison.loss_curve import BARS, PLAIN_BARS, LossCurve, Scale, common_steps, sparkline
 from orchestrator.cli.runs.status import one_row, rows_with_tags
+from orchestrator.cli.runs.tags import unknown_tags
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Column, Screen, count, decimal, progress, span
 from orchestrator.config.redaction import redacted_value
 from orchestrator.errors import ConfigError
+from orchestrator.home import registry_path
 from orchestrator.registry.records import Attempt, Run
 from orchestrator.states import LIVE_RUNS
 
@@ -81,14 +83,25 @@ def compare(screen: Screen, runs: tuple[str, ...], tags: tuple[str, ...], points
 
 def _too_few(names: Sequence[str], tags: Sequence[str], tagged: bool) -> ConfigError:
     """What to say of one run or none, and what to type instead; `tagged`: some run has all of the tags."""
-    pair, listed = "`orch compare RUN RUN`", ", ".join(f"`orch status -t {tag}`" for tag in dict.fromkeys(tags))
+    pair, listed = _pair(names), ", ".join(f"`orch status -t {tag}`" for tag in dict.fromkeys(tags))
     having = f"all of the tags {', '.join(tags)}" if len(tags) > 1 else f"the tag {', '.join(tags)}"
+    if unknown := unknown_tags(tags):
+        return ConfigError(unknown[0][0], hint=f"{unknown[0][1]}  {pair}")
     if tags and not tagged:
         return ConfigError(f"no run has {having}", hint=f"{pair}, {listed}")
     if tags:
         return ConfigError(f"compare takes two or more runs, only {names[0]} has {having}", hint=f"{pair}, {listed}")
     said = f"only {names[0]} is named" if names else "no run is named"
-    return ConfigError(f"compare takes two or more runs, {said}", hint=f"{pair}, or `orch compare -t NAME`")
+    return ConfigError(f"compare takes two or more runs, {said}", hint=pair)
+
+
+def _pair(names: Sequence[str]) -> str:
+    """A command that compares what was named, with the newest of the other runs."""
+    from orchestrator.registry import fast_queries
+
+    others = [row["run"] for row in fast_queries.newest(registry_path(), 2 + len(names)) if row["run"] not in names]
+    chosen = [*reversed(others[: 2 - len(names)]), *names][:2]
+    return f"`orch compare {' '.join(chosen)}`" if len(chosen) == 2 else "there is no other run: `orch status -a`"
 
 
 def _read(row: dict[str, Any]) -> Compared:

@@ -12,7 +12,7 @@ from orchestrator.cli.terminal.render import Column, Screen, count, iso, span
 from orchestrator.home import registry_path
 
 
-@click.group("restore-tests", cls=Noun)
+@click.group("restore-tests", cls=Noun, of_a_run="history")
 def restore_tests() -> None:
     """List restore tests of checkpoints, and which are due.
 

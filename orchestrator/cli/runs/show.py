@@ -26,6 +26,7 @@ from orchestrator.cli.runs.restore_test_tables import (
 from orchestrator.cli.runs.status import one_row, public, say_last_lines, warn_of_bad_tests, warn_without_controller
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Column, Screen, count, decimal, host_list, iso, progress, size, span
+from orchestrator.home import registry_path
 from orchestrator.recovery.drilled_failures import drill_words
 from orchestrator.registry.records import Attempt, Checkpoint, Copy, Generation, RestoreTest, Run, Transition
 from orchestrator.states import LIVE_RUNS
@@ -193,7 +194,7 @@ def _head(screen: Screen, run: Run, row: dict[str, Any], own_test: RestoreTest |
         "step": f"{progress(run.step, run.total_steps, ' of ')}   loss {decimal(row['loss'])}",
         "created": f"{screen.when(run.created_at)}   updated {span(row['age_s'])} ago",
         "tags": ", ".join(run.tags),
-        "config": f"{run.config_digest[:12]}   orch config diff {run.config_digest[:12]} OTHER",
+        "config": run.config_digest[:12] + _compared_with(run),
         "code": _code(code),
         "env": _words(env),
         "data": _words(run.identity.get("data") or {}),
@@ -205,6 +206,17 @@ def _head(screen: Screen, run: Run, row: dict[str, Any], own_test: RestoreTest |
     for name, text in lines.items():
         if text:
             screen.say(f"{name:<8} {text}", hang=9)
+
+
+def _compared_with(run: Run) -> str:
+    """The command that shows in which keys this run differs from the newest earlier one of its name, if it does."""
+    from orchestrator.registry import fast_queries
+
+    slug = run.name.rpartition("-")[0]
+    for row in fast_queries.newest(registry_path(), 200):
+        if row["created_at"] < run.created_at and row["run"].rpartition("-")[0] == slug:
+            return f"   orch config diff {row['run']} {run.name}" if row["config_digest"] != run.config_digest else ""
+    return ""
 
 
 def _beginning(imported: Any) -> str:

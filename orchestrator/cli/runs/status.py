@@ -12,9 +12,21 @@ from orchestrator.cli.access.slurm_environment import silence_of
 from orchestrator.cli.runs.edited_config import warn_of_edited_config
 from orchestrator.cli.runs.next_commands import go_on, look_closer
 from orchestrator.cli.runs.notified import warn_of_untold
-from orchestrator.cli.runs.tags import checked
+from orchestrator.cli.runs.tags import checked, unknown_tags
 from orchestrator.cli.terminal.command_classes import Verb
-from orchestrator.cli.terminal.render import Column, Screen, count, decimal, host_list, iso, plain, progress, span
+from orchestrator.cli.terminal.render import (
+    Column,
+    Screen,
+    as_text,
+    count,
+    decimal,
+    host_list,
+    iso,
+    plain,
+    progress,
+    shortened,
+    span,
+)
 from orchestrator.controller.leasing.lease import displayed_state, host_name, host_of
 from orchestrator.errors import ConfigError
 from orchestrator.home import registry_path
@@ -53,6 +65,8 @@ def status(
     chosen, tags = _states(states), checked(tags)
     if watch:
         screen.if_interrupted = lambda: ""  # the usual way to leave
+    for what, offer in unknown_tags(tags) if tags else ():
+        screen.warn("no_such_tag", f"{what}; {offer}")
     while True:
         rows = _rows(runs, None if everything else limit, chosen, tags)
         if watch:
@@ -104,7 +118,7 @@ def overview(screen: Screen) -> None:
 
 def _say_need(screen: Screen, why: str, *commands: str) -> None:
     """What needs somebody, and what to type that the reason does not say already."""
-    screen.say(f"needs you: {plain(why)}", hang=11)
+    screen.say(f"needs you: {shortened(plain(why))}", hang=11)
     named = [command for command in commands if command not in why]
     beside = "   ".join(named)
     for line in [beside] if len(beside) + 11 <= screen.width else named:
@@ -289,7 +303,7 @@ TABLE = [
     Column("NODES", "nodes", lambda names: host_list(names or ()) or "-", drop_order=7),
     Column("UPDATED", "age_s", lambda age: f"{span(age)} ago", right=True, drop_order=5),
     Column("TAGS", "tags", ", ".join, drop_order=8),
-    Column("WHY", "reason"),
+    Column("WHY", "reason", lambda reason: shortened(as_text(reason))),
 ]
 TSV = [
     Column("RUN", "run"),

@@ -2,8 +2,9 @@
 
 import json
 import os
+import shlex
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,19 +14,19 @@ import click
 from orchestrator.cli.access.registry import open_store
 from orchestrator.cli.access.run_location import START, TAKE_OVER, controller_state
 from orchestrator.cli.access.slurm_environment import compare_with_controller, silence_of, unset_words
-from orchestrator.cli.config import OVERRIDES, print_config
+from orchestrator.cli.config import OVERRIDES, print_config, run_of, warn_of_methods
 from orchestrator.cli.runs.follow import detached, end_error, wait_until_end
 from orchestrator.cli.runs.status import one_row
 from orchestrator.cli.runs.tags import checked
+from orchestrator.cli.terminal.argument_types import ClusterKind
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Screen, progress
 from orchestrator.config.redaction import redacted, redacted_origins
-from orchestrator.errors import ConfigError, Fenced, Precondition, SlurmUnreachable, SubmitRejected
+from orchestrator.errors import ConfigError, Fenced, NotFound, Precondition, SlurmUnreachable, SubmitRejected
 from orchestrator.home import registry_path
 from orchestrator.registry.records import Run
 from orchestrator.scheduler.available_schedulers import FACTORIES
 from orchestrator.states import ENDED_RUNS, RunState
-from trainer.contract.scheduler_kinds import choices
 
 JOB_WITHIN = 30.0
 """Seconds for which submit waits for the job's id; the controller goes on trying afterwards."""
@@ -45,7 +46,7 @@ CHECK_CONTROLLER_EVERY = 3.0
 @click.option("--weights-only", is_flag=True, help="With --from: only the weights; step 0, a fresh optimizer.")
 @click.option("-t", "--tag", "tags", multiple=True, metavar="NAME", help="Tag the run; repeatable.")
 @click.option("-n", "--name", default=None, help="Name of the run; orch adds a number.")
-@click.option("--cluster", type=click.Choice(choices()), default=None, help="Where; overrides cluster.kind.")
+@click.option("--cluster", type=ClusterKind(), default=None, help="Where; overrides cluster.kind.")
 @click.option("--wait", "wait_", is_flag=True, help="Return when the run has ended; the exit code says how.")
 @click.option("--follow", is_flag=True, help="The same, and print events.")
 @click.option("--no-controller", is_flag=True, help="Start no controller: launch from here and return.")
@@ -80,8 +81,10 @@ def submit(
     if weights_only and begin is None:
         raise ConfigError("--weights-only needs a checkpoint", where="command line", hint="add --from RUN@STEP")
     only_look = dry_run or print_sbatch
-    with _beginning(screen, source, overrides, begin, weights_only=weights_only, write=not only_look) as begun:
+    begun_with = _beginning(screen, source, overrides, begin, weights_only=weights_only, write=not only_look)
+    with offered_import(begin, source, screen.words), begun_with as begun:
         composed, imported = begun
+        warn_of_methods(screen, composed.config)
         if only_look:
             preview(screen, composed, cluster, only_script=print_sbatch and not dry_run)
             return 0
@@ -128,9 +131,56 @@ def _beginning(
         return
     if source is None:
         raise ConfigError("CONFIG is missing", hint="`orch submit tiny-gpt`, or `orch submit FILE.yaml`")
+    yield _composed(source, overrides), None
+
+
+@contextmanager
+def offered_import(begin: str | None, source: str | None, words: Sequence[str]) -> Iterator[None]:
+    """Where `--from` names exported weights, the error says what imports them, with the same settings."""
+    from orchestrator.cli.checkpoints.target import ExportGiven
+
+    try:
+        yield
+    except ExportGiven as error:
+        if source is not None and begin is not None:
+            typed = ["ckpt", "import", begin, source, *_import_options(begin, source, words)]
+            error.hint = f"orch {shlex.join(typed)}"
+        raise
+
+
+def _import_options(begin: str, source: str, words: Sequence[str]) -> list[str]:
+    """Of what was typed for a submit, what an import takes too."""
+    kept, rest = [], list(words)
+    while rest:
+        word = rest.pop(0)
+        if word in ("-n", "--name", "--cluster") and rest:
+            kept += [word, rest.pop(0)]
+        elif word in ("--from", "-t", "--tag") and rest:
+            rest.pop(0)
+        elif word.startswith(("--name=", "--cluster=", "+", "~")) or word in _FOR_IMPORT or _is_setting(word):
+            kept += [word] if word not in (begin, source) else []
+    return kept
+
+
+def _is_setting(word: str) -> bool:
+    return "=" in word and not word.startswith("-")
+
+
+_FOR_IMPORT = ("--weights-only", "--no-controller", "--dry-run", "--json")
+
+
+def _composed(source: str, overrides: tuple[str, ...]) -> Any:
+    """The configuration of that name; raises NotFound, for a run's name with what goes on with that run."""
     from orchestrator.config.compose import compose  # omegaconf: only for the verbs that read configurations
 
-    yield compose(source, overrides, environ=os.environ), None
+    try:
+        return compose(source, overrides, environ=os.environ)
+    except NotFound as error:
+        if (run := run_of(source)) is None:
+            raise
+        more = shlex.join([run, *overrides])
+        hint = f"orch resume {more}   (goes on with it)   or   orch submit --from {more}   (a new run beside it)"
+        raise NotFound(f"{source} is a run, and no preset or file", where=error.where, hint=hint) from error
 
 
 def launch(

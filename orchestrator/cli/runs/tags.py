@@ -9,6 +9,7 @@ from orchestrator.cli.access.registry import open_store
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Screen
 from orchestrator.errors import ConfigError
+from orchestrator.home import registry_path
 
 _TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/=@-]{0,62}")
 _TAKEN_AWAY = re.compile(r"-(?![qvh]$)[A-Za-z0-9].*")
@@ -26,6 +27,25 @@ def checked(words: Iterable[str]) -> tuple[str, ...]:
                 hint="for example: baseline, lr=3e-4, team/ann",
             )
     return tags
+
+
+def unknown_tags(tags: Iterable[str]) -> list[tuple[str, str]]:
+    """Of each of these tags that no run has, that it is so, and which tags there are, the nearest first."""
+    import difflib  # only for a mistake
+
+    from orchestrator.registry import fast_queries
+
+    known = fast_queries.tag_names(registry_path())
+    listed = f"tags: {', '.join(sorted(known)[:_SHOWN])}{', ...' if len(known) > _SHOWN else ''}"
+    told = []
+    for tag in tags:
+        near = difflib.get_close_matches(tag, known, n=1, cutoff=0.6)
+        offer = (f"did you mean {near[0]}?  " if near else "") + (listed if known else "no run has any tag")
+        told += [(f"no run has the tag {tag}", offer)] if tag not in known else []
+    return told
+
+
+_SHOWN = 12
 
 
 class _TagVerb(Verb):

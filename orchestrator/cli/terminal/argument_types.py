@@ -52,5 +52,30 @@ class NonEmptyPath(click.Path):
         return super().convert(value, param, ctx)
 
 
+class ClusterKind(click.Choice[str]):
+    """Where a run goes; the name of a preset is answered with what brings that preset in."""
+
+    def __init__(self) -> None:
+        from trainer.contract.scheduler_kinds import choices
+
+        super().__init__(choices())
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if value in self.choices:
+            return super().convert(value, param, ctx)
+        import difflib  # only for a mistake
+
+        from orchestrator.config import presets
+
+        kinds = [str(kind) for kind in self.choices]
+        near = difflib.get_close_matches(value, kinds, n=1, cutoff=0.6)
+        part = "" if near else presets.nearest_part("cluster", value)
+        said = f", did you mean {near[0]}?" if near else f", and no {value!r}"
+        more = f"; a YAML file brings the preset {part} in: `includes: [{part}]`" if part else ""
+        parts = ", ".join(name for name in presets.names() if name.startswith("cluster/"))
+        more = more or ("" if near else f"; presets of clusters, for `includes` of a YAML file: {parts}")
+        raise click.BadParameter(f"it is {', '.join(kinds[:-1])} or {kinds[-1]}{said}{more}", ctx, param)
+
+
 def _metavar(param: click.Parameter | None) -> str:
     return str(param.metavar or str(param.name).upper()) if param is not None else "the path"

@@ -1,6 +1,8 @@
 """Commands that understand the global options before and after the verb, and groups that load verbs late."""
 
 import importlib
+import re
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -77,22 +79,51 @@ class Verb(click.Command):
 
 
 class Noun(click.Group):
-    """A group of verbs about one thing (`orch ckpt ls`)."""
+    """A group of verbs about one thing (`orch ckpt ls`); `of_a_run`: the one that is meant by a run alone."""
 
     command_class = Verb
 
-    def __init__(self, *args: Any, **more: Any) -> None:
+    def __init__(self, *args: Any, of_a_run: str = "", **more: Any) -> None:
         more.setdefault("context_settings", _HELP)
         super().__init__(*args, **more)
         self.params += global_options()
+        self.of_a_run = of_a_run
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
         """As click's, with the nearest right name in the message."""
         word = args[0]
         if self.get_command(ctx, word) is None and not word.startswith("-"):
-            near = self._nearest(word.lower(), self.list_commands(ctx))
-            ctx.fail(f"no such command `{word}`" + (f", did you mean `{near}`?" if near else ""))
+            raise self._no_such(word, args[1:], ctx)
         return super().resolve_command(ctx, args)
+
+    def _no_such(self, word: str, rest: Sequence[str], ctx: click.Context) -> "NoSuchCommand":
+        """The error for a word that is no verb here: one with the name in another group, a near one, or a run."""
+        path, names = ctx.command_path, self.list_commands(ctx)
+        said = f"no such command `{word}`"
+        near, found = self._nearest(_REMOVE.get(word, word.lower()), names), self._elsewhere(ctx, names)
+        if word in found and (ctx.parent is None or not near):
+            return NoSuchCommand(said, ctx, " ".join(("orch", found[word], *map(shlex.quote, rest))))
+        if near:
+            return NoSuchCommand(f"{said}, did you mean `{near}`?", ctx, f"`{path} {near} -h` explains it")
+        if self.of_a_run and _RUN.fullmatch(word):
+            run = word if word.startswith("@") else word.partition("@")[0]
+            typed = " ".join((path, self.of_a_run, run, *map(shlex.quote, rest)))
+            return NoSuchCommand(f"`{word}` is no command", ctx, typed)
+        return NoSuchCommand(said, ctx, "")
+
+    def _elsewhere(self, ctx: click.Context, names: Sequence[str]) -> dict[str, str]:
+        """Verbs of the other level as they are typed after `orch`, by their names."""
+        if ctx.parent is not None:
+            root = ctx.parent.command
+            return {name: name for name in root.list_commands(ctx.parent)} if isinstance(root, click.Group) else {}
+        groups = [(name, self.get_command(ctx, name)) for name in reversed(names)]
+        return {
+            verb: f"{name} {verb}"
+            for name, group in groups
+            if isinstance(group, click.Group)
+            for verb in group.list_commands(ctx)
+            if verb not in _ANYWHERE
+        }
 
     def _nearest(self, word: str, names: Sequence[str]) -> str:
         """What other programs call `word`, else what is spelled nearly so; empty where nothing is."""
@@ -105,6 +136,22 @@ class Noun(click.Group):
         meant += difflib.get_close_matches(word, names, n=1, cutoff=0.6)
         found = next(iter(meant), "")
         return found if found in names else next((name for name in SYNONYMS.get(found, ()) if name in names), "")
+
+
+_RUN = re.compile(r"@last|[\w.-]*-\d+(@\w+)?")
+"""How names of runs, and of checkpoints of them, look."""
+_REMOVE = {"rm": "remove"}
+"""A verb of ours for runs is another program's word for what a group has."""
+_ANYWHERE = frozenset({"diff", "history", "install", "ls", "path", "run", "show", "start", "stop"})
+"""Verbs of groups that mean something else, or nothing certain, without their group."""
+
+
+class NoSuchCommand(click.UsageError):
+    """`hint`: what to type."""
+
+    def __init__(self, message: str, ctx: click.Context, hint: str) -> None:
+        super().__init__(message, ctx)
+        self.hint = hint
 
 
 class LazyGroup(Noun):

@@ -13,6 +13,8 @@ from typing import Any, TextIO
 
 from checkpointing.storage.durable import dump_line
 from orchestrator.cli.terminal.tables import Column as Column
+from orchestrator.cli.terminal.tables import as_text as as_text
+from orchestrator.cli.terminal.tables import shortened as shortened
 from orchestrator.cli.terminal.tables import table_lines, wrapped
 from trainer.contract import time_spans
 
@@ -106,6 +108,7 @@ class Screen:
 
     def __init__(self) -> None:
         self.json = self.quiet = self.verbose = self.no_color = self.no_progress = self.utc = self.debug = False
+        self.words: tuple[str, ...] = ()  # of the command line, after `orch`
         self.if_interrupted: Callable[[], str] = lambda: "interrupted"  # what Ctrl-C leaves, as the verb knows it
         self._warnings: list[dict[str, str]] = []
         self._page: list[str] | None = None  # lines of a picture that is drawn over

@@ -23,6 +23,12 @@ SYNONYMS: dict[str, tuple[str, ...]] = {
         "drain cordon avoid ban block": ("exclude",),
         "daemon server": ("controller",),
         "registry database": ("db",),
+        "tokenize tokenise preprocess convert shard": ("prepare", "data"),
+        "download pull": ("export",),
+        "upload push load": ("import", "submit"),
+        "restore rollback": ("restore-test", "resume"),
+        "init setup login": ("doctor",),
+        "version": ("doctor",),
         "example try tutorial": ("demo",),
     }.items()
     for word in words.split()

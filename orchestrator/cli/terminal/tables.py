@@ -24,6 +24,19 @@ def as_text(value: Any) -> str:
     return ",".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
 
 
+MOST = 300
+"""Characters of one sentence in a table of many runs."""
+
+
+def shortened(text: str) -> str:
+    """A text that begins as this one, whole words, with how much is left out; `orch show` has all of it."""
+    if len(text) <= MOST:
+        return text
+    kept = text[:MOST].rpartition(" ")[0]
+    kept = kept if len(kept) > MOST // 2 else text[:MOST]
+    return f"{kept} ... ({len(text) - len(kept)} more characters: orch show)"
+
+
 @dataclass(frozen=True)
 class Column:
     """One column: its title, the key of the row it shows, and how people see the value."""

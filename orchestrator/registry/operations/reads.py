@@ -3,7 +3,9 @@
 import difflib
 import hashlib
 import json
+import os
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from sqlalchemy import Connection, Select, exists, false, func, select
@@ -253,6 +255,13 @@ def _resolved(connection: Connection, name: str) -> str:
     run, mark, _ = name.rpartition("@")
     if run and mark:
         raise RunExpected(name, _resolved(connection, run))
+    if "/" in name:  # its folder, or one in that
+        parts = list(reversed(Path(os.path.abspath(os.path.expanduser(name))).parts))
+        known = set(connection.execute(select(RunRow.name).where(RunRow.name.in_(parts))).scalars())
+        meant = next((part for part in parts if part in known), None)
+        if meant is not None:
+            raise NotFound(f"{name} is a path, and the name of a run is needed", hint=f"did you mean {meant}?")
+        name = parts[0]
     near = difflib.get_close_matches(name, connection.execute(names.limit(1000)).scalars().all(), n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(near)}?" if near else "`orch status -n 50` lists the newest runs"
     raise NotFound(f"no run {' '.join(name.split())}", hint=hint)

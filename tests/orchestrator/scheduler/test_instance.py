@@ -6,7 +6,8 @@ from subprocess import CompletedProcess
 
 import pytest
 
-from orchestrator.errors import SlurmUnreachable
+from orchestrator.errors import Precondition, SlurmUnreachable
+from orchestrator.scheduler.available_schedulers import instance_of
 from orchestrator.scheduler.scheduler_instance import (
     KEEP_FOR,
     SlurmInstance,
@@ -119,3 +120,9 @@ def test_another_configuration_is_seen_at_once(conf: Path, monkeypatch: pytest.M
 def test_an_unknown_one_owns_nothing() -> None:
     assert local_instance() == f"local@{socket.gethostname()}"
     assert [is_known(name) for name in ("", unknown_instance("slurm"), local_instance())] == [False, False, True]
+
+
+def test_a_kind_that_there_is_not_is_told_as_an_error_of_ours() -> None:
+    with pytest.raises(Precondition, match="this orch knows no scheduler `pbs`") as refused:
+        instance_of("pbs")
+    assert refused.value.hint.startswith("it knows slurm, local; ")

@@ -162,7 +162,7 @@ class Loop:
             self._services.phases.enter(Phase.FORWARD)
             if not number:
                 drill.in_forward(step)
-            loss = objects.workload.loss(objects.model, batch) / len(batches)
+            loss = _scalar(objects.workload, objects.workload.loss(objects.model, batch)) / len(batches)
             if factor != 1.0:
                 loss = loss * factor
             self._services.phases.enter(Phase.BACKWARD)
@@ -347,3 +347,17 @@ class Loop:
             "step": step, "loss": found.loss, "grad_norm": found.grad_norm,
             "lr": self._scheduled(step),
         }  # fmt: skip
+
+
+def _scalar(workload: object, loss: Any) -> torch.Tensor:
+    """What `loss()` of a user has returned; raises WorkloadError for what no backward pass can begin with."""
+    if isinstance(loss, torch.Tensor) and not loss.dim() and loss.requires_grad:
+        return loss
+    if not isinstance(loss, torch.Tensor):
+        found = "None" if loss is None else f"a {type(loss).__name__}"
+    else:
+        found = f"a tensor of shape {list(loss.shape)}" if loss.dim() else "a tensor without a gradient"
+    raise WorkloadError(
+        f"{type(workload).__name__}.loss() returned {found}: it must return the mean loss of the micro-batch, a tensor "
+        "with one number, no dimension, and a gradient"
+    )

@@ -99,7 +99,7 @@ def test_too_few_runs_are_refused_with_what_was_looked_for(orch: Type, seeds: Se
         refused, (2, True)
     )
     shown = said["-t", "killed", "-t", "control"].err
-    assert "`orch compare RUN RUN`, `orch status -t killed`, `orch status -t control`" in shown
+    assert f"`orch compare {first} {second}`, `orch status -t killed`, `orch status -t control`" in shown
 
 
 # -- equal bit for bit?

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 
 from orchestrator.cli.runs.status import TABLE
-from orchestrator.cli.terminal.tables import Column, cell_width, folded_text, table_lines, wrapped
+from orchestrator.cli.terminal.tables import MOST, Column, cell_width, folded_text, shortened, table_lines, wrapped
 
 HELD = (
     "saves fail since step 1500: No space left on device (/shared/home/someone/runs); make room there, or choose "
@@ -116,3 +116,21 @@ def test_sentences_keep_their_indentation_and_hang_beside_a_label() -> None:
 
 def test_wide_and_combining_characters_are_counted_as_they_are_drawn() -> None:
     assert [cell_width(text) for text in ("abc", "日本", "é", "e\u0301")] == [3, 4, 1, 1]
+
+
+def test_a_long_sentence_is_cut_between_words_and_says_how_much_is_gone() -> None:
+    text = "word " * 100
+    cut = shortened(text.strip())
+    kept, _, more = cut.partition(" ... ")
+    assert text.startswith(kept)
+    assert len(kept) <= MOST
+    assert kept.endswith("word")
+    assert more == f"({len(text.strip()) - len(kept)} more characters: orch show)"
+    assert shortened("x" * MOST) == "x" * MOST
+    assert shortened("x" * 2 * MOST).startswith("x" * MOST + " ...")
+
+
+def test_the_reasons_of_many_runs_are_cut() -> None:
+    why = next(column for column in TABLE if column.key == "reason")
+    assert len(why.show("word " * 1000)) < 2 * MOST
+    assert why.show(None) == "-"

@@ -1,0 +1,33 @@
+"""Files that somebody may mean who has mistyped the name of one."""
+
+import difflib
+from collections.abc import Collection
+from pathlib import Path
+
+MOST = 5000
+"""Entries of a folder beyond which nothing is looked for."""
+
+
+def near_file(path: Path, endings: Collection[str]) -> str | None:
+    """The name of the file beside `path` that has one of these endings and is named most like it; None without one."""
+    try:
+        there = [file.name for _, file in zip(range(MOST), path.parent.iterdir(), strict=False)]
+        names = sorted(name for name in there if Path(name).suffix in endings and (path.parent / name).is_file())
+    except OSError:
+        return None
+    same = [name for name in names if Path(name).stem == path.stem or name == f"{path.name}{Path(name).suffix}"]
+    stems = {Path(name).stem.lower(): name for name in reversed(names)}
+    near = difflib.get_close_matches(path.stem.lower(), stems, n=1, cutoff=0.7)
+    return next(iter([*same, *(stems[stem] for stem in near)]), None)
+
+
+def near_module(folder: Path, name: str) -> str:
+    """The module or package of a folder whose name is nearly this one; empty without one."""
+    file = near_file(folder / name, (".py",))
+    if file is not None and file.removesuffix(".py").isidentifier():
+        return file.removesuffix(".py")
+    try:
+        packages = [place.parent.name for place in folder.glob("*/__init__.py")]
+    except OSError:
+        return ""
+    return next(iter(difflib.get_close_matches(name, packages, n=1, cutoff=0.7)), "")

@@ -1,0 +1,65 @@
+"""The script of a `command:`, looked for before anything is submitted, where it is certain which file that is."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+from orchestrator.config.near_files import near_file
+from orchestrator.config.run_config import RunConfig
+from orchestrator.errors import ConfigError
+from trainer.agent.fork_server.torchrun_command import FOLDER_VARIABLE
+from trainer.contract.scheduler_kinds import LOCAL
+
+_INTERPRETER = re.compile(r"(?:.*/)?(?:python[\d.]*|bash|sh)")
+_PLAIN = re.compile(r"(?:-[uOBEsSIqv]+|--)")
+"""Options of an interpreter that take no value, and after which its script may stand."""
+_SCRIPT = re.compile(r"[^$~*?]+\.(?:py|sh)")
+_UNQUOTED = re.compile(r"(?:[A-Za-z./][\w./+-]*|--?[A-Za-z][\w-]*)")
+_KEEP_FILES = frozenset({"default", "modules", "conda", "nccl"})
+"""Templates of jobs that see the files of this machine; in a container, or after a script of somebody's own, nobody
+knows."""
+
+
+def check_command(config: RunConfig, beside: Path) -> None:
+    """Raise ConfigError for a script that is certain not to be there; `beside`: where the run is submitted from."""
+    for word in config.command[1:]:
+        if word.endswith(".py") and word.startswith("/") and not Path(word).is_file():
+            raise _missing(config.command, word, Path(word))
+    if config.cluster.kind != LOCAL and not set(config.cluster.templates) <= _KEEP_FILES:
+        return
+    script = _script(config.command)
+    if FOLDER_VARIABLE in {*config.env, *config.env_from}:
+        folder = Path(config.env.get(FOLDER_VARIABLE, ""))
+        if not (folder.is_absolute() and folder.is_dir()):
+            return
+        beside = folder
+    if script is not None and not (beside / script).exists():
+        raise _missing(config.command, script, beside / script)
+
+
+def _script(command: tuple[str, ...]) -> str | None:
+    """The file that the command begins with, or that its interpreter is given; None where that is not plain."""
+    program, *words = command
+    if not _INTERPRETER.fullmatch(program):
+        return program if "/" in program and _SCRIPT.fullmatch(program) else None
+    given = next((word for word in words if not _PLAIN.fullmatch(word)), "")
+    return given if _SCRIPT.fullmatch(given) and not given.startswith("-") else None
+
+
+def _missing(command: tuple[str, ...], script: str, path: Path) -> ConfigError:
+    near = near_file(path, (path.suffix,))
+    if near is None:
+        hint = "give the script's full path, or submit from the folder that has it"
+    else:
+        meant = script.removesuffix(path.name) + near
+        words = [meant if word == script else word for word in command]
+        hint = f"did you mean {shlex.quote(f'command=[{_listed(words)}]')}?"
+    return ConfigError(f"command: no file {path}", where="command", hint=hint)
+
+
+def _listed(words: list[str]) -> str:
+    """A list of texts as YAML reads it."""
+    return ", ".join(
+        word if _UNQUOTED.fullmatch(word) and word != "null" else json.dumps(word, ensure_ascii=False) for word in words
+    )

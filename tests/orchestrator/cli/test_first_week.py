@@ -1,0 +1,245 @@
+"""What a newcomer types wrong in the first week: files and runs mixed up, words of other programs, near names."""
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+from orchestrator.states import RunState
+from tests.orchestrator.cli.conftest import Seeds, Type
+
+MODEL = """\
+import orch
+class Mine(orch.BaseWorkload):
+    def build_model(self): ...
+    def loss(self, model, batch): ...
+"""
+CONFIG = "includes: [cluster/local]\nworkload: {target: 'my_model:Mine', path: [.]}\n"
+
+
+@pytest.fixture(autouse=True)
+def here(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    for name, text in (("mine.yaml", CONFIG), ("my_model.py", MODEL), ("train.py", "x = 1\n"), ("my run.yml", CONFIG)):
+        (tmp_path / name).write_text(text)
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "weights" / "model.safetensors").touch()
+    return tmp_path
+
+
+@pytest.mark.parametrize("first", ["mine.yaml", "tiny-gpt", "mine"])
+def test_an_import_in_the_wrong_order_is_told_the_right_one(orch: Type, first: str) -> None:
+    said = orch("ckpt", "import", first, "weights", "train.lr=1", "--dry-run")
+    assert said.code == 2
+    assert "the weights come first, then the configuration" in said.err
+    assert f"  orch ckpt import weights {first} train.lr=1 --dry-run\n" in said.err
+
+
+def test_weights_that_are_missing_are_not_taken_for_a_configuration(orch: Type) -> None:
+    said = orch("ckpt", "import", "weihgts", "mine.yaml")
+    assert said.code == 3
+    assert "there is nothing at weihgts" in said.err
+
+
+def test_a_run_does_not_begin_with_an_export_but_imports_it(orch: Type) -> None:
+    said = orch(
+        "submit", "mine.yaml", "--from", "weights", "-t", "a", "train.lr=1", "--name", "x y", "--weights-only", "--wait"
+    )
+    assert said.code == 2
+    assert "weights has exported weights, and is no checkpoint of a run" in said.err
+    assert said.err.endswith("  orch ckpt import weights mine.yaml train.lr=1 --name 'x y' --weights-only\n")
+
+
+@pytest.mark.parametrize("more", [(), ("--weights-only",)])
+def test_a_run_s_folder_is_no_checkpoint_and_its_name_is_one(orch: Type, seeds: Seeds, more: tuple[str, ...]) -> None:
+    run = seeds.run()
+    folder = seeds.root / run
+    (folder / "checkpoints").mkdir()
+    (folder / "config.json").write_text("{}")
+    said = orch("submit", "--from", folder, *more)
+    assert said.code == 2
+    assert f"{folder} is a run's folder, and no checkpoint's" in said.err
+    assert f"write {run}, or {run}@latest" in said.err
+
+
+def test_a_folder_of_another_kind_is_called_one(orch: Type, tmp_path: Path, seeds: Seeds) -> None:
+    said = orch("submit", "tiny-gpt", "--from", tmp_path)
+    assert said.code == 2
+    assert f"`{tmp_path.name}` is not the name of a checkpoint's folder" in said.err
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("mine", "mine.yaml"),
+        ("./mien.yaml", "./mine.yaml"),
+        ("mine.yml", "mine.yaml"),
+        ("my-run.yml", "'my run.yml'"),
+        ("tiny-gp", "tiny-gpt"),
+    ],
+)
+def test_the_nearest_configuration_is_offered(orch: Type, typed: str, meant: str) -> None:
+    said = orch("submit", typed, "--dry-run")
+    assert said.code == 3
+    assert f"did you mean {meant}?\n" in said.err
+    assert orch("submit", *shlex.split(meant), "--dry-run").code == 0
+
+
+def test_a_script_that_is_mistyped_is_offered_as_it_is_submitted(orch: Type) -> None:
+    said = orch("submit", "trian.py")
+    assert said.code == 3
+    assert "did you mean train.py?  orch submit torchrun-script 'command=[python, train.py]'\n" in said.err
+
+
+def test_a_run_is_resumed_or_branched_and_not_submitted(orch: Type, seeds: Seeds) -> None:
+    run = seeds.run()
+    said = orch("submit", run, "train.lr=1")
+    assert said.code == 3
+    assert f"{run} is a run, and no preset or file" in said.err
+    assert f"orch resume {run} train.lr=1 " in said.err
+    assert f"orch submit --from {run} train.lr=1 " in said.err
+
+
+def test_the_beginning_of_a_run_s_name_is_a_file_first(orch: Type, seeds: Seeds) -> None:
+    seeds.run("mine")
+    assert "did you mean mine.yaml?" in orch("submit", "mine").err
+
+
+def test_a_diff_with_a_run_that_is_mistyped(orch: Type, seeds: Seeds) -> None:
+    run = seeds.run("first")
+    said = orch("config", "diff", run, "frist-1")
+    assert said.code == 3
+    assert "no preset, file or run `frist-1`" in said.err
+    assert f"did you mean {run}?" in said.err
+
+
+@pytest.mark.parametrize("below", ["", "/", "/checkpoints/step-00000050.001-0123abcd"])
+def test_a_run_is_named_by_its_name_and_not_by_its_folder(orch: Type, seeds: Seeds, below: str) -> None:
+    run = seeds.run()
+    said = orch("status", f"{seeds.root / run}{below}")
+    assert said.code == 3
+    assert "is a path, and the name of a run is needed" in said.err
+    assert f"did you mean {run}?" in said.err
+
+
+@pytest.mark.parametrize(
+    ("target", "meant"),
+    [
+        ("my_modle:Mine", "my_model:Mine"),
+        ("my_model.py:Mine", "my_model:Mine"),
+        ("./my_model.py:Mine", "my_model:Mine"),
+        ("my_model.Mine", "my_model:Mine"),
+        ("my_model:Mien", "my_model:Mine"),
+    ],
+)
+@pytest.mark.parametrize("verb", ["submit", "config validate"])
+def test_the_nearest_target_is_offered(orch: Type, verb: str, target: str, meant: str) -> None:
+    said = orch(*verb.split(), "mine.yaml", f"workload.target={target}")
+    assert said.code == 2
+    assert f"did you mean {meant}?" in said.err
+    assert orch("config", "validate", "mine.yaml", f"workload.target={meant}").code == 0
+
+
+def test_a_method_that_nobody_calls_is_told_by_whoever_looks_at_the_configuration(orch: Type, here: Path) -> None:
+    (here / "my_model.py").write_text(MODEL + "    def buidl_data(self, layout): ...\n")
+    for words in (("config", "validate", "mine.yaml"), ("submit", "mine.yaml", "--dry-run")):
+        said = orch(*words)
+        assert said.code == 0
+        assert "orch never calls Mine.buidl_data(): did you mean build_data()?" in said.err
+    assert [each["code"] for each in orch("config", "validate", "mine.yaml", "--json").answer["warnings"]]
+
+
+@pytest.mark.parametrize(
+    ("words", "typed"),
+    [
+        (("data", "tokenize"), "did you mean `prepare`"),
+        (("tokenize", "x"), "did you mean `data`"),
+        (("ckpt", "rm", "tiny-1@5"), "did you mean `gc`"),
+        (("ckpt", "restore", "tiny-1"), "`orch ckpt restore-test -h` explains it"),
+        (("restore-tests", "tiny-1"), "  orch restore-tests history tiny-1\n"),
+        (("ckpt", "tiny-1"), "  orch ckpt ls tiny-1\n"),
+        (("ckpt", "tiny-1@5"), "  orch ckpt ls tiny-1\n"),
+        (("tiny-1",), "  orch status tiny-1\n"),
+        (("ckpt", "save", "tiny-1"), "  orch save tiny-1\n"),
+        (("verify", "tiny-1@5", "--level", "4"), "  orch ckpt verify tiny-1@5 --level 4\n"),
+        (("export", "tiny-1", "a b"), "  orch ckpt export tiny-1 'a b'\n"),
+        (("runs",), "did you mean `status`"),
+        (("delete", "tiny-1"), "`orch rm -h` explains it"),
+    ],
+)
+def test_a_verb_of_another_place_or_program(orch: Type, words: tuple[str, ...], typed: str) -> None:
+    said = orch(*words)
+    assert said.code == 2
+    assert typed in said.err
+
+
+def test_a_tag_that_no_run_has_is_told_with_those_that_there_are(orch: Type, seeds: Seeds) -> None:
+    first, second = seeds.run(), seeds.run()
+    orch("tag", first, "baseline", "slow")
+    listed = orch("status", "-t", "baselin")
+    assert listed.code == 0
+    assert "no run has the tag baselin; did you mean baseline?  tags: baseline, slow" in listed.err
+    assert "no run has the tag" not in orch("status", "-t", "slow", "--state", "HELD").err
+    compared = orch("compare", "-t", "baselin")
+    assert compared.code == 2
+    assert "no run has the tag baselin\n  did you mean baseline?  tags: baseline, slow  " in compared.err
+    assert f"`orch compare {first} {second}`" in compared.err
+
+
+def test_a_comparison_is_offered_with_runs_that_there_are(orch: Type, seeds: Seeds) -> None:
+    run = seeds.run()
+    assert "there is no other run" in orch("compare", run).err
+    first, last = seeds.run(), seeds.run()
+    assert f"  `orch compare {last} {run}`\n" in orch("compare", run).err
+    assert f"  `orch compare {first} {last}`\n" in orch("compare").err
+
+
+def test_what_show_offers_to_compare_with_is_the_run_before(orch: Type, seeds: Seeds) -> None:
+    first = seeds.run()
+    same = seeds.run()
+    assert "orch config diff" not in orch("show", first).out
+    assert "orch config diff" not in orch("show", same).out
+    seeds.digest = seeds.store.put_config({"name": "tiny", "train": {"steps": 300}})
+    other, third = seeds.run("other"), seeds.run()
+    assert "orch config diff" not in orch("show", other).out
+    assert f"   orch config diff {same} {third}\n" in orch("show", third).out
+    assert "train.steps" in orch("config", "diff", same, third).out
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        (("--cluster", "cluster/slurm-cup"), "`includes: [cluster/slurm-cpu]`"),
+        (("--cluster", "slrum"), "it is auto, local or slurm, did you mean slurm?"),
+        (("--cluster", "nope"), "cluster/local, cluster/slurm-a100-4"),
+        (("cluster=slurm-cup",), "did you mean the preset cluster/slurm-cpu?"),
+        (("cluster=nope",), "there are cluster/local, cluster/slurm-a100-4"),
+        (("cluster=local",), "  cluster.kind=local\n"),
+        (("model=tiny",), "`includes: [model/tiny]`"),
+        (("checkpoint=5",), "keys in `checkpoint`: "),
+    ],
+)
+def test_a_preset_is_included_and_not_typed_as_a_value(orch: Type, words: tuple[str, ...], offered: str) -> None:
+    said = orch("submit", "tiny-gpt", *words)
+    assert said.code == 2
+    assert offered in said.err
+
+
+def test_two_sources_of_data_are_told_with_what_a_shell_takes(orch: Type, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("some text\n" * 2000)
+    orch("data", "prepare", "text.txt", "--out", "tokens")
+    said = orch("config", "validate", "tiny-gpt", "data.path=tokens", "data.text=[text.txt]").err
+    for words in ("'~data.text'", "'~data.path'"):
+        assert words in said
+        typed = ("data.path=tokens", "data.text=[text.txt]", *shlex.split(words))
+        assert orch("config", "validate", "tiny-gpt", *typed).code == 0
+
+
+def test_a_long_reason_is_cut_in_lists_and_whole_in_show(orch: Type, seeds: Seeds) -> None:
+    reason = "sbatch: error: " + "the partition is down and " * 60 + "that is all"
+    run = seeds.run(state=RunState.HELD, reason=reason)
+    assert "that is all" not in orch().out
+    assert f"{run} is HELD: sbatch: error: the partition" in " ".join(orch().out.split())
+    assert "more characters: orch show)" in " ".join(orch().out.split())
+    assert "that is all" in orch("show", run).out
+    assert "that is all" in orch("status").out, "a table for programs has all of it"

@@ -1,0 +1,66 @@
+"""The script of a `command:`: refused where it is certain that it is not there, and nowhere else."""
+
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+
+from orchestrator.config.run_config import ClusterConfig, RunConfig
+from orchestrator.errors import ConfigError
+from orchestrator.submission import user_code
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "go.sh").touch()
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("command", "refused"),
+    [
+        (("python", "trian.py"), True),
+        (("python3.11", "-u", "trian.py", "--lr", "1"), True),
+        (("/usr/bin/python", "sub/gone.py"), True),
+        (("bash", "gone.sh"), True),
+        (("./gone.sh",), True),
+        (("python", "train.py", "other.py"), False),
+        (("bash", "sub/go.sh"), False),
+        (("python", "-m", "gone.py"), False),
+        (("python", "-W", "gone.py", "train.py"), False),
+        (("sh", "-c", "cd /x && python gone.py"), False),
+        (("gone.sh",), False),
+        (("torchrun", "gone.py"), False),
+        (("python", "$HOME/gone.py"), False),
+        (("python", "gone"), False),
+    ],
+)
+def test_only_what_is_certain_is_refused(command: tuple[str, ...], refused: bool) -> None:
+    with pytest.raises(ConfigError, match="command: no file ") if refused else nullcontext():
+        user_code.check(RunConfig(command=command))
+
+
+def test_the_path_that_was_tried_and_the_nearest_one_are_told(here: Path) -> None:
+    with pytest.raises(ConfigError) as refused:
+        user_code.check(RunConfig(command=("python", "./trian.py", "--name", "a b")))
+    assert refused.value.what == f"command: no file {here}/trian.py"
+    assert refused.value.hint == "did you mean 'command=[python, ./train.py, --name, \"a b\"]'?"
+
+
+def test_it_is_looked_for_where_the_command_will_run(here: Path) -> None:
+    config = RunConfig(command=("bash", "go.sh"))
+    with pytest.raises(ConfigError):
+        user_code.check(config)
+    user_code.check(config, here / "sub")
+    user_code.check(RunConfig(command=("bash", "go.sh"), env={"ORCH_SUBMIT_DIR": str(here / "sub")}))
+    user_code.check(RunConfig(command=("bash", "go.sh"), env_from=("ORCH_SUBMIT_DIR",)))
+
+
+@pytest.mark.parametrize(("template", "refused"), [("default", True), ("apptainer", False), ("./own.sh", False)])
+def test_a_container_or_a_script_of_ones_own_may_bring_it(template: str, refused: bool) -> None:
+    config = RunConfig(command=("python", "gone.py"), cluster=ClusterConfig(kind="slurm", templates=(template,)))
+    with pytest.raises(ConfigError) if refused else nullcontext():
+        user_code.check(config)

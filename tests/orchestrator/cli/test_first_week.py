@@ -29,10 +29,10 @@ def here(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("first", ["mine.yaml", "tiny-gpt", "mine"])
 def test_an_import_in_the_wrong_order_is_told_the_right_one(orch: Type, first: str) -> None:
-    said = orch("ckpt", "import", first, "weights", "train.lr=1", "--dry-run")
+    said = orch("ckpt", "import", first, "weights", "optimizer.lr=1", "--dry-run")
     assert said.code == 2
     assert "the weights come first, then the configuration" in said.err
-    assert f"  orch ckpt import weights {first} train.lr=1 --dry-run\n" in said.err
+    assert f"  orch ckpt import weights {first} optimizer.lr=1 --dry-run\n" in said.err
 
 
 def test_weights_that_are_missing_are_not_taken_for_a_configuration(orch: Type) -> None:
@@ -43,11 +43,11 @@ def test_weights_that_are_missing_are_not_taken_for_a_configuration(orch: Type) 
 
 def test_a_run_does_not_begin_with_an_export_but_imports_it(orch: Type) -> None:
     said = orch(
-        "submit", "mine.yaml", "--from", "weights", "-t", "a", "train.lr=1", "--name", "x y", "--weights-only", "--wait"
+        "submit", "mine.yaml", "--from", "weights", "-t", "a", "optimizer.lr=1", "--name", "x y", "--weights-only", "--wait"
     )
     assert said.code == 2
     assert "weights has exported weights, and is no checkpoint of a run" in said.err
-    assert said.err.endswith("  orch ckpt import weights mine.yaml train.lr=1 --name 'x y' --weights-only\n")
+    assert said.err.endswith("  orch ckpt import weights mine.yaml optimizer.lr=1 --name 'x y' --weights-only\n")
 
 
 @pytest.mark.parametrize("more", [(), ("--weights-only",)])
@@ -93,11 +93,11 @@ def test_a_script_that_is_mistyped_is_offered_as_it_is_submitted(orch: Type) -> 
 
 def test_a_run_is_resumed_or_branched_and_not_submitted(orch: Type, seeds: Seeds) -> None:
     run = seeds.run()
-    said = orch("submit", run, "train.lr=1")
+    said = orch("submit", run, "optimizer.lr=1")
     assert said.code == 3
     assert f"{run} is a run, and no preset or file" in said.err
-    assert f"orch resume {run} train.lr=1 " in said.err
-    assert f"orch submit --from {run} train.lr=1 " in said.err
+    assert f"orch resume {run} optimizer.lr=1 " in said.err
+    assert f"orch submit --from {run} optimizer.lr=1 " in said.err
 
 
 def test_the_beginning_of_a_run_s_name_is_a_file_first(orch: Type, seeds: Seeds) -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 from orchestrator.config.near_files import near_file
 from orchestrator.config.run_config import RunConfig
 from orchestrator.errors import ConfigError
-from trainer.agent.fork_server.torchrun_command import FOLDER_VARIABLE
 from trainer.contract.scheduler_kinds import LOCAL
+from trainer.contract.user_command.command_folder import FOLDER_VARIABLE
 
 _INTERPRETER = re.compile(r"(?:.*/)?(?:python[\d.]*|bash|sh)")
 _PLAIN = re.compile(r"(?:-[uOBEsSIqv]+|--)")

@@ -9,9 +9,7 @@ from trainer.contract.config import JobConfig
 from trainer.contract.ranks.torchrun_variables import place_variables
 from trainer.contract.run_dir import AttemptDir, RunDir
 from trainer.contract.secrets.secret_redaction import LISTED
-
-FOLDER_VARIABLE = "ORCH_SUBMIT_DIR"
-"""Entry of `env` that names the folder in which the command runs."""
+from trainer.contract.user_command.command_folder import FOLDER_VARIABLE
 
 
 def torchrun_environment(

@@ -69,6 +69,7 @@ def reasons(user: User, run: str) -> str:
     return user.run("show", run, "--json").stdout
 
 
+@pytest.mark.proof
 def test_a_plugin_that_renames_jobs_and_odd_foreign_ones_disturb_nothing(lab: SlurmLab, user: User) -> None:
     foreign = add_foreign_jobs(lab)
     submitted = user.submit("tiny-gpt", *SMALL, "cluster.partition=high", "train.steps=16")

@@ -200,6 +200,7 @@ def test_ranks_that_wait_in_a_ring() -> None:
     assert finding.reason.endswith("the ranks that are missing wait for others in turn")
 
 
+@pytest.mark.proof
 def test_of_ten_thousand_the_one() -> None:
     """Groups of eight and of 1,250 beside the world: nothing here may take the square of anything."""
     flights = []

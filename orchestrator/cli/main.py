@@ -170,6 +170,10 @@ def _usage(screen: Screen, error: click.ClickException, words: Sequence[str]) ->
         from orchestrator.cli.terminal.wrong_options import what_to_type  # only for a mistake
 
         hint = what_to_type(error, words)
+    elif isinstance(error, click.UsageError) and "extra argument" in error.message:
+        from orchestrator.cli.terminal.wrong_options import without_extra
+
+        hint = without_extra(path, error.message, words)
     if isinstance(error, NoSuchCommand):
         hint = error.hint
     said = error.message if hint else error.format_message()  # without what click takes for near

@@ -78,11 +78,17 @@ def unknown(path: Path, kind: Any, where: str, whole: Path = ()) -> ConfigError:
 
 def _nearest(prefix: Path, name: str, there: list[str]) -> str | None:
     # A slip of the finger in the right section first, then the right word in the wrong section.
-    for match in difflib.get_close_matches(name, [*there, *moved_from(prefix)], n=1, cutoff=0.6):
+    known_here = [*there, *moved_from(prefix)]
+    for match in difflib.get_close_matches(name, known_here, n=1, cutoff=0.8):
         return dotted(present_path((*prefix, match)))
     same = [key for key in every_key() if key[-1] == name]
     if same:
         return dotted(same[0])
+    for match in difflib.get_close_matches(name, known_here, n=1, cutoff=0.6):
+        return dotted(present_path((*prefix, match)))
+    begun = [key for key in every_key() if key[-1].startswith(f"{name}_")]
+    if len(begun) == 1:
+        return dotted(begun[0])
     known = {dotted(key): key for key in every_key()}
     close = difflib.get_close_matches(dotted((*prefix, name)), known, n=1, cutoff=0.6)
     return close[0] if close else None

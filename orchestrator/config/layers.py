@@ -22,6 +22,7 @@ INCLUDES = "includes"
 _COMMAND_LINE = ("notify", "command")
 """A list of texts that may be written as one."""
 _CLUSTER = ("cluster",)
+_TARGET = re.compile(r"[\w./]+:[A-Za-z_]\w*")
 _OVERRIDE = re.compile(r"(?P<sign>[+~]?)(?P<key>[A-Za-z_][\w\-]*(?:\.[\w\-]+)*)(?:=(?P<value>.*))?", re.DOTALL)
 
 
@@ -83,6 +84,8 @@ def locate(source: str, beside: Path, where: str) -> Path:
         return beside / as_path
     if (beside / as_path).exists() and not (beside / as_path).is_dir():
         raise missing(f"config {source}: {_no_file(beside / as_path)}", where=where or source, hint=_READ_FROM_FILE)
+    if (beside / as_path).is_dir():
+        raise missing(f"config {source}: is a folder", where=where or source, hint=_offer(source, where, beside))
     raise missing(f"no preset `{source}`, and no such file", where=where or source, hint=_offer(source, where, beside))
 
 
@@ -133,6 +136,11 @@ def _no_file(path: Path) -> str:
 def _offer(source: str, where: str, beside: Path) -> str:
     """The nearest file, or presets; only a file may include those that are parts of a configuration."""
     typed = Path(source).expanduser()
+    if source.strip() and (inside := sorted((beside / typed).glob("*.y*ml"))[:3]):
+        return f"did you mean {' or '.join(shlex.quote(str(typed / file.name)) for file in inside)}?"
+    if _TARGET.fullmatch(source):
+        module, _, kind = source.removeprefix("./").replace(".py:", ":").replace("/", ".").partition(":")
+        return f"a workload stands in a configuration: `workload: {{target: {module}:{kind}, path: [.]}}`"
     near_by = near_file(beside / typed, (".yaml", ".yml")) if source.strip(" ./~") else None
     if near_by is not None:
         return f"did you mean {shlex.quote(source.removesuffix(typed.name) + near_by)}?"
@@ -224,6 +232,8 @@ def _preset_meant(path: keys.Path, value: str) -> str:
     if path == _CLUSTER and value in choices():
         return f"{keys.dotted((*path, 'kind'))}={value}"
     near = presets.nearest_part(keys.dotted(path), value)
+    if not near and path != _CLUSTER:  # `train=3` asks for a key
+        return ""
     said = f"did you mean the preset {near}?  " if near else ""
     return f"{said}a YAML file brings a preset in, `includes: [{near or parts[0]}]`; there are {', '.join(parts)}"
 
@@ -298,6 +308,9 @@ def _override(source: str, text: str) -> list[Assignment]:
     match = _OVERRIDE.fullmatch(text)
     if match is None:
         raise ConfigError("an override must be key=value, +key=value or ~key", where=where, hint="train.steps=100")
+    if match["value"] is None and not match["sign"] and text.endswith((".yaml", ".yml")):
+        hint = f"one that brings others in has `includes: [{text}]` at its top"
+        raise ConfigError(f"{text} is a second configuration, and one is taken", where=where, hint=hint)
     sign, path, value = match["sign"], tuple(match["key"].split(".")), match["value"]
     kind = keys.kind_of(path, where)
     if sign == "~":
@@ -305,7 +318,7 @@ def _override(source: str, text: str) -> list[Assignment]:
             raise ConfigError("`~key` takes no value", where=where, hint=f"~{match['key']}")
         return [Assignment(path=path, value=None, origin=where, clears=True)]
     if value is None:
-        hint = f"{match['key']}=VALUE, or ~{match['key']} for its default"
+        hint = f"{sign}{match['key']}=VALUE, or ~{match['key']} for its default"
         raise ConfigError("the override has no value", where=where, hint=hint)
     if sign == "+" and not keys.within_open(path):
         hint = f"leave the + away: {text[1:]}"

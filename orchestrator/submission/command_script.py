@@ -8,7 +8,7 @@ from pathlib import Path
 from orchestrator.config.near_files import near_file
 from orchestrator.config.run_config import RunConfig
 from orchestrator.errors import ConfigError
-from trainer.contract.scheduler_kinds import LOCAL
+from trainer.contract.scheduler_kinds import traits
 from trainer.contract.user_command.command_folder import FOLDER_VARIABLE
 
 _INTERPRETER = re.compile(r"(?:.*/)?(?:python[\d.]*|bash|sh)")
@@ -26,7 +26,7 @@ def check_command(config: RunConfig, beside: Path) -> None:
     for word in config.command[1:]:
         if word.endswith(".py") and word.startswith("/") and not Path(word).is_file():
             raise _missing(config.command, word, Path(word))
-    if config.cluster.kind != LOCAL and not set(config.cluster.templates) <= _KEEP_FILES:
+    if not traits(config.cluster.kind).simulated_nodes and not set(config.cluster.templates) <= _KEEP_FILES:
         return
     script = _script(config.command)
     if FOLDER_VARIABLE in {*config.env, *config.env_from}:

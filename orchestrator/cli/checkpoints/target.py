@@ -77,7 +77,10 @@ def find(words: str, warn: Warn) -> list[Target]:
     except NotFound:
         if not mark and Path(name).is_dir():
             return [target_at(words)]  # a folder beside, typed without a slash
-        raise
+        before, colon, number = name.rpartition(":")
+        if not (colon and number.isdigit()):
+            raise
+        raise NotFound(f"no run {name}", hint=f"did you mean {before}@{number}?") from None
     if (order := run.identity.get("restore_test")) is not None:
         raise NotFound(
             f"{run.name} is a restore test: it has no checkpoint of its own",
@@ -208,7 +211,9 @@ def _of_step(run: str, run_dir: str, words: str, step: str, listed: list[Target]
     elif step.startswith("step-"):
         same = [target for target in listed if target.name == step]
     else:
-        raise ConfigError(f"`{step}` is not a step", where=words, hint=WAYS)
+        newest = step in ("last", "newest", "final", "end")
+        hint = f"did you mean {run}@latest?  {WAYS}" if newest else WAYS
+        raise ConfigError(f"`{step}` is not a step", where=words, hint=hint)
     if not same:
         steps = ", ".join(str(found) for found in list(dict.fromkeys(target.step for target in listed))[:8])
         what = f"step {step}" if step.isdigit() else step

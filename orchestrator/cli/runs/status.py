@@ -28,7 +28,7 @@ from orchestrator.cli.terminal.render import (
     span,
 )
 from orchestrator.controller.leasing.lease import displayed_state, host_name, host_of
-from orchestrator.errors import ConfigError
+from orchestrator.errors import ConfigError, NotFound
 from orchestrator.home import registry_path
 from orchestrator.registry.records import Lease
 from orchestrator.states import LIVE_RUNS, RunState
@@ -149,7 +149,7 @@ def _found_bad(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _states(words: tuple[str, ...]) -> frozenset[RunState] | None:
-    known = {str(state) for state in RunState}
+    known = [str(state) for state in RunState]
     for word in words:
         if word.upper() not in known:
             raise ConfigError(
@@ -166,7 +166,13 @@ def _rows(
     if not names:
         found = fast_queries.newest(registry_path(), limit, states, tests=limit is None, tags=tags)
         return [_with_ages(row) for row in found]
-    rows = [one_row(name) for name in dict.fromkeys(names)]
+    try:
+        rows = [one_row(name) for name in dict.fromkeys(names)]
+    except NotFound as error:
+        if meant := [name for name in names if name.upper() in set(RunState)]:
+            hint = f"`orch status --state {meant[0].upper()}` lists the runs in that state"
+            raise NotFound(error.what, where=error.where, hint=hint) from error
+        raise
     return [row for row in rows if (states is None or row["state"] in states) and {*tags} <= {*row["tags"]}]
 
 

@@ -100,6 +100,9 @@ class Noun(click.Group):
         """The error for a word that is no verb here: one with the name in another group, a near one, or a run."""
         path, names = ctx.command_path, self.list_commands(ctx)
         said = f"no such command `{word}`"
+        if word == "help":
+            verb = " ".join(map(shlex.quote, rest[:2]))
+            return NoSuchCommand(said, ctx, " ".join(filter(None, (path, verb, "-h"))))
         near, found = self._nearest(_REMOVE.get(word, word.lower()), names), self._elsewhere(ctx, names)
         if word in found and (ctx.parent is None or not near):
             return NoSuchCommand(said, ctx, " ".join(("orch", found[word], *map(shlex.quote, rest))))

@@ -1,11 +1,23 @@
 """What somebody meant who has typed an option that a verb does not have."""
 
+import re
+import shlex
 from collections.abc import Sequence
+from itertools import pairwise
 
 import click
 
 _MEANT = {"-n": "--tail", "--lines": "--tail"}
 """Options of other programs for what an option of ours does."""
+_OF_SLURM = {
+    "-p": "cluster.partition", "-A": "cluster.account", "-N": "cluster.nodes", "-c": "cluster.cpus_per_task",
+    "-C": "cluster.constraint", "-x": "cluster.exclude", "--gpus": "cluster.gpus_per_node",
+    "--ntasks-per-node": "cluster.ranks_per_node", "--nproc-per-node": "cluster.ranks_per_node",
+    "--nproc_per_node": "cluster.ranks_per_node", "--nnodes": "cluster.nodes",
+}  # fmt: skip
+"""Options of sbatch and torchrun for a key."""
+_SETTING = frozenset({"--set", "--override", "--overrides", "--opt", "--option", "--config", "-o", "-O", "-s", "-D"})
+"""What stands before KEY=VALUE in other programs."""
 
 
 def what_to_type(error: click.NoSuchOption, words: Sequence[str]) -> str:
@@ -18,7 +30,10 @@ def what_to_type(error: click.NoSuchOption, words: Sequence[str]) -> str:
         return ""
     from orchestrator.config import keys  # only for a mistake
 
-    key = keys.meant(given.lstrip("-").replace("-", "_"))
+    following = next((later for word, later in pairwise(words) if word == given), "")
+    if given in _SETTING and "=" in following:
+        return f"a key is typed without an option: {shlex.quote(following)}"
+    key = _OF_SLURM.get(given) or keys.meant(given.lstrip("-").replace("-", "_"))
     return f"a key is typed without dashes: {key}={value or 'VALUE'}" if key else ""
 
 
@@ -32,3 +47,20 @@ def _value(option: str, words: Sequence[str]) -> str:
         if len(option) == 2 and word.startswith(option) and not word.startswith("--"):
             return word[2:]
     return ""
+
+
+def without_extra(path: str, message: str, words: Sequence[str]) -> str:
+    """The command line that is meant where a step or a rank is typed apart from its run; empty where that is not so."""
+    extra = re.search(r"unexpected extra argument \((\d+)\)", message)
+    if extra is None or extra[1] not in words[1:]:
+        return ""
+    at = list(words).index(extra[1])
+    if path == "orch logs":
+        return f"orch {shlex.join([*words[:at], '--rank', *words[at:]])}"
+    *group, verb = path.split()
+    if group == ["orch", "ckpt"] and verb in _OF_CHECKPOINTS and not words[at - 1].startswith("-"):
+        return f"orch {shlex.join([*words[: at - 1], f'{words[at - 1]}@{extra[1]}', *words[at + 1 :]])}"
+    return ""
+
+
+_OF_CHECKPOINTS = frozenset({"verify", "restore-test", "pin", "unpin"})

@@ -43,7 +43,17 @@ def test_weights_that_are_missing_are_not_taken_for_a_configuration(orch: Type) 
 
 def test_a_run_does_not_begin_with_an_export_but_imports_it(orch: Type) -> None:
     said = orch(
-        "submit", "mine.yaml", "--from", "weights", "-t", "a", "optimizer.lr=1", "--name", "x y", "--weights-only", "--wait"
+        "submit",
+        "mine.yaml",
+        "--from",
+        "weights",
+        "-t",
+        "a",
+        "optimizer.lr=1",
+        "--name",
+        "x y",
+        "--weights-only",
+        "--wait",
     )
     assert said.code == 2
     assert "weights has exported weights, and is no checkpoint of a run" in said.err
@@ -243,3 +253,68 @@ def test_a_long_reason_is_cut_in_lists_and_whole_in_show(orch: Type, seeds: Seed
     assert "more characters: orch show)" in " ".join(orch().out.split())
     assert "that is all" in orch("show", run).out
     assert "that is all" in orch("status").out, "a table for programs has all of it"
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        (("nodes=2",), "did you mean `cluster.nodes`?"),
+        (("gpus=8",), "did you mean `cluster.gpus_per_node`?"),
+        (("train.step=5",), "did you mean `train.steps`?"),
+        (("-p", "gpu"), "a key is typed without dashes: cluster.partition=gpu\n"),
+        (("-N", "2"), "a key is typed without dashes: cluster.nodes=2\n"),
+        (("--set", "train.steps=5"), "a key is typed without an option: train.steps=5\n"),
+        (("other.yaml",), "other.yaml is a second configuration, and one is taken"),
+        (("+env.FOO",), "  +env.FOO=VALUE, or ~env.FOO for its default\n"),
+    ],
+)
+def test_a_setting_that_is_typed_as_elsewhere(orch: Type, words: tuple[str, ...], offered: str) -> None:
+    said = orch("submit", "tiny-gpt", *words)
+    assert said.code == 2
+    assert offered in said.err
+
+
+@pytest.mark.parametrize("typed", ["folder", "./folder", "folder/"])
+def test_a_folder_is_answered_with_the_configurations_in_it(orch: Type, here: Path, typed: str) -> None:
+    (here / "folder").mkdir()
+    (here / "folder" / "a.yaml").write_text(CONFIG)
+    said = orch("submit", typed)
+    assert said.code == 3
+    assert "is a folder" in said.err
+    assert "did you mean folder/a.yaml?" in said.err
+
+
+def test_a_class_is_no_configuration(orch: Type) -> None:
+    said = orch("submit", "my_model.py:Mine").err
+    assert "`workload: {target: my_model:Mine, path: [.]}`" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "typed"),
+    [
+        (("ckpt", "verify", "tiny-1", "20", "--level", "4"), "  orch ckpt verify tiny-1@20 --level 4\n"),
+        (("ckpt", "pin", "tiny-1", "20"), "  orch ckpt pin tiny-1@20\n"),
+        (("logs", "tiny-1", "3"), "  orch logs tiny-1 --rank 3\n"),
+        (("show", "tiny-1", "3"), "see `orch show -h`"),
+        (("help", "submit"), "  orch submit -h\n"),
+        (("help",), "  orch -h\n"),
+        (("ckpt", "help"), "  orch ckpt -h\n"),
+    ],
+)
+def test_a_word_too_many(orch: Type, words: tuple[str, ...], typed: str) -> None:
+    said = orch(*words)
+    assert said.code == 2
+    assert typed in said.err
+
+
+def test_a_state_is_no_run(orch: Type, seeds: Seeds) -> None:
+    seeds.run()
+    said = orch("status", "running")
+    assert said.code == 3
+    assert "`orch status --state RUNNING` lists" in said.err
+    assert "one of CREATED, QUEUED, RUNNING" in orch("status", "--state", "zzz").err
+
+
+def test_a_step_is_named_after_an_at(orch: Type, seeds: Seeds) -> None:
+    run = seeds.run()
+    assert f"did you mean {run}@20?" in orch("ckpt", "verify", f"{run}:20").err

@@ -265,7 +265,7 @@ WRONG_OVERRIDES = [
     ("workload=nonsense", "must be package.module:Class", "workload=my_pkg.my_module:MyWorkload"),
     ("workload.path=[/nowhere]", "no folder /nowhere", "workload.path=["),
     ("~data.text", "nothing is given to train on", "data.text=[python-stdlib]"),
-    ("data.path=/nowhere", "both say what to read", "~data.path or ~data.text"),
+    ("data.path=/nowhere", "both say what to read", "'~data.text' to train on data.path, or '~data.path'"),
     ("cluster.root=", "`cluster.root`=: is empty, and must be a folder", "~cluster.root takes its default"),
     ("cluster.root=' '", "`cluster.root`= : is empty", "~cluster.root takes its default"),
     ("cluster.root=/etc/passwd", "cluster.root=/etc/passwd: is a file, and must be a folder", "cluster.root=FOLDER"),

@@ -19,7 +19,7 @@ TRAITS, FACTORIES = "trainer/contract/scheduler_kinds.py", "orchestrator/schedul
 ROWS = {
     TRAITS: ("KINDS = {\n", '    "spool": SchedulerKind(simulated_nodes=True, go_seconds=600.0),\n'),
     FACTORIES: (
-        "FACTORIES = {\n",
+        "FACTORIES = _Factories(\n    {\n",
         '    "spool": SchedulerFactory(\n'
         "        is_here=lambda: True, make=SpoolScheduler, instance=SpoolInstance, check=script, script=script\n"
         "    ),\n",

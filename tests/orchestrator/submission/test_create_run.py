@@ -23,7 +23,12 @@ from orchestrator.submission import create_run, user_code
 from trainer.contract.config import WorkloadConfig, load
 from trainer.contract.run_dir import RunDir
 
-WORKLOAD = "from trainer.worker.workload import BaseWorkload\nclass MyWorkload(BaseWorkload):\n    pass\n"
+WORKLOAD = """\
+from trainer.worker.workload import BaseWorkload
+class MyWorkload(BaseWorkload):
+    def build_model(self): ...
+    def loss(self, model, batch): ...
+"""
 
 
 def composed(tmp_path: Path, *overrides: str) -> Composed:

@@ -66,6 +66,7 @@ def test_a_class_without_what_every_workload_needs_is_refused(
     [
         "from base import BaseWorkload\nclass X(BaseWorkload):\n" + MODEL,
         "import orch\nfrom a import Losses\nclass X(Losses, orch.BaseWorkload):\n" + MODEL,
+        "from orch import Workload\nclass X(Workload):\n" + MODEL,
         HEAD + MODEL + "from a import f\nX.loss = f\n",
         HEAD + MODEL + "from a import f\nsetattr(X, 'lo' + 'ss', f)\n",
         HEAD + MODEL + "    def __getattr__(self, name): ...\n",

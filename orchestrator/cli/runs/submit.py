@@ -131,7 +131,12 @@ def _beginning(
         return
     if source is None:
         raise ConfigError("CONFIG is missing", hint="`orch submit tiny-gpt`, or `orch submit FILE.yaml`")
-    yield _composed(source, overrides), None
+    composed = _composed(source, overrides)
+    if not write:
+        from orchestrator.submission import user_code  # ast: whoever submits does so when the run is made
+
+        user_code.check(composed.config)
+    yield composed, None
 
 
 @contextmanager

@@ -318,3 +318,11 @@ def test_a_state_is_no_run(orch: Type, seeds: Seeds) -> None:
 def test_a_step_is_named_after_an_at(orch: Type, seeds: Seeds) -> None:
     run = seeds.run()
     assert f"did you mean {run}@20?" in orch("ckpt", "verify", f"{run}:20").err
+
+
+@pytest.mark.parametrize("verb", ["submit", "submit --dry-run", "submit --print-sbatch", "config validate"])
+def test_a_script_that_is_not_there_is_told_by_whoever_looks(orch: Type, here: Path, verb: str) -> None:
+    said = orch(*verb.split(), "torchrun-script", "command=[python, trian.py]")
+    assert said.code == 2
+    assert f"command: no file {here}/trian.py" in said.err
+    assert "did you mean 'command=[python, train.py]'?" in said.err

@@ -31,7 +31,7 @@ def make(warm_job: Callable[..., LocalJob], data: Any) -> Callable[..., LocalJob
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("kind", ["hang-in-data", "hold-lock", "desync-order"])
+@pytest.mark.parametrize("kind", ["desync-order"])
 def test_the_right_rank_is_blamed_for_the_right_thing(kind: str, make: Callable[..., LocalJob]) -> None:
     told = play(kind, 0, make)
     assert told.culprit_right, told

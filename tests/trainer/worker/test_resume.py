@@ -13,7 +13,7 @@ pytestmark = pytest.mark.multi
 
 STEPS = 12
 LAYOUTS = [
-    pytest.param(1, {}, id="1"),
+    pytest.param(1, {}, id="1", marks=pytest.mark.proof),
     pytest.param(2, {"dp_shard": 2}, id="dp2"),
     pytest.param(4, {"dp_shard": 2, "tp": 2}, id="dp2xtp2", marks=pytest.mark.proof),
 ]

@@ -19,7 +19,7 @@ def ask(reason: str, *, rank: int, at: int) -> dict:
     return {"do": "ask", "reason": reason, "rank": rank, "of_rank": 0, "at_step": at}
 
 
-@pytest.mark.parametrize("asked", [0, 1])
+@pytest.mark.parametrize("asked", [pytest.param(0, marks=pytest.mark.proof), 1])
 def test_all_ranks_stop_after_the_same_step_and_go_on_with_the_same_bits(make_run, undisturbed, asked):
     calm = undisturbed(2, parallel={"dp_shard": 2}, train={"steps": STEPS}, checkpoint={"every": 0})
     run = make_run(2, parallel={"dp_shard": 2}, train={"steps": STEPS}, checkpoint={"every": 0})

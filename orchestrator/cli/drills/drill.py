@@ -1,5 +1,6 @@
 """`orch drill`: a fault on purpose, in a run that lives or in a demo of its own, and the score of what came of it."""
 
+import difflib
 import os
 import shlex
 from contextlib import nullcontext
@@ -75,7 +76,9 @@ def _not_a_pair(words: tuple[str, ...]) -> ConfigError:
 
 def _known(kind: str) -> str:
     if kind not in EXPECTED:
-        raise ConfigError(f"no such fault: {kind}", where="command line", hint=f"one of {', '.join(EXPECTED)}")
+        near = difflib.get_close_matches(kind, EXPECTED, n=1)
+        meant = f"did you mean {near[0]}?  " if near else ""
+        raise ConfigError(f"no such fault: {kind}", where="command line", hint=f"{meant}one of {', '.join(EXPECTED)}")
     return kind
 
 

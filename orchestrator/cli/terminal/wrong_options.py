@@ -16,6 +16,8 @@ _OF_SLURM = {
     "--nproc_per_node": "cluster.ranks_per_node", "--nnodes": "cluster.nodes",
 }  # fmt: skip
 """Options of sbatch and torchrun for a key."""
+_FOLLOWING = ("-f", "--follow")
+"""What `orch submit` has, and verbs have not that act on a run that is there."""
 _SETTING = frozenset({"--set", "--override", "--overrides", "--opt", "--option", "--config", "-o", "-O", "-s", "-D"})
 """What stands before KEY=VALUE in other programs."""
 
@@ -26,6 +28,8 @@ def what_to_type(error: click.NoSuchOption, words: Sequence[str]) -> str:
     options = [option for item in error.ctx.command.params for option in item.opts] if error.ctx else []
     if _MEANT.get(given) in options:
         return f"did you mean {' '.join(filter(None, (_MEANT[given], value)))}?"
+    if given in _FOLLOWING and (names := [word for word in words[1:] if not word.startswith("-") and "=" not in word]):
+        return f"leave it out; `orch events {shlex.quote(names[0])} -f` follows the run"
     if error.ctx is None or not any("KEY=VALUE" in str(item.metavar) for item in error.ctx.command.params):
         return ""
     from orchestrator.config import keys  # only for a mistake

@@ -326,3 +326,15 @@ def test_a_script_that_is_not_there_is_told_by_whoever_looks(orch: Type, here: P
     assert said.code == 2
     assert f"command: no file {here}/trian.py" in said.err
     assert "did you mean 'command=[python, train.py]'?" in said.err
+
+
+def test_what_follows_a_run_is_named_where_a_verb_does_not(orch: Type, seeds: Seeds) -> None:
+    run = seeds.run()
+    said = orch("resume", run, "train.steps=9", "--follow")
+    assert said.code == 2
+    assert f"leave it out; `orch events {run} -f` follows the run" in said.err
+
+
+def test_the_nearest_fault(orch: Type, seeds: Seeds) -> None:
+    said = orch("drill", seeds.run(), "kill-rnak")
+    assert (said.code, "did you mean kill-rank?" in said.err) == (2, True)

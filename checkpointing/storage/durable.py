@@ -4,7 +4,6 @@ import errno
 import json
 import math
 import os
-import secrets
 import stat
 import threading
 from collections.abc import Iterator
@@ -52,7 +51,7 @@ def fsync_file(path: Path) -> None:
 
 def write_durably(path: Path, data: bytes, *, mode: int = 0o600) -> None:
     """Replace `path` with `data` in one step that a power loss cannot tear."""
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.urandom(6).hex()}.tmp")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     try:
         with os.fdopen(descriptor, "wb") as stream:
@@ -68,7 +67,7 @@ def write_durably(path: Path, data: bytes, *, mode: int = 0o600) -> None:
 
 def write_atomically(path: Path, data: bytes, *, mode: int = 0o600) -> None:
     """Replace `path` in one step for readers, without waiting for the disk: for files that are soon written again."""
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.urandom(6).hex()}.tmp")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     try:
         with os.fdopen(descriptor, "wb") as stream:

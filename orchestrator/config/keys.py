@@ -1,6 +1,5 @@
 """Every key that a config may have, read off the dataclasses, and the nearest right one for a wrong one."""
 
-import difflib
 import types
 import typing
 from collections.abc import Iterator, Sequence
@@ -10,6 +9,7 @@ from typing import Any
 
 from orchestrator.config.run_config import RunConfig
 from orchestrator.errors import ConfigError
+from orchestrator.near_words import nearest
 from trainer.contract.moved_keys import moved_from, present_path
 
 Path = tuple[str, ...]
@@ -70,36 +70,41 @@ def unknown(path: Path, kind: Any, where: str, whole: Path = ()) -> ConfigError:
     prefix, name = path[:-1], path[-1]
     there = list(section(kind))
     typed = whole or path
-    near = dotted(present_path(typed)) if present_path(typed) != typed else _nearest(prefix, name, there)
+    moved = dotted(present_path(typed)) if present_path(typed) != typed else ""
+    near = moved or _below_near_section(typed, len(path)) or _nearest(prefix, name, there)
     meant = f"did you mean `{near}`?  " if near else ""
     place = f"keys in `{dotted(prefix)}`" if prefix else "keys"
     return ConfigError(f"unknown key `{dotted(path)}`", where=where, hint=f"{meant}{place}: {', '.join(there)}")
 
 
-def _nearest(prefix: Path, name: str, there: list[str]) -> str | None:
+def _below_near_section(typed: Path, depth: int) -> str:
+    """The key whose section is mistyped and the rest right, or nearly so; empty without one."""
+    if len(typed) == depth:
+        return ""
+    return nearest(dotted(typed), map(dotted, every_key()), 0.8)
+
+
+def _nearest(prefix: Path, name: str, there: list[str]) -> str:
     # A slip of the finger in the right section first, then the right word in the wrong section.
     known_here = [*there, *moved_from(prefix)]
-    for match in difflib.get_close_matches(name, known_here, n=1, cutoff=0.8):
+    if match := nearest(name, known_here, 0.8):
         return dotted(present_path((*prefix, match)))
     same = [key for key in every_key() if key[-1] == name]
     if same:
         return dotted(same[0])
-    for match in difflib.get_close_matches(name, known_here, n=1, cutoff=0.6):
+    if match := nearest(name, known_here):
         return dotted(present_path((*prefix, match)))
     begun = [key for key in every_key() if key[-1].startswith(f"{name}_")]
     if len(begun) == 1:
         return dotted(begun[0])
-    known = {dotted(key): key for key in every_key()}
-    close = difflib.get_close_matches(dotted((*prefix, name)), known, n=1, cutoff=0.6)
-    return close[0] if close else None
+    return nearest(dotted((*prefix, name)), map(dotted, every_key()))
 
 
 def meant(name: str) -> str:
     """The key that somebody means by its full name, or by the last part of it; empty where there is none."""
     known = {dotted(key): key for key in every_key()}
     short = [key for key, path in known.items() if path[-1] == name]
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
-    return next(iter([name] if name in known else [*short, *close]), "")
+    return name if name in known else next(iter(short), "") or nearest(name, known, 0.8)
 
 
 @cache

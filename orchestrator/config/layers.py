@@ -144,6 +144,8 @@ def _offer(source: str, where: str, beside: Path) -> str:
     near_by = near_file(beside / typed, (".yaml", ".yml")) if source.strip(" ./~") else None
     if near_by is not None:
         return f"did you mean {shlex.quote(source.removesuffix(typed.name) + near_by)}?"
+    if (key := keys.meant(source)) and "." in source:
+        return f"it is a key, and needs a configuration before it: orch submit tiny-gpt {key}=VALUE"
     known = [name for name in presets.names() if where or "/" not in name]
     near = difflib.get_close_matches(source, known, n=1, cutoff=0.8)
     near = near or difflib.get_close_matches(Path(source).stem, known, n=3, cutoff=0.5)

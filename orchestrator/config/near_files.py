@@ -1,8 +1,9 @@
 """Files that somebody may mean who has mistyped the name of one."""
 
-import difflib
 from collections.abc import Collection
 from pathlib import Path
+
+from orchestrator.near_words import nearest
 
 MOST = 5000
 """Entries of a folder beyond which nothing is looked for."""
@@ -17,8 +18,7 @@ def near_file(path: Path, endings: Collection[str]) -> str | None:
         return None
     same = [name for name in names if Path(name).stem == path.stem or name == f"{path.name}{Path(name).suffix}"]
     stems = {Path(name).stem.lower(): name for name in reversed(names)}
-    near = difflib.get_close_matches(path.stem.lower(), stems, n=1, cutoff=0.7)
-    return next(iter([*same, *(stems[stem] for stem in near)]), None)
+    return next(iter(same), None) or stems.get(nearest(path.stem.lower(), stems, 0.7))
 
 
 def near_module(folder: Path, name: str) -> str:
@@ -30,4 +30,4 @@ def near_module(folder: Path, name: str) -> str:
         packages = [place.parent.name for place in folder.glob("*/__init__.py")]
     except OSError:
         return ""
-    return next(iter(difflib.get_close_matches(name, packages, n=1, cutoff=0.7)), "")
+    return nearest(name, packages, 0.7)

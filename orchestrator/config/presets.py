@@ -1,7 +1,8 @@
 """The folders of presets and templates that orch brings along."""
 
-import difflib
 from pathlib import Path
+
+from orchestrator.near_words import nearest
 
 
 def folder(name: str) -> Path:
@@ -21,5 +22,4 @@ def nearest_part(section: str, name: str) -> str:
     """The preset for this section that `name` means, with or without the section before it; empty without one."""
     parts = {part.partition("/")[2]: part for part in names() if part.startswith(f"{section}/")}
     wanted = name.rpartition("/")[2].removesuffix(".yaml")
-    near = [wanted] if wanted in parts else difflib.get_close_matches(wanted, parts, n=1, cutoff=0.6)
-    return parts[near[0]] if near else ""
+    return parts.get(wanted if wanted in parts else nearest(wanted, parts), "")

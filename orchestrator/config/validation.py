@@ -1,6 +1,5 @@
 """What must fit together in a whole config, beyond the type and range of each value."""
 
-import difflib
 import os
 import re
 import stat
@@ -12,6 +11,7 @@ from typing import Any
 from orchestrator.config import keys
 from orchestrator.config.run_config import ClusterConfig, RunConfig
 from orchestrator.errors import ConfigError
+from orchestrator.near_words import did_you_mean, nearest
 from orchestrator.scheduler.job_environment import is_always_passed
 from orchestrator.scheduler.slurm import cluster_values
 from trainer.contract.config import WorkloadConfig
@@ -165,8 +165,8 @@ def _restore_tests(config: RunConfig) -> Iterator[Complaint]:
                 "restore_tests.layouts=[2x4] is two nodes with four ranks each; a test runs where its run does",
             )
         elif key not in known:
-            near = difflib.get_close_matches(key, known, n=1)
-            hint = f"did you mean restore_tests.cluster.{near[0]}?" if near else f"one of {', '.join(known)}"
+            near = nearest(key, known)
+            hint = did_you_mean(near and f"restore_tests.cluster.{near}", f"one of {', '.join(known)}")
             yield f"restore_tests.cluster.{key}: `cluster` has no such key", hint
     if config.restore_tests.command and not config.command:
         yield (

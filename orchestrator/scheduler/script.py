@@ -15,7 +15,6 @@ A fragment is shell with a YAML head between two `#---` lines, every line of it 
 Placeholders are quoted for the shell. Besides its own arguments a fragment knows `run_dir`, `gpus` and `python`.
 """
 
-import difflib
 import os
 import re
 import shlex
@@ -25,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.errors import ConfigError
+from orchestrator.near_words import did_you_mean, nearest
 from orchestrator.scheduler.interface import JobSpec
 from orchestrator.scheduler.slurm.sbatch_values import check_text
 
@@ -118,8 +118,7 @@ def _shipped() -> Path:
 
 
 def _unknown(name: str, known: list[str]) -> ConfigError:
-    near = difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}; or give the path of your own"
+    hint = did_you_mean(nearest(name, known), f"there are {', '.join(known)}; or give the path of your own")
     return ConfigError(f"cluster.templates: no template {name!r}", where="cluster.templates", hint=hint)
 
 
@@ -173,8 +172,9 @@ def _refuse_unused(fragments: list[Fragment], given: Mapping[str, str]) -> None:
     known = {name for fragment in fragments for name in fragment.args}
     for name in given:
         if name not in known:
-            near = difflib.get_close_matches(name, sorted(known), n=1)
-            hint = f"did you mean {near[0]}?" if near else f"{', '.join(sorted(known)) or 'nothing'} can be set here"
+            hint = did_you_mean(
+                nearest(name, sorted(known)), f"{', '.join(sorted(known)) or 'nothing'} can be set here"
+            )
             templates = ", ".join(fragment.name for fragment in fragments)
             raise ConfigError(
                 f"cluster.template_args.{name}: not used by any of cluster.templates ({templates})",

@@ -2,7 +2,6 @@
 field. Pure.
 """
 
-import difflib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -10,6 +9,7 @@ from typing import Any
 
 from orchestrator.config.compose import diff
 from orchestrator.errors import ConfigError, Precondition
+from orchestrator.near_words import did_you_mean, nearest
 from orchestrator.submission.code_changes import code_changes
 
 
@@ -236,8 +236,8 @@ def check_keys(accepted: Collection[str]) -> None:
     known = sorted({*CONFIG, *IDENTITY})
     for key in accepted:
         if not any(name in CONFIG for name in _above(key)) and key not in IDENTITY:
-            near = difflib.get_close_matches(key, known, n=1)
-            hint = f"did you mean --accept {near[0]}?" if near else "orch names the key when it asks for one"
+            near = nearest(key, known)
+            hint = did_you_mean(near and f"--accept {near}", "orch names the key when it asks for one")
             raise ConfigError(f"there is no key {key} to accept", where="--accept", hint=hint)
 
 

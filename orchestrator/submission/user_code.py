@@ -1,7 +1,6 @@
 """The user's code, looked at before anything is written: is it there, and does it bear a name of ours."""
 
 import ast
-import difflib
 import os
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -9,6 +8,7 @@ from pathlib import Path
 from orchestrator.config.near_files import near_module
 from orchestrator.config.run_config import RunConfig
 from orchestrator.errors import ConfigError
+from orchestrator.near_words import did_you_mean, nearest
 from orchestrator.submission.command_script import check_command
 from orchestrator.submission.workload_methods import missing_method
 
@@ -133,8 +133,8 @@ def _check_class(target: str, name: str, file: Path) -> None:
     # A star import or a module's __getattr__ may bring any name: then only the job can tell.
     if name in names or names & {"*", "__getattr__"}:
         return
-    near = difflib.get_close_matches(name, names, n=1)
-    hint = f"did you mean {target.partition(':')[0]}:{near[0]}?" if near else "workload.target=module:Class"
+    near = nearest(name, names)
+    hint = did_you_mean(near and f"{target.partition(':')[0]}:{near}", "workload.target=module:Class")
     raise ConfigError(f"workload.target={target}: no {name} in {file}", where="workload.target", hint=hint)
 
 

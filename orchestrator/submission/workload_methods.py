@@ -1,10 +1,10 @@
 """Methods of a workload whose names are nearly those that orch calls: nobody would ever call them."""
 
 import ast
-import difflib
 from pathlib import Path
 
 from orchestrator.config.run_config import RunConfig
+from orchestrator.near_words import nearest
 
 REQUIRED = ("build_model", "loss")
 OPTIONAL = (
@@ -62,9 +62,9 @@ def _slips(kind: ast.ClassDef, tree: ast.Module) -> list[tuple[str, str, int]]:
     used = _used(tree)
     found = []
     for typed, line in own.items():
-        near = difflib.get_close_matches(typed, [*REQUIRED, *OPTIONAL], n=1, cutoff=_NEAR)
-        if near and typed not in used and near[0] not in own and not typed.startswith("_"):
-            found.append((typed, near[0], line))
+        near = nearest(typed, [*REQUIRED, *OPTIONAL], _NEAR)
+        if near and typed not in used and near not in own and not typed.startswith("_"):
+            found.append((typed, near, line))
     return found
 
 

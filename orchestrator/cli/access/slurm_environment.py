@@ -9,7 +9,6 @@ from orchestrator.controller.slurm_contact import SlurmContact, read_contact
 from orchestrator.errors import Precondition
 from orchestrator.home import registry_path
 from orchestrator.registry.records import Lease
-from orchestrator.scheduler.available_schedulers import FACTORIES
 from orchestrator.scheduler.slurm.client_environment import ClientEnvironment
 
 RESTART = "`orch controller stop`, then the same again: the next controller has this shell's environment"
@@ -30,6 +29,8 @@ def silence_of(lease: Lease | None) -> str:
 
 def unset_words(kind: str) -> str:
     """That this shell does not say which Slurm is meant, where that matters."""
+    from orchestrator.scheduler.available_schedulers import FACTORIES  # `orch status` seldom needs it
+
     matters = FACTORIES[kind].named_by_environment
     return "; SLURM_CONF is not set" if matters and not os.environ.get("SLURM_CONF") else ""
 
@@ -68,10 +69,11 @@ def compare_with_controller(screen: Screen, kind: str) -> None:
 
     Raises Precondition when it gets no answer for want of something that cannot be handed on.
     """
+    from orchestrator.registry import fast_queries
+    from orchestrator.scheduler.available_schedulers import FACTORIES, lease_key
+
     if not FACTORIES[kind].named_by_environment:
         return
-    from orchestrator.registry import fast_queries
-    from orchestrator.scheduler.available_schedulers import lease_key
 
     lease = fast_queries.lease(registry_path(), lease_key(kind))
     contact, mine = contact_of(lease), ClientEnvironment.here()

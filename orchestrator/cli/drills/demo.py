@@ -49,10 +49,10 @@ def demo(screen: Screen, words: tuple[str, ...], root: Path | None, timeout: flo
 
 def _check_name(words: tuple[str, ...]) -> None:
     """Raises ConfigError for a word that is nearly the name of a demo: it is looked for among the keys otherwise."""
-    import difflib  # only for an error
+    from orchestrator.near_words import nearest  # only for an error
 
     for word in words:
-        if "=" not in word and difflib.get_close_matches(word.lower(), [RESTORE_TEST], n=1):
+        if "=" not in word and nearest(word.lower(), [RESTORE_TEST]):
             hint = f"did you mean `orch demo {RESTORE_TEST}`?"
             raise ConfigError(f"no such demo `{word}`", where="command line: orch demo", hint=hint)
 

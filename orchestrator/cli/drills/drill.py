@@ -1,6 +1,5 @@
 """`orch drill`: a fault on purpose, in a run that lives or in a demo of its own, and the score of what came of it."""
 
-import difflib
 import os
 import shlex
 from contextlib import nullcontext
@@ -21,6 +20,7 @@ from orchestrator.cli.terminal.argument_types import NonEmptyPath, Seconds
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Screen
 from orchestrator.errors import ConfigError, Precondition, RunFailed, WaitTimeout
+from orchestrator.near_words import did_you_mean_of, nearest
 from trainer.contract.config import JobConfig
 from trainer.contract.drill_config import KINDS
 from trainer.contract.run_dir import RunDir
@@ -76,9 +76,8 @@ def _not_a_pair(words: tuple[str, ...]) -> ConfigError:
 
 def _known(kind: str) -> str:
     if kind not in EXPECTED:
-        near = difflib.get_close_matches(kind, EXPECTED, n=1)
-        meant = f"did you mean {near[0]}?  " if near else ""
-        raise ConfigError(f"no such fault: {kind}", where="command line", hint=f"{meant}one of {', '.join(EXPECTED)}")
+        hint = did_you_mean_of(nearest(kind, EXPECTED), f"one of {', '.join(EXPECTED)}")
+        raise ConfigError(f"no such fault: {kind}", where="command line", hint=hint)
     return kind
 
 

@@ -31,16 +31,14 @@ def checked(words: Iterable[str]) -> tuple[str, ...]:
 
 def unknown_tags(tags: Iterable[str]) -> list[tuple[str, str]]:
     """Of each of these tags that no run has, that it is so, and which tags there are, the nearest first."""
-    import difflib  # only for a mistake
-
+    from orchestrator.near_words import did_you_mean_of, nearest  # only for a mistake
     from orchestrator.registry import fast_queries
 
     known = fast_queries.tag_names(registry_path())
     listed = f"tags: {', '.join(sorted(known)[:_SHOWN])}{', ...' if len(known) > _SHOWN else ''}"
     told = []
     for tag in tags:
-        near = difflib.get_close_matches(tag, known, n=1, cutoff=0.6)
-        offer = (f"did you mean {near[0]}?  " if near else "") + (listed if known else "no run has any tag")
+        offer = did_you_mean_of(nearest(tag, known), listed if known else "no run has any tag")
         told += [(f"no run has the tag {tag}", offer)] if tag not in known else []
     return told
 

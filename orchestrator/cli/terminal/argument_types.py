@@ -63,14 +63,13 @@ class ClusterKind(click.Choice[str]):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if value in self.choices:
             return super().convert(value, param, ctx)
-        import difflib  # only for a mistake
-
-        from orchestrator.config import presets
+        from orchestrator.config import presets  # only for a mistake
+        from orchestrator.near_words import nearest
 
         kinds = [str(kind) for kind in self.choices]
-        near = difflib.get_close_matches(value, kinds, n=1, cutoff=0.6)
+        near = nearest(value, kinds)
         part = "" if near else presets.nearest_part("cluster", value)
-        said = f", did you mean {near[0]}?" if near else f", and no {value!r}"
+        said = f", did you mean {near}?" if near else f", and no {value!r}"
         more = f"; a YAML file brings the preset {part} in: `includes: [{part}]`" if part else ""
         parts = ", ".join(name for name in presets.names() if name.startswith("cluster/"))
         more = more or ("" if near else f"; presets of clusters, for `includes` of a YAML file: {parts}")

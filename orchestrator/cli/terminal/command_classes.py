@@ -130,14 +130,11 @@ class Noun(click.Group):
 
     def _nearest(self, word: str, names: Sequence[str]) -> str:
         """What other programs call `word`, else what is spelled nearly so; empty where nothing is."""
-        import difflib  # only for an error
-
-        from orchestrator.cli.terminal.synonyms import SYNONYMS
+        from orchestrator.cli.terminal.synonyms import SYNONYMS  # only for an error
+        from orchestrator.near_words import nearest
 
         meant = [name for name in SYNONYMS.get(word, ()) if name in names]
-        meant += difflib.get_close_matches(word, [*names, *SYNONYMS], n=1, cutoff=0.75)
-        meant += difflib.get_close_matches(word, names, n=1, cutoff=0.6)
-        found = next(iter(meant), "")
+        found = next(iter(meant), "") or nearest(word, [*names, *SYNONYMS], 0.75) or nearest(word, names)
         return found if found in names else next((name for name in SYNONYMS.get(found, ()) if name in names), "")
 
 

@@ -55,10 +55,13 @@ def _value(option: str, words: Sequence[str]) -> str:
 
 def without_extra(path: str, message: str, words: Sequence[str]) -> str:
     """The command line that is meant where a step or a rank is typed apart from its run; empty where that is not so."""
-    extra = re.search(r"unexpected extra argument \((\d+)\)", message)
+    extra = re.search(r"unexpected extra argument \((\S+)\)", message)
     if extra is None or extra[1] not in words[1:]:
         return ""
     at = list(words).index(extra[1])
+    if not extra[1].isdigit():
+        verb = " ".join(path.split()[1:])
+        return f"`{path} {shlex.quote(extra[1])}` is another command: one run at a time" if verb in _OF_ONE_RUN else ""
     if path == "orch logs":
         return f"orch {shlex.join([*words[:at], '--rank', *words[at:]])}"
     *group, verb = path.split()
@@ -67,4 +70,5 @@ def without_extra(path: str, message: str, words: Sequence[str]) -> str:
     return ""
 
 
+_OF_ONE_RUN = frozenset({"show", "wait", "top", "events", "logs", "attach", "save", "ckpt ls"})
 _OF_CHECKPOINTS = frozenset({"verify", "restore-test", "pin", "unpin"})

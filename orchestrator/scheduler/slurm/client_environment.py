@@ -3,9 +3,7 @@
 A controller lives longer than the shell that started it, and another shell may know better where Slurm is by now.
 """
 
-import hashlib
 import os
-import shutil
 from collections.abc import Mapping, MutableMapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self
@@ -32,8 +30,8 @@ class ClientEnvironment:
         token = environ.get(TOKEN, "")
         return cls(
             variables={name: environ[name] for name in NAMES if environ.get(name)},
-            sbatch=shutil.which("sbatch", path=environ.get("PATH", os.defpath)) or "",
-            token=hashlib.sha256(token.encode(errors="surrogateescape")).hexdigest()[:12] if token else "",
+            sbatch=_sbatch(environ),
+            token=_digest(token) if token else "",
         )
 
     @classmethod
@@ -67,7 +65,7 @@ class ClientEnvironment:
         """The variables `environ` of a process with these instead of its own."""
         changed = {name: value for name, value in environ.items() if name not in NAMES} | self.variables
         folder = os.path.dirname(self.sbatch)
-        found = shutil.which("sbatch", path=environ.get("PATH", os.defpath)) or ""
+        found = _sbatch(environ)
         if folder and found != self.sbatch and os.access(self.sbatch, os.X_OK):
             changed["PATH"] = os.pathsep.join([folder, environ.get("PATH", os.defpath)])
         return changed
@@ -78,3 +76,15 @@ class ClientEnvironment:
         for name in NAMES:
             environ.pop(name, None)
         environ.update({name: changed[name] for name in (*NAMES, "PATH") if name in changed})
+
+
+def _sbatch(environ: Mapping[str, str]) -> str:
+    import shutil  # `orch status` only reads what others have written
+
+    return shutil.which("sbatch", path=environ.get("PATH", os.defpath)) or ""
+
+
+def _digest(token: str) -> str:
+    import hashlib
+
+    return hashlib.sha256(token.encode(errors="surrogateescape")).hexdigest()[:12]

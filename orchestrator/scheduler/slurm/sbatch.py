@@ -1,7 +1,6 @@
 """The sbatch script of one attempt, and its submission: submitit's SlurmExecutor with our options."""
 
 import contextlib
-import difflib
 import io
 import os
 import re
@@ -16,6 +15,7 @@ from submitit.core.utils import FailedJobError
 from submitit.slurm.slurm import SlurmExecutor
 
 from orchestrator.errors import ConfigError, Retryable, SlurmUnreachable, SubmitAmbiguous, SubmitRejected
+from orchestrator.near_words import nearest
 from orchestrator.scheduler import submitit_payload
 from orchestrator.scheduler.interface import JobSpec, Resources
 from orchestrator.scheduler.job_environment import Submitter
@@ -228,9 +228,9 @@ def _offer_partition(error: SubmitRejected, resources: Resources) -> None:
     if not known:
         return
     asked = next((name for name in resources.partition.split(",") if name not in known), "")
-    near = difflib.get_close_matches(asked, known, n=1) or [name for name, default in known.items() if default]
+    near = nearest(asked, known) or next((name for name, default in known.items() if default), next(iter(known)))
     error.hint = f"partitions here: {', '.join(known)}"
-    error.change = f"cluster.partition={(near or list(known))[0]}"
+    error.change = f"cluster.partition={near}"
 
 
 def _unknown_named(error: SubmitRejected, resources: Resources) -> SubmitRejected:

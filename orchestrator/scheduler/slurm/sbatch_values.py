@@ -4,13 +4,13 @@ A quoted newline ends the comment line of an sbatch script all the same, and the
 characters are refused everywhere, and each field takes only what Slurm's grammar for it knows.
 """
 
-import difflib
 import math
 import re
 from collections.abc import Mapping
 from typing import Any
 
 from orchestrator.errors import ConfigError
+from orchestrator.near_words import nearest
 from orchestrator.scheduler.slurm.sbatch_options import (
     FLAGS,
     FORMS,
@@ -212,12 +212,12 @@ def _check_option(option: object, section: str) -> str:
             hint = f"{section}.{owned}=VALUE" if own else f"~{section}.sbatch.{name}"
             what = f"{section}.sbatch.{name}: not yours to set: {why + owned if own else why}"
             raise ConfigError(what, where=f"{section}.sbatch.{name}", hint=hint)
-    near = difflib.get_close_matches(name, KNOWN, n=1, cutoff=0.75)
+    near = nearest(name, KNOWN, 0.75)
     if name not in KNOWN and near:
         raise ConfigError(
             f"{section}.sbatch.{name}: no such sbatch option",
             where=f"{section}.sbatch.{name}",
-            hint=f"did you mean {section}.sbatch.{near[0]}?",
+            hint=f"did you mean {section}.sbatch.{near}?",
         )
     return name
 

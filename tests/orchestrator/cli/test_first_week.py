@@ -338,3 +338,18 @@ def test_what_follows_a_run_is_named_where_a_verb_does_not(orch: Type, seeds: Se
 def test_the_nearest_fault(orch: Type, seeds: Seeds) -> None:
     said = orch("drill", seeds.run(), "kill-rnak")
     assert (said.code, "did you mean kill-rank?" in said.err) == (2, True)
+
+
+def test_a_key_where_a_configuration_is_asked_for_is_said_to_be_one(orch: Type) -> None:
+    said = orch("submit", "train.steps", "5")
+    assert said.code == 3
+    assert "  it is a key, and needs a configuration before it: orch submit tiny-gpt train.steps=VALUE\n" in said.err
+    assert orch("submit", "tiny-gpt", "train.steps=5", "--dry-run").code == 0
+
+
+@pytest.mark.parametrize("verb", ["show", "wait", "top", "events", "logs", "attach", "save", "ckpt ls"])
+def test_verbs_of_one_run_say_so(orch: Type, seeds: Seeds, verb: str) -> None:
+    first, second = seeds.run(), seeds.run()
+    said = orch(*verb.split(), first, second)
+    assert said.code == 2
+    assert f"  `orch {verb} {second}` is another command: one run at a time\n" in said.err

@@ -11,12 +11,14 @@ import psutil
 import pytest
 
 from orchestrator.controller import service
-from orchestrator.controller.leasing.lease import host_name
+from orchestrator.controller.leasing.lease import LEASE_TTL, host_name
 from orchestrator.controller.leasing.lease_wait import is_awaited
 from orchestrator.home import controller_log
 from orchestrator.registry.store import Store
 from orchestrator.scheduler.available_schedulers import lease_key
 from tests.orchestrator.controller.until import until
+from trainer.contract.process_identity import start_time
+from trainer.contract.scheduler_kinds import LOCAL
 
 
 def test_a_daemon_is_started_once_found_and_stopped(path: Path) -> None:
@@ -48,6 +50,19 @@ def test_a_killed_daemon_is_replaced_at_once(path: Path) -> None:
     assert report is not None
     assert report.errors == ()
     assert service.status(path).epoch == first.epoch + 1
+
+
+@pytest.mark.parametrize("place", ["elsewhere", f"{host_name()}/another-container"])
+def test_a_controller_elsewhere_with_the_pid_of_this_process_is_another(path: Path, place: str) -> None:
+    """Pids repeat from host to host, and so do start times: those of containers that booted together."""
+    holder = f"{place}:{os.getpid()}:{start_time(os.getpid())}"
+    with Store.open(path) as store:
+        lease = store.take_lease(holder, time.time(), LEASE_TTL, lease_key(LOCAL))
+    assert lease is not None
+    assert service.tick_once(path) is None
+    assert service.tick_once(path, patience=0.0) is None
+    with Store.open(path) as store:
+        assert [(held.holder, held.epoch) for held in store.leases()] == [(holder, lease.epoch)]
 
 
 def test_a_second_daemon_finds_the_first_and_ends(path: Path) -> None:

@@ -117,6 +117,21 @@ def number(value: float | str) -> float:
     return _NON_FINITE[value] if isinstance(value, str) else float(value)
 
 
+def finite(value: object) -> float | None:
+    """A finite number as a float; None for anything else, a whole number that no float can hold included."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        return float(value) if math.isfinite(value) else None
+    except OverflowError:
+        return None
+
+
+def whole(value: object) -> int | None:
+    """A whole number that a database can hold (64 bits); None for anything else."""
+    return value if type(value) is int and -(2**63) <= value < 2**63 else None
+
+
 class NotAFile(OSError):
     """Something else stands where a regular file of bounded size is expected: reading it might never end."""
 

@@ -24,6 +24,7 @@ class MessageStream:
     """One end of the socket, which it owns; any thread may send, one reads."""
 
     def __init__(self, stream: socket.socket) -> None:
+        stream.settimeout(None)  # a program's `socket.setdefaulttimeout` is for its own sockets
         self._stream, self._lock = stream, threading.Lock()
 
     def send(self, header: dict[str, Any], blob: bytes = b"") -> None:

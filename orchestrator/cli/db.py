@@ -101,7 +101,12 @@ def _warn_of_runs_left_out(screen: Screen, before: dict[str, str], roots: tuple[
     from orchestrator.registry import fast_queries
 
     now = fast_queries.run_folders(registry_path())
-    lost = {name: Path(folder).parent for name, folder in before.items() if name not in now and Path(folder).is_dir()}
+    named = {root.resolve() for root in roots}
+    lost = {
+        name: Path(folder).parent
+        for name, folder in before.items()
+        if name not in now and Path(folder).is_dir() and Path(folder).resolve().parent not in named
+    }
     if lost:
         every = dict.fromkeys([*(str(root.resolve()) for root in roots), *sorted(map(str, set(lost.values())))])
         command = " ".join(["orch db rebuild", *(f"--root {shlex.quote(root)}" for root in every)])

@@ -162,7 +162,8 @@ def _read(folder: RunDir) -> Found:
         raise ValueError(f"{folder.run} is not of a run of orch")
     digest = digest_of(config)
     if digest != run["config_digest"]:
-        raise ValueError(f"{folder.config} was changed: its digest is {digest}, the run's is {run['config_digest']}")
+        digests = f"its digest is {digest}, the run's is {run['config_digest']}"
+        raise ValueError(f"{folder.config} was changed ({digests}): put it back as it was, and rebuild again")
     try:
         record = Record.read(folder.record)
         if record.run.name != run["name"]:

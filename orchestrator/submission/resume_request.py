@@ -15,7 +15,7 @@ from orchestrator.errors import Precondition
 from orchestrator.registry.records import Run
 from orchestrator.registry.store import Store
 from orchestrator.scheduler.available_schedulers import FACTORIES, instance_of, kinds
-from orchestrator.scheduler.job_environment import Submitter
+from orchestrator.scheduler.job_environment import Submitter, package_root
 from orchestrator.states import RunState
 from orchestrator.submission import user_code
 from orchestrator.submission.create_run import data_identity, read_index
@@ -130,6 +130,8 @@ def current_identity(run: Run, config: RunConfig) -> dict[str, Any]:
         here = environment(run.cluster)
         shown = {name: value for name, value in here["variables"].items() if name not in config.env_from}
         now["env"] = {**here, "variables": shown}
+        if "job" in run.identity:  # the next attempts have the code that is compared here, and not the submitter's
+            now["job"] = {**run.identity["job"], "package_root": package_root()}
     else:
         now["code"]["orch"] = run.identity.get("code", {}).get("orch")
     if config.workload.snapshot:  # the job trains from the copy that was made when the run was submitted

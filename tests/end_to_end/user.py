@@ -116,13 +116,16 @@ class User:
         return max((line["step"] for line in self.steps(run)), default=0)
 
     def until(self, true: Callable[[], Any], seconds: float, what: str, every: float = 0.1) -> Any:
-        """Wait for something outside to happen; fails with `what`, and all runs' status, when it does not in time."""
+        """Wait for something outside to happen; fails with `what`, and all runs' status, when it does not in time.
+
+        Where to look is costly (a command, all processes), less time goes by in looking than in waiting.
+        """
         end = time.monotonic() + seconds
-        while time.monotonic() < end:
+        while (began := time.monotonic()) < end:
             found = true()
             if found:
                 return found
-            time.sleep(every)
+            time.sleep(max(every, 1.5 * (time.monotonic() - began)))
         raise AssertionError(f"{what}: not within {seconds} s\n{self.run('status', '--all').stdout}")
 
     def processes(self, name: str) -> list[psutil.Process]:

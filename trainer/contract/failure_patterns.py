@@ -61,7 +61,7 @@ TABLE = tuple(
         (Meaning.NODE_LOST, _LOG, r"DUE TO NODE FAILURE|srun: error: Node failure on"),
         (Meaning.NODE_LOST, _LOG, r"UNCORRECTABLE MEMORY ERROR AT"),
         (Meaning.NODE_LOST, _LOG, r"STEPD TERMINATED ON .{0,500} DUE TO JOB NOT ENDING WITH SIGNALS"),
-        (Meaning.STORAGE, _BOTH, r"No space left on device|\[Errno 28\]"),
+        (Meaning.STORAGE, _BOTH, r"No space left on device|\[Errno 28\](?! inotify)"),
         # torch's archive writer on a full disk does not name the errno
         (Meaning.STORAGE, _BOTH, r"inline_container\.cc.{0,500}unexpected pos"),
         (Meaning.STORAGE, _BOTH, r"Disk quota exceeded|\[Errno 122\]"),
@@ -82,10 +82,13 @@ TABLE = tuple(
         (Meaning.TASK_KILLED, _LOG,
          r"srun: error: \S+: tasks? [\d,-]+: (Killed|Segmentation fault|Bus error|Aborted)"),
         # The kernel's words are above; these are what Python and torch raise where it does not kill.
-        (Meaning.MEMORY, _ERROR, r"^MemoryError\b|\[Errno 12\]|Cannot allocate memory"),
+        (Meaning.MEMORY, _ERROR, r"^[\w.]*MemoryError\b|Caught \w*MemoryError\b"),
+        (Meaning.MEMORY, _ERROR, r"\[Errno 12\]|Cannot allocate memory"),
+        # /dev/shm is memory: torch names its files there so, and what lacks room is no disk.
+        (Meaning.MEMORY, _ERROR, r"unable to (write to|allocate shared memory.{0,20}for) file </torch_"),
         (Meaning.MEMORY, _ERROR, r"DefaultCPUAllocator: (can't allocate|not enough) memory"),
         (Meaning.GPU_MEMORY, _ERROR, r"^OutOfMemoryError\b|CUDA out of memory|CUDA error: out of memory"),
-        (Meaning.GPU_MEMORY, _ERROR, r"CUBLAS_STATUS_ALLOC_FAILED"),
+        (Meaning.GPU_MEMORY, _ERROR, r"CUBLAS_STATUS_ALLOC_FAILED|RESOURCE_EXHAUSTED: Out of memory"),
         (Meaning.HARDWARE, _ERROR, r"(?i:uncorrectable (ECC|NVLink) error|fallen off the bus|GPU is lost)"),
         (Meaning.HARDWARE, _ERROR, r"(?i:hardware stack error|no CUDA-capable device is detected)"),
         (Meaning.HARDWARE, _ERROR, r"(?i:CUDA-capable device\(s\) is/are busy or unavailable)"),
@@ -107,7 +110,7 @@ TABLE = tuple(
         (Meaning.MISMATCH, _ERROR, r"Is there a distributed collective mismatch"),
         (Meaning.MISMATCH, _ERROR, r"Detected mismatch between collectives on ranks"),
         (Meaning.OUTSIDE, _ERROR, r"name resolution|Name or service not known|Transport endpoint is not connected"),
-        (Meaning.OUTSIDE, _ERROR, r"Connection timed out|Network is unreachable|No route to host"),
+        (Meaning.OUTSIDE, _ERROR, r"Connection (timed out|refused)|Network is unreachable|No route to host"),
         (Meaning.OUTSIDE, _ERROR, r"DataLoader worker .{0,200}(killed|exited unexpectedly)"),
         (Meaning.LOADING, _ERROR, r"SafetensorError|deserializing header|PytorchStreamReader|central directory"),
         (Meaning.LOADING, _ERROR, r"UnpicklingError|invalid load key|EOFError|unexpected EOF|BadZipFile"),

@@ -5,7 +5,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from checkpointing.storage.durable import dump_line, number, read_json
+from checkpointing.storage.durable import dump_line, finite, number, read_json, whole
 from checkpointing.storage.reserved_file import replace_or_overwrite
 from trainer.contract.secrets.secret_redaction import in_use
 
@@ -60,14 +60,16 @@ class Heartbeat:
         def known(name: str, *kinds: type) -> dict[str, Any]:
             return {name: fields[name]} if type(fields.get(name)) in kinds else {}
 
+        if (seq := whole(fields["seq"])) is None:
+            raise ValueError(f"{path}: seq={fields['seq']!r} is no whole number")
         return cls(
-            seq=int(fields["seq"]),
-            loss=None if loss is None else number(loss),
+            seq=seq,
+            time=finite(fields.get("time")) or 0.0,
+            loss=number(loss) if isinstance(loss, str) else finite(loss),
             nodes=[str(name) for name in known("nodes", list).get("nodes", ())],
             saves_failing=str(fields.get("saves_failing") or "")[:LONGEST_TROUBLE],
-            **known("time", float, int),
-            **{key: value for name in _WHOLE for key, value in known(name, int).items()},
-            **{key: value for name in _WORDS for key, value in known(name, str).items()},
+            **{name: value for name in _WHOLE if (value := whole(fields.get(name))) is not None},
+            **{name: fields[name] for name in _WORDS if isinstance(fields.get(name), str)},
         )
 
 

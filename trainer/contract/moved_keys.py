@@ -38,11 +38,23 @@ def in_present_keys(config: dict[str, Any]) -> dict[str, Any]:
     for old, new in MOVED.items():
         here = _section(found, old)
         if old[-1] in here:
-            there = found
-            for name in new[:-1]:
-                there = there.setdefault(name, {})
-            there.setdefault(new[-1], here.pop(old[-1]))
+            _fill(found, new, here.pop(old[-1]))
     return found
+
+
+def _fill(section: dict[str, Any], path: Path, value: Any) -> None:
+    """Set a value where none stands; maps are filled key by key. What is no section is left for the reader to refuse."""
+    *above, last = path
+    for name in above:
+        section[name] = {} if section.get(name) is None else section[name]
+        section = section[name]
+        if not isinstance(section, dict):
+            return
+    if isinstance(value, dict) and isinstance(section.get(last), dict):
+        for key, entry in value.items():
+            _fill(section[last], (key,), entry)
+    else:
+        section.setdefault(last, value)
 
 
 def _section(config: dict[str, Any], path: Path) -> dict[str, Any]:

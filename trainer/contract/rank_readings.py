@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from checkpointing.storage.durable import dump_line, read_json, write_atomically
+from checkpointing.storage.durable import dump_line, finite, read_json, whole, write_atomically
 
 _SCHEMA = "orch.ranks/1"
 
@@ -26,10 +26,10 @@ class RankReading:
     @classmethod
     def from_json(cls, row: object) -> "RankReading | None":
         """The rank of one row; a field of another type counts as left out, a row that names no rank as none."""
-        if not isinstance(row, dict) or type(row.get("rank")) is not int:
+        if not isinstance(row, dict) or (rank := whole(row.get("rank"))) is None:
             return None
         return cls(
-            rank=row["rank"], node=_word(row, "node"), step=_whole(row, "step"), phase=_word(row, "phase"),
+            rank=rank, node=_word(row, "node"), step=_whole(row, "step"), phase=_word(row, "phase"),
             age=_seconds(row, "age"), state=_word(row, "state"), ratio=_seconds(row, "ratio"),
             ended=row.get("ended") is True,
         )  # fmt: skip
@@ -75,13 +75,11 @@ def _word(fields: Mapping[str, Any], name: str) -> str:
 
 
 def _whole(fields: Mapping[str, Any], name: str) -> int | None:
-    value = fields.get(name)
-    return value if type(value) is int else None
+    return whole(fields.get(name))
 
 
 def _seconds(fields: Mapping[str, Any], name: str) -> float | None:
-    value = fields.get(name)
-    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+    return finite(fields.get(name))
 
 
 def _all_seconds(fields: object) -> dict[str, float]:

@@ -38,13 +38,18 @@ def failed_outcome(spec: RankSpec, cell: ProgressCell, error: BaseException) -> 
     secondary = is_secondary_failure(error) and not is_node_fault(error)
     cause = {
         "exception": type(error).__name__,
-        "message": in_use().text(str(error)),
+        "message": in_use().text(said(error)),
         "traceback": text,
         "secondary": secondary,
     }
     last = _outcome(spec, cell, _exit_code(error, secondary), **cause)
     # It is noticed a step later: the step that went wrong is the one to compare.
     return replace(last, step=error.step, position=error.position) if isinstance(error, BadStep) else last
+
+
+def said(error: BaseException) -> str:
+    """The message of any exception: one whose own `__str__` raises, too."""
+    return str(traceback.TracebackException(type(error), error, None))
 
 
 def report_end(spec: RankSpec, control: socket.socket, last: RankOutcome) -> None:

@@ -16,7 +16,7 @@ from checkpointing.owner import Owner
 from checkpointing.storage.backends import storage_at
 from checkpointing.storage.trusted_path import pinned
 from checkpointing.tiers.tier import RunTiers, resolve_tiers
-from trainer.contract.config import JobConfig, load
+from trainer.contract.config import load
 from trainer.contract.launch_token import LaunchToken, holds
 from trainer.contract.outcome import ExitCode
 from trainer.contract.ranks.progress import Phase, ProgressCell
@@ -35,18 +35,11 @@ from trainer.worker.saved_state.train_state import Saver
 from trainer.worker.session import Session, new_train_state, skipped_positions, train_on
 from trainer.worker.shutdown_budget import seconds_left
 from trainer.worker.startup import device as devices
-from trainer.worker.startup import node_benchmark, preimport, rendezvous
+from trainer.worker.startup import node_benchmark, rendezvous
 from trainer.worker.train_objects import TrainObjects
 
 if TYPE_CHECKING:
     from checkpointing.writer.link import WriterLink
-
-
-def warm(config: JobConfig) -> None:
-    """Import all that a rank of this run will need; touches no GPU, starts no thread, computes nothing."""
-    preimport.import_lazy_parts()
-    if not config.command:
-        workload.find(config.workload)
 
 
 def rank_main(spec: RankSpec) -> int:
@@ -55,12 +48,13 @@ def rank_main(spec: RankSpec) -> int:
     setproctitle.setproctitle(f"orch-rank-{spec.rank}")
     in_use()  # before a program may delete what it has read from its environment
     cell, control = ProgressCell(spec.cell_fd), socket.socket(fileno=spec.control_fd)
+    control.settimeout(None)  # the user's module may have called `socket.setdefaulttimeout`
     control.set_inheritable(False)  # a rank that was started cold got it so; its end must be the rank's end
     ticker = Ticker(cell)
     ticker.start()
     try:
         last = crash_report.finished_outcome(spec, cell, _train(spec, cell, control, started))
-    except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001  # outermost edge: kept as the outcome
+    except BaseException as error:  # noqa: BLE001  # outermost edge: kept as the outcome
         last = crash_report.failed_outcome(spec, cell, error)
     ticker.stop()
     crash_report.report_end(spec, control, last)

@@ -113,6 +113,20 @@ def test_a_rebuild_that_leaves_known_runs_out_says_how_to_have_them(orch: Type, 
     assert f"--root {tmp_path / 'other'} --root {seeds.root}" in said
 
 
+def test_a_run_left_out_of_a_folder_that_was_named_is_not_said_to_lie_elsewhere(
+    orch: Type, seeds: Seeds, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = seeds.run()
+    lease = seeds.store.lease()
+    assert lease is not None
+    seeds.store.drop_lease(lease)
+    (seeds.root / run).mkdir(exist_ok=True)
+    (seeds.root / run / "run.json").write_text("{")
+    said = orch("db", "rebuild", "--root", seeds.root).err
+    assert f"left out: {seeds.root / run}" in caplog.text
+    assert "not named" not in said
+
+
 def test_a_run_whose_folder_is_gone_is_not_offered_to_go_on(orch: Type, seeds: Seeds) -> None:
     run = seeds.run(state=RunState.SUCCEEDED)
     assert f"go on:    orch resume {run}" in orch("show", run).err

@@ -242,6 +242,43 @@ def test_a_workload_whose_import_starts_a_thread_is_started_cold_and_that_is_sai
     assert "started 1 thread" in fork_server.data["reason"]
 
 
+HELPED = """
+import gc
+import multiprocessing
+
+gc.disable()
+HELPER = multiprocessing.Manager()
+SHARED = HELPER.dict()
+import socket
+socket.setdefaulttimeout(0.05)
+from trainer.worker.llama import LlamaWorkload
+
+
+class Helped(LlamaWorkload):
+    def loss(self, model, batch):
+        assert not gc.isenabled()
+        SHARED["steps"] = SHARED.get("steps", 0) + 1
+        return super().loss(model, batch)
+"""
+
+
+def test_a_module_that_starts_a_process_keeps_it_across_restarts(training, tmp_path):
+    """Its ranks are started cold, each with a process of its own; what the module sets for itself stays."""
+    (tmp_path / "helped_workload.py").write_text(HELPED)
+    workload = {"target": "helped_workload:Helped", "path": [str(tmp_path)]}
+    events = [{"kind": "kill-rank", "rank": 0, "step": 3}]
+    work = training(
+        nodes=1, workload=workload, train={"steps": 6}, checkpoint={"every": 2}, drill={"events": events}
+    ).start()
+    work.go()
+    assert work.wait(120) == [0], work.story()
+    (fork_server,) = work.events(EventKind.FORK_SERVER)
+    assert not fork_server.data["warm"]
+    assert "importing the workload started" in fork_server.data["reason"]
+    ends = [event.data["failure"] for event in work.events(EventKind.GENERATION_ENDED)]
+    assert [end and end["kind"] for end in ends] == ["rank_killed", None], work.story()
+
+
 LEAVING = """
 import os
 from trainer.worker.llama import LlamaWorkload

@@ -206,9 +206,11 @@ def main() -> None:
     link = socket.socket(fileno=int(sys.argv[1]))
     from trainer.agent.main import run_agent  # noqa: F401  so that no agent imports it
     from trainer.contract.config import JobConfig
-    from trainer.worker.main import warm
+    from trainer.worker.main import rank_main  # noqa: F401
+    from trainer.worker.startup.preimport import import_lazy_parts, import_workload
 
-    warm(JobConfig())
+    import_lazy_parts()
+    import_workload(JobConfig())
     gc.freeze()
     serve(link)
 

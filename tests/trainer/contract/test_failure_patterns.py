@@ -29,6 +29,26 @@ def test_a_stale_file_handle_is_met_by_a_program_and_ends_a_job() -> None:
     assert log_line_says(text) is Meaning.STORAGE
 
 
+@pytest.mark.parametrize(
+    ("text", "meaning"),
+    [
+        ("numpy._core._exceptions._ArrayMemoryError: Unable to allocate 7.28 TiB for an array", Meaning.MEMORY),
+        ("MemoryError: ", Meaning.MEMORY),
+        ("RuntimeError: Caught MemoryError in DataLoader worker process 0.", Meaning.MEMORY),
+        ("RuntimeError: unable to write to file </torch_7_1>: No space left on device (28)", Meaning.MEMORY),
+        ("XlaRuntimeError: RESOURCE_EXHAUSTED: Out of memory allocating 8589934592 bytes.", Meaning.GPU_MEMORY),
+        ("ConnectionRefusedError: [Errno 111] Connection refused", Meaning.OUTSIDE),
+    ],
+)
+def test_what_libraries_raise(text: str, meaning: Meaning) -> None:
+    assert error_says(text, meaning)
+
+
+def test_a_limit_of_the_kernel_is_no_full_disk() -> None:
+    assert not error_says("OSError: [Errno 28] inotify watch limit reached", Meaning.STORAGE)
+    assert not error_says("ValueError: the MemoryError handler was called twice", Meaning.MEMORY)
+
+
 def test_what_orch_itself_says_of_a_failed_save_explains_no_end_of_a_job() -> None:
     for words in ("no space left on device", "disk quota exceeded", "read-only file system", "input/output error"):
         assert error_says(f"saves failing since step 30: {words} (/runs/gpt-1)", Meaning.STORAGE)

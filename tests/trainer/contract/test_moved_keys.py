@@ -36,6 +36,16 @@ def test_a_present_key_wins_over_the_one_that_it_was():
     assert in_present_keys(both) == {"train": {}, "optimizer": {"lr": 0.25}}
 
 
+def test_sections_of_both_versions_are_filled_key_by_key():
+    both = {"recovery": {"hang": {"slow": 1, "factor": 2}}, "detection": {"hang": {"heartbeat": 3, "factor": 4}}}
+    assert in_present_keys(both)["detection"] == {"hang": {"heartbeat": 3, "factor": 4, "slow": 1}}
+
+
+@pytest.mark.parametrize(("there", "found"), [(None, {"lr": 1}), (5, 5), ([], [])])
+def test_a_present_section_that_was_edited_by_hand_is_no_crash(there, found):
+    assert in_present_keys({"train": {"lr": 1}, "optimizer": there})["optimizer"] == found
+
+
 @pytest.mark.parametrize("data", [{"optimizer": {"lr": 0.5}}, {}, {"train": None}, {"recovery": 5}])
 def test_what_is_not_older_or_no_config_stays(data):
     assert in_present_keys(data) is data

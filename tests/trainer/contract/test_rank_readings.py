@@ -51,6 +51,13 @@ def test_odd_fields_count_as_left_out(tmp_path: Path) -> None:
     )
 
 
+def test_numbers_that_nothing_can_hold_count_as_left_out(tmp_path: Path) -> None:
+    huge = 10**400
+    rows = [{"rank": 1, "step": huge, "age": huge, "ratio": huge}, {"rank": huge}]
+    found = read(tmp_path, changed(time=huge, p99={"data": huge}, ranks=rows))
+    assert (found.ranks, found.time, found.p99) == ((RankReading(rank=1),), 0.0, {})
+
+
 @pytest.mark.parametrize(
     "text",
     ["", "[]", "{}", "[" * 100_000, changed(schema="orch.ranks/2"), changed(generation="2"), changed(ranks={})],

@@ -23,7 +23,8 @@ from trainer.contract.messages.ranks import FROM_RANK, ReportedEnd, Store
 from trainer.contract.ranks.progress import ProgressCell, StopReason
 from trainer.contract.ranks.rank_messages import RankSpec, receive_message, send_message
 from trainer.contract.run_dir import RunDir
-from trainer.worker.main import rank_main, warm
+from trainer.worker.main import rank_main
+from trainer.worker.startup.preimport import import_lazy_parts, import_workload
 
 
 class Rank:
@@ -147,7 +148,8 @@ def run(scenario: dict) -> dict:
 
 
 def main() -> None:
-    warm(JobConfig())
+    import_lazy_parts()
+    import_workload(JobConfig())
     sys.stdout.write("ready\n")
     sys.stdout.flush()
     for line in sys.stdin:

@@ -60,6 +60,25 @@ def test_every_good_end_is_told_and_written(make_run):
     assert outcomes == [76, 0]
 
 
+@pytest.mark.parametrize(
+    ("what", "name", "message"),
+    [
+        ("class Mine(BaseException): pass", "Mine", "gone"),
+        ("class Mine(Exception):\n    def __str__(self): raise ValueError", "Mine", "<exception str() failed>"),
+    ],
+)
+def test_every_exception_is_told(make_run, tmp_path, what, name, message):
+    folder = tmp_path / "odd"
+    folder.mkdir()
+    (folder / "odd_workload.py").write_text(
+        f"{what}\nclass Odd:\n    def __init__(self, config):\n        raise Mine('gone')\n"
+    )
+    run = make_run(1, name="run", workload={"target": "odd_workload:Odd", "path": [str(folder)]})
+    assert run.train()["codes"] == [ExitCode.ERROR]
+    outcome = run.outcome(0, 1)
+    assert (outcome.exception, outcome.message) == (name, message)
+
+
 def test_words_that_are_no_unicode_reach_the_agent_and_the_file(make_run, tmp_path):
     folder = tmp_path / "odd"
     folder.mkdir()

@@ -36,6 +36,7 @@ from trainer.contract.messages.fork_server import (
     StartRank,
     ToForkServer,
 )
+from trainer.contract.process_identity import process_state
 from trainer.contract.run_dir import AttemptDir
 from trainer.contract.secrets.secret_redaction import in_use
 
@@ -171,6 +172,10 @@ def fork_unsafe_reason() -> str:
     threads = len(os.listdir("/proc/self/task"))
     if threads > 1:
         return f"importing the workload started {threads - 1} thread(s)"
+    started = sum(process_state(pid) not in ("Z", "") for pid in process_tree.children())
+    if started:
+        # A child has one parent: ranks could not wait for it, and it would end with the first generation.
+        return f"importing the workload started {started} process(es)"
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         return "importing the workload initialized CUDA"
@@ -186,19 +191,24 @@ def _import_workload(config: JobConfig, link: socket.socket) -> RankMain:
     gc.disable()
     try:
         # Late: this import brings in torch, seconds on a laptop and tens of them on a busy file system.
-        from trainer.worker.main import rank_main, warm
+        from trainer.worker.main import rank_main
+        from trainer.worker.startup.preimport import import_lazy_parts, import_workload
 
-        warm(config)
-    except (Exception, SystemExit) as error:  # noqa: BLE001  # outermost edge
+        import_lazy_parts()
+        gc.freeze()
+        gc.enable()
+        # With the collector as usual: a module may have reasons of its own to stop it.
+        import_workload(config)
+    except BaseException as error:  # noqa: BLE001  # outermost edge
         text = in_use().text
-        said = f"it called sys.exit({error.code!r})" if isinstance(error, SystemExit) else str(error)
+        message = str(traceback.TracebackException(type(error), error, None))  # whatever its own `__str__` does
+        said = f"it called sys.exit({error.code!r})" if isinstance(error, SystemExit) else message
         failed = ImportFailed(
             exception=type(error).__name__, message=text(said)[:4000], traceback=text(traceback.format_exc())[-16000:]
         )
         unix_transport.send(link, failed)
         sys.exit(1)
     gc.freeze()
-    gc.enable()
     main: RankMain = rank_main
     return main
 
@@ -219,6 +229,7 @@ def main(arguments: list[str]) -> None:
     rank_main = None if config.command or cold else _import_workload(config, link)
     if rank_main is not None and (reason := fork_unsafe_reason()):
         # A process with threads must not fork: begin again as one that imports nothing.
+        process_tree.kill_children()
         link.set_inheritable(True)
         os.execv(
             sys.executable, [sys.executable, "-P", "-m", "trainer.agent.fork_server.server", *arguments[:3], reason]

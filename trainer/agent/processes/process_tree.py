@@ -62,11 +62,15 @@ def kill_group(group: int, number: int = signal.SIGKILL) -> bool:
 
 def kill_children(exclude: Collection[int] = ()) -> bool:
     """Kill every child of this process, adopted orphans included, but those to `spare`; False when there are none."""
-    children = [int(pid) for task in os.listdir("/proc/self/task") for pid in _children_of(task)]
-    children = [pid for pid in children if pid not in exclude]
-    for pid in children:
+    found = [pid for pid in children() if pid not in exclude]
+    for pid in found:
         os.kill(pid, signal.SIGKILL)
-    return bool(children)
+    return bool(found)
+
+
+def children() -> list[int]:
+    """Every child of this process that is not reaped, adopted orphans included."""
+    return [int(pid) for task in os.listdir("/proc/self/task") for pid in _children_of(task)]
 
 
 def _children_of(task: str) -> list[str]:

@@ -98,9 +98,15 @@ async def _command_exit_report(attempt: AttemptDir, info: ExitInfo, end: RankExi
     end = replace(end, lines=output.lines, written=output.written)
     if end.signal is None and output.exception is not None:
         message = (output.message or "")[:_LONGEST]
-        secondary = error_says(message, Meaning.PEER_GONE)
+        secondary = _of_torch(output.exception) and error_says(message, Meaning.PEER_GONE)
         return replace(end, exception=output.exception, message=message, secondary=secondary)
     return replace(end, message=output.uncaught) if end.signal == signal.SIGABRT else end
+
+
+def _of_torch(exception: str) -> bool:
+    """Whether torch's collectives raise this: a program's own ConnectionRefusedError is a cause, not a lost peer."""
+    name = exception.rpartition(".")[2]
+    return name == "RuntimeError" or name.startswith("Dist")
 
 
 def _left_in_files(

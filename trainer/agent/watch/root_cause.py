@@ -12,6 +12,10 @@ from trainer.contract.outcome import MORE_MEMORY, ExitCode, Failure, FailureKind
 _NOT_STARTED = (126, 127)
 _CHECKPOINTS = frozenset(one.__name__ for one in (SaveFailed, NothingVerifies, NothingIntact))
 """Exceptions that say: the run's checkpoints cannot be written, or none of them can be trusted."""
+_OF_CODE = frozenset(
+    {"AssertionError", "AttributeError", "IndexError", "KeyError", "NameError", "TypeError", "ValueError"}
+)
+"""What code raises about itself, whatever its text speaks of: no disk raises it."""
 _BAD_STEP = "BadStep"
 """The exception of all ranks alike when they have read a loss that is none to go on from."""
 _RESERVED = (ExitCode.STORAGE, ExitCode.RETRY, ExitCode.NODE_SUSPECT, ExitCode.NEVER_RETRY)
@@ -152,10 +156,10 @@ def _classify(end: RankEnd) -> tuple[FailureKind, bool, str]:
         return FailureKind.STORAGE, False, f"could not use its checkpoints: {_short(said)}"
     if end.exit_code == ExitCode.STORAGE:
         return FailureKind.STORAGE, False, f"could not use its storage (exit code 74){_after(said)}"
-    if error_says(said, Meaning.STORAGE):
-        return FailureKind.STORAGE, False, f"could not use its storage: {_short(said)}"
     if error_says(said, Meaning.MEMORY, Meaning.GPU_MEMORY) and not end.secondary:
         return FailureKind.OUT_OF_MEMORY, True, f"ran out of memory: {_short(said)}; {_memory_hint(end)}"
+    if error_says(said, Meaning.STORAGE) and end.exception not in _OF_CODE:
+        return FailureKind.STORAGE, False, f"could not use its storage: {_short(said)}"
     if end.secondary:
         return FailureKind.UNKNOWN, True, f"only saw a peer go away: {_short(said)}"
     if end.exit_code == ExitCode.RETRY:

@@ -2,6 +2,9 @@
 
 import importlib
 
+from trainer.contract.config import JobConfig
+from trainer.worker import workload
+
 _LAZY_MODULES = (
     "torch.distributed.device_mesh",
     "torch.distributed.fsdp",
@@ -29,3 +32,9 @@ def import_lazy_parts() -> None:
     """
     for name in _LAZY_MODULES:
         importlib.import_module(name)
+
+
+def import_workload(config: JobConfig) -> None:
+    """Import the module of the run's workload; raises what that raises."""
+    if not config.command:
+        workload.find(config.workload)

@@ -15,6 +15,7 @@ from orchestrator.cli.runs import cancel_resume
 from orchestrator.config.compose import compose
 from orchestrator.registry.records import REFUSED
 from orchestrator.scheduler.available_schedulers import instance_of
+from orchestrator.scheduler.job_environment import package_root
 from orchestrator.states import RunState
 from orchestrator.submission import resume_request
 from orchestrator.submission.create_run import data_identity, read_index
@@ -239,6 +240,19 @@ def test_resume_wants_a_word_for_other_code(
     assert f"orch resume {run.name} --accept env.torch" in refused.err
     assert orch("resume", run.name, "--accept", "env.torch", "--no-controller").code == 0
     assert run.asked()["identity"]["env"]["torch"] == "9.9"
+
+
+def test_what_a_run_goes_on_with_is_the_code_that_was_compared(
+    orch: Type, seeds: Seeds, service: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two source trees with one interpreter: the next attempt is of the tree whose `orch resume` was typed."""
+    run = Resumable(seeds, tmp_path)
+    identity = run.store.run(run.name).identity
+    job = {"python": sys.executable, "package_root": "/home/mia/older", "variables": {"LANG": "C"}}
+    run.store.note_run(run.name, epoch=seeds.epoch, now=1.0, identity={**identity, "job": job})
+    monkeypatch.setattr(resume_request, "environment", lambda kind: {**environment(kind), "torch": "9.9"})
+    assert orch("resume", run.name, "--accept", "env.torch", "--no-controller").code == 0
+    assert run.asked()["identity"]["job"] == {**job, "package_root": package_root()}
 
 
 def test_what_differs_from_a_run_that_never_trained_needs_no_word(

@@ -22,6 +22,21 @@ ENDS: dict[str, tuple[dict[str, Any], FailureKind, str]] = {
         },
         FailureKind.OUT_OF_MEMORY, "cluster.mem",
     ),
+    "a full /dev/shm": (
+        {
+            "exit_code": 1, "exception": "RuntimeError",
+            "message": "unable to write to file </torch_812_33_0>: No space left on device (28)",
+        },
+        FailureKind.OUT_OF_MEMORY, "cluster.mem",
+    ),
+    "a full disk": (
+        {"exit_code": 1, "exception": "OSError", "message": "[Errno 28] No space left on device"},
+        FailureKind.STORAGE, "could not use its storage",
+    ),
+    "a word of a disk": (
+        {"exit_code": 1, "exception": "ValueError", "message": "the input/output error tolerance must be positive"},
+        FailureKind.USER_ERROR, "raised ValueError",
+    ),
     "somebody's kill": ({"signal": signal.SIGKILL}, FailureKind.RANK_KILLED, "was killed by SIGKILL"),
     "a word of it": (
         {"exit_code": 1, "exception": "ValueError", "message": "the MemoryError class is not callable"},
@@ -40,7 +55,7 @@ def test_what_ended_the_rank(name: str) -> None:
     cause = find_cause([end(**fields)], trained=True)
     assert cause.failure.kind is kind
     assert words in cause.failure.reason
-    assert cause.retry
+    assert cause.retry is (kind is not FailureKind.STORAGE)
 
 
 @pytest.mark.parametrize("fields", [KILLED, GPU], ids=["kernel", "GPU"])

@@ -57,19 +57,19 @@ class Heartbeat:
         fields = read_json(path, MOST_BYTES)
         loss = fields.get("loss")
 
-        def known(name: str, *kinds: type) -> dict[str, Any]:
-            return {name: fields[name]} if type(fields.get(name)) in kinds else {}
-
         if (seq := whole(fields["seq"])) is None:
             raise ValueError(f"{path}: seq={fields['seq']!r} is no whole number")
+        numbers = {name: value for name in _WHOLE if (value := whole(fields.get(name))) is not None}
+        words = {name: fields[name] for name in _WORDS if isinstance(fields.get(name), str)}
+        known: dict[str, Any] = {**numbers, **words}
+        nodes = fields.get("nodes")
         return cls(
             seq=seq,
             time=finite(fields.get("time")) or 0.0,
             loss=number(loss) if isinstance(loss, str) else finite(loss),
-            nodes=[str(name) for name in known("nodes", list).get("nodes", ())],
+            nodes=[str(name) for name in nodes] if isinstance(nodes, list) else [],
             saves_failing=str(fields.get("saves_failing") or "")[:LONGEST_TROUBLE],
-            **{name: value for name in _WHOLE if (value := whole(fields.get(name))) is not None},
-            **{name: fields[name] for name in _WORDS if isinstance(fields.get(name), str)},
+            **known,
         )
 
 

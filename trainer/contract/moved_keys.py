@@ -43,7 +43,7 @@ def in_present_keys(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _fill(section: dict[str, Any], path: Path, value: Any) -> None:
-    """Set a value where none stands; maps are filled key by key. What is no section is left for the reader to refuse."""
+    """Set a value where none stands; maps are filled key by key. What is no section is left as it is."""
     *above, last = path
     for name in above:
         section[name] = {} if section.get(name) is None else section[name]

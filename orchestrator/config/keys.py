@@ -70,11 +70,22 @@ def unknown(path: Path, kind: Any, where: str, whole: Path = ()) -> ConfigError:
     prefix, name = path[:-1], path[-1]
     there = list(section(kind))
     typed = whole or path
+    if (instead := _INSTEAD.get(typed)) is not None:
+        return ConfigError(f"unknown key `{dotted(typed)}`", where=where, hint=instead)
     moved = dotted(present_path(typed)) if present_path(typed) != typed else ""
     near = moved or _below_near_section(typed, len(path)) or _nearest(prefix, name, there)
     meant = f"did you mean `{near}`?  " if near else ""
     place = f"keys in `{dotted(prefix)}`" if prefix else "keys"
     return ConfigError(f"unknown key `{dotted(path)}`", where=where, hint=f"{meant}{place}: {', '.join(there)}")
+
+
+_ADAMW = "the optimizer is AdamW; another is what the workload's `build_optimizer` returns"
+_STEPS = "orch counts optimizer steps, not epochs: train.steps=NUMBER"
+_INSTEAD: dict[Path, str] = {
+    **{("optimizer", name): _ADAMW for name in ("name", "type", "kind", "class", "algorithm", "target")},
+    **{(*section, name): _STEPS for section in ((), ("train",)) for name in ("epochs", "num_epochs", "max_epochs")},
+}
+"""Keys of other programs for which there is none here."""
 
 
 def _below_near_section(typed: Path, depth: int) -> str:

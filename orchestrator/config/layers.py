@@ -1,5 +1,6 @@
 """Where values come from: files with their includes and overrides become one list of assignments, weakest first."""
 
+import ast
 import difflib
 import json
 import re
@@ -12,7 +13,7 @@ from typing import Any
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from orchestrator.config import keys, plain_secrets, presets, yaml_text
-from orchestrator.config.near_files import near_file
+from orchestrator.config.near_files import configs_in, near_file
 from orchestrator.config.run_config import RunConfig
 from orchestrator.errors import ConfigError, NotFound
 from trainer.contract.config import WorkloadConfig
@@ -21,6 +22,8 @@ from trainer.contract.scheduler_kinds import choices
 INCLUDES = "includes"
 _COMMAND_LINE = ("notify", "command")
 """A list of texts that may be written as one."""
+_COMMAND = ("command",)
+_FOLDERS = ("workload", "path")
 _CLUSTER = ("cluster",)
 _TARGET = re.compile(r"[\w./]+:[A-Za-z_]\w*")
 _OVERRIDE = re.compile(r"(?P<sign>[+~]?)(?P<key>[A-Za-z_][\w\-]*(?:\.[\w\-]+)*)(?:=(?P<value>.*))?", re.DOTALL)
@@ -104,7 +107,21 @@ def _refuse_script(source: str, path: Path) -> None:
         there = source.removesuffix(path.name) + near if near else source
         offer = f"did you mean {there}?  " if near else "a script that is there: "
         raise NotFound(f"no such file {source}", where=str(path), hint=f"{offer}{_as_command(there)}")
+    hint = _workload_in(path) or hint
     raise ConfigError(f"{source} is a script, and no configuration", where=str(path), hint=hint)
+
+
+def _workload_in(path: Path) -> str:
+    """What trains the workload that a module defines; empty for one that defines none."""
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return ""
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef) and any(getattr(each, "name", "") == "build_model" for each in node.body):
+            named = f"workload: {{target: {path.stem}:{node.name}, path: [.]}}"
+            return f"it defines a workload; a configuration names it: `{named}`"
+    return ""
 
 
 def _as_command(source: str) -> str:
@@ -136,7 +153,8 @@ def _no_file(path: Path) -> str:
 def _offer(source: str, where: str, beside: Path) -> str:
     """The nearest file, or presets; only a file may include those that are parts of a configuration."""
     typed = Path(source).expanduser()
-    if source.strip() and (inside := sorted((beside / typed).glob("*.y*ml"))[:3]):
+    source = source.rstrip("/") or source
+    if source.strip() and (inside := configs_in(beside / typed)):
         return f"did you mean {' or '.join(shlex.quote(str(typed / file.name)) for file in inside)}?"
     if _TARGET.fullmatch(source):
         module, _, kind = source.removeprefix("./").replace(".py:", ":").replace("/", ".").partition(":")
@@ -222,8 +240,15 @@ def _assignments(node: Node, kind: Any, path: keys.Path, where: str) -> Iterator
             if keys.is_section(kind)
             else f"{keys.dotted(path)}={{key: value}}"
         )
-        offer = _preset_meant(path, str(node.value)) if isinstance(node, ScalarNode) else ""
+        offer = _section_meant(path, str(node.value)) if isinstance(node, ScalarNode) else ""
         raise ConfigError(f"`{keys.dotted(path)}` must be a mapping", where=here, hint=offer or there)
+
+
+def _section_meant(path: keys.Path, value: str) -> str:
+    """What to write instead of one value for a section; empty where nobody knows."""
+    if _TARGET.fullmatch(value):
+        return f"did you mean `workload: {{target: {value}}}`?"
+    return _preset_meant(path, value)
 
 
 def _preset_meant(path: keys.Path, value: str) -> str:
@@ -265,11 +290,20 @@ def _value(node: Node, kind: Any, path: keys.Path, where: str) -> Any:
     if not isinstance(node, SequenceNode):
         shown = str(yaml_text.plain(node))
         of_mappings = keys.type_words(kind) == "a list of mappings"
-        what = "{KEY: VALUE}" if of_mappings else ", ".join(shown.split())
+        what = "{KEY: VALUE}" if of_mappings else _as_list(path, shown)
         hint = f"write a list: {shlex.quote(f'{keys.dotted(path)}=[{what}]')}"
         raise _wrong(path, shown, kind, yaml_text.place_of(node, where), hint)
     inner = keys.item_kind(kind)
     return [_item(item, inner, path, where) for item in node.value]
+
+
+def _as_list(path: keys.Path, text: str) -> str:
+    """The members of a list that was written as one text."""
+    if path == _FOLDERS:
+        return str(Path(text).parent) if Path(text).suffix == ".py" else text
+    words = text.split()
+    starter = _INTERPRETERS.get(Path(text).suffix, "") if path == _COMMAND and len(words) == 1 else ""
+    return starter + ", ".join(words)
 
 
 def _item(node: Node, kind: Any, path: keys.Path, where: str) -> Any:

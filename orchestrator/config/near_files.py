@@ -1,5 +1,6 @@
 """Files that somebody may mean who has mistyped the name of one."""
 
+import re
 from collections.abc import Collection
 from pathlib import Path
 
@@ -19,6 +20,20 @@ def near_file(path: Path, endings: Collection[str]) -> str | None:
     same = [name for name in names if Path(name).stem == path.stem or name == f"{path.name}{Path(name).suffix}"]
     stems = {Path(name).stem.lower(): name for name in reversed(names)}
     return next(iter(same), None) or stems.get(nearest(path.stem.lower(), stems, 0.7))
+
+
+def configs_in(folder: Path, most: int = 3) -> list[Path]:
+    """The configurations in a folder, the newest first: YAML files that can be read and have a workload or a base."""
+    try:
+        there = [file for _, file in zip(range(MOST), folder.glob("*.y*ml"), strict=False) if file.is_file()]
+        newest = sorted(there, key=lambda file: file.stat().st_mtime, reverse=True)[:_LOOKED_AT]
+        return [file for file in newest if _BEGINS.search(file.read_text(errors="replace")[:_READ])][:most]
+    except OSError:
+        return []
+
+
+_LOOKED_AT, _READ = 50, 10_000
+_BEGINS = re.compile(r"^(includes|workload|command|data) *:", re.MULTILINE)
 
 
 def near_module(folder: Path, name: str) -> str:

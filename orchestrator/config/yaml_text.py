@@ -71,7 +71,7 @@ def _complaint(error: yaml.MarkedYAMLError) -> tuple[str, str]:
             f"{error.context}, {what}",
             "keep one document: what stands between two `---` goes into a file of its own",
         )
-    return what, "mend that line"
+    return what, "mend that line, or the one before it"
 
 
 def place(where: str, mark: Any) -> str:

@@ -147,9 +147,9 @@ _FINAL = {
     FailureKind.NUMERIC: (
         Action.HOLD,
         "a rollback did not mend the loss: ",
-        "; mend the data or the code, or go on with other settings (optimizer.lr, optimizer.clip_norm): from the last "
-        "good checkpoint that `orch ckpt ls {run}` lists with `orch submit --from {run}@STEP KEY=VALUE`, where it has "
-        "none with `orch resume {run} KEY=VALUE`",
+        "; mend the data or the code, or go on with other settings (optimizer.lr, optimizer.clip_norm, "
+        "detection.spike): from the last good checkpoint that `orch ckpt ls {run}` lists with "
+        "`orch submit --from {run}@STEP KEY=VALUE`, where it has none with `orch resume {run} KEY=VALUE`",
     ),
 }
 """What to do about a kind that a person must end, and the words around its reason; HELD where nothing stands here."""

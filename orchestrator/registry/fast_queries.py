@@ -226,6 +226,12 @@ def _popped(answer: dict[str, Any], prefix: str, keys: Iterable[str]) -> dict[st
     return None if found["step"] is None else found
 
 
+def config(path: Path, digest: str) -> dict[str, Any] | None:
+    """The resolved configuration of this digest."""
+    found = _rows(path, "SELECT data FROM configs WHERE digest = ?", (digest,), any_version=True)
+    return dict(json.loads(found[0]["data"])) if found else None
+
+
 def run_folders(path: Path) -> dict[str, str]:
     """The folder of every run of this registry; empty where there is none."""
     return {row["name"]: row["run_dir"] for row in _rows(path, "SELECT name, run_dir FROM runs", (), any_version=True)}

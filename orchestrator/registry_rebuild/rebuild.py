@@ -5,6 +5,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,10 @@ def rebuild(
     now = time.time() if now is None else now
     _refuse_foreign(store_path)
     _refuse_while_served(store_path, now)
-    found = sorted(_found(roots), key=lambda item: (item.record.run.created_at, item.record.run.name))
+    found = sorted(
+        _found(roots, partial(_known_config, store_path)),
+        key=lambda item: (item.record.run.created_at, item.record.run.name),
+    )
     _refuse_twins(found)
     _refuse_runs_of_others(found, store_path, now)
     draft = store_path.with_name(f".{store_path.name}.{os.getpid()}.rebuild")
@@ -140,7 +144,18 @@ def _refuse_twins(found: list[Found]) -> None:
         seen[name] = item.folder.path
 
 
-def _found(roots: Sequence[Path]) -> Iterator[Found]:
+KnownConfig = Callable[[str], dict[str, Any] | None]
+"""The config of a digest, where the registry that is to be replaced still has it."""
+
+
+def _known_config(path: Path, digest: str) -> dict[str, Any] | None:
+    try:
+        return fast_queries.config(path, digest) if path.exists() else None
+    except (RegistryError, ValueError, TypeError):
+        return None
+
+
+def _found(roots: Sequence[Path], known: KnownConfig) -> Iterator[Found]:
     for root in dict.fromkeys(root.resolve() for root in roots):
         folders = [root] if (root / "run.json").is_file() else sorted(root.iterdir())
         for path in folders:
@@ -148,13 +163,13 @@ def _found(roots: Sequence[Path]) -> Iterator[Found]:
                 if (path / "run.json").is_file() and not path.name.startswith("."):
                     check_private(path)  # a name and a nonce are public: anybody could have made such a folder
                     with only_own_files():
-                        found = _read(RunDir(path))
+                        found = _read(RunDir(path), known)
                     yield found
             except _UNUSABLE as error:
                 log.warning("left out: %s: %s", path, error)
 
 
-def _read(folder: RunDir) -> Found:
+def _read(folder: RunDir, known: KnownConfig) -> Found:
     run, config = read_json(folder.run), read_json(folder.config)
     if not isinstance(run, dict) or not isinstance(config, dict):
         raise ValueError(f"{folder.run} or {folder.config} is no JSON object")
@@ -162,16 +177,20 @@ def _read(folder: RunDir) -> Found:
         raise ValueError(f"{folder.run} is not of a run of orch")
     digest = digest_of(config)
     if digest != run["config_digest"]:
-        digests = f"its digest is {digest}, the run's is {run['config_digest']}"
-        raise ValueError(f"{folder.config} was changed ({digests}): put it back as it was, and rebuild again")
+        kept = known(run["config_digest"])
+        if kept is None or digest_of(kept) != run["config_digest"]:
+            digests = f"its digest is {digest}, the run's is {run['config_digest']}"
+            raise ValueError(f"{folder.config} was changed ({digests}): put it back as it was, and rebuild again")
+        log.warning("%s was changed: the run keeps the configuration that the registry had", folder.config)
+        config = kept
     try:
         record = Record.read(folder.record)
         if record.run.name != run["name"]:
             raise ValueError(f"{folder.record} is of another run")
     except _UNUSABLE as error:
         log.info("no record: %s", error)
-        return _with_configs(folder, _moved(salvage(folder, run), folder), recorded=False)
-    return _with_configs(folder, _with_submission(_moved(record, folder), folder), recorded=True)
+        return _with_configs(folder, _moved(salvage(folder, run), folder), config, recorded=False)
+    return _with_configs(folder, _with_submission(_moved(record, folder), folder), config, recorded=True)
 
 
 def _with_submission(record: Record, folder: RunDir) -> Record:
@@ -184,14 +203,15 @@ def _with_submission(record: Record, folder: RunDir) -> Record:
     return replace(record, attempts=(*record.attempts[:-1], replace(last, submitted_at=last.intent_at)))
 
 
-def _with_configs(folder: RunDir, record: Record, *, recorded: bool) -> Found:
+def _with_configs(folder: RunDir, record: Record, submitted: dict[str, Any], *, recorded: bool) -> Found:
     """Every attempt with the config that its folder has; a change that no attempt was begun with is lost."""
     configs: dict[str, dict[str, Any]] = {}
 
     def digest_in(number: int) -> str:
         begun = (folder.attempt(number).path / "intent.json").exists()
         # What was about to be begun has no file yet: it would have had the run's config.
-        config = read_json(folder.config_of(number if begun or number == 1 else number - 1))
+        file = folder.config_of(number if begun or number == 1 else number - 1)
+        config = submitted if file == folder.config else read_json(file)
         build(RunConfig, config)  # refused by the rules of today: no controller could serve it
         digest = digest_of(config)
         configs[digest] = config

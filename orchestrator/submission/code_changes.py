@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Any
 
+from orchestrator.submission.imported_files import is_imported
+
 _CODE = {".py", ".pyi", ".pyx", ".so", ".pyd", ".c", ".cc", ".cpp", ".cu", ".cuh", ".h", ".hpp", ".pth"}
 """Suffixes of files that may change what is imported by being there."""
 Place = Mapping[str, Any]
@@ -12,7 +14,8 @@ Place = Mapping[str, Any]
 def code_changes(before: Sequence[Place], now: Sequence[Place]) -> list[str]:
     """What differs in the user's folders and scripts, in words; empty where nothing can change what is computed.
 
-    A new file beside the code that is no code itself (a log, an export, notes) is no change of it.
+    A new file beside the code that is no code itself (a log, an export, notes) is no change of it, nor is a module
+    that the workload does not import.
     """
     if len(before) != len(now):
         return ["another list of folders"]
@@ -23,7 +26,9 @@ def _place_changes(old: Place, new: Place) -> list[str]:
     if (old.get("git"), old.get("diff_sha256")) != (new.get("git"), new.get("diff_sha256")):
         return [_git_words(old, new)]
     kinds = (("files", "sha256"), ("untracked_files", "untracked_sha256"))
-    return [words for names, whole in kinds for words in _file_changes(old, new, names, whole)]
+    found = [change for names, whole in kinds for change in _file_changes(old, new, names, whole)]
+    imported = new.get("imported")
+    return [words for file, words in found if not file or imported is None or is_imported(file, imported)]
 
 
 def _git_words(old: Place, new: Place) -> str:
@@ -37,15 +42,16 @@ def _short(commit: Any) -> str:
     return str(commit)[:10] if commit else "none"
 
 
-def _file_changes(old: Place, new: Place, names: str, whole: str) -> list[str]:
+def _file_changes(old: Place, new: Place, names: str, whole: str) -> list[tuple[str, str]]:
+    """The file, empty where it is not known which, and what is different."""
     if old.get(whole) == new.get(whole):
         return []
     was, is_now = _files(old, names, whole), _files(new, names, whole)
     if was is None or is_now is None:  # too many to name, or recorded by an older orch
-        return [f"files in {new.get('path', '')}"]
-    changed = [f"{name} changed" for name in was if name in is_now and was[name] != is_now[name]]
-    gone = [f"{name} is gone" for name in was if name not in is_now]
-    added = [f"{name} is new" for name in is_now if name not in was and PurePosixPath(name).suffix in _CODE]
+        return [("", f"files in {new.get('path', '')}")]
+    changed = [(name, f"{name} changed") for name in was if name in is_now and was[name] != is_now[name]]
+    gone = [(name, f"{name} is gone") for name in was if name not in is_now]
+    added = [(name, f"{name} is new") for name in is_now if name not in was and PurePosixPath(name).suffix in _CODE]
     return [*changed, *gone, *added]
 
 

@@ -1,8 +1,10 @@
 """The script of a `command:`, looked for before anything is submitted, where it is certain which file that is."""
 
 import json
+import os
 import re
 import shlex
+import shutil
 from pathlib import Path
 
 from orchestrator.config.near_files import near_file
@@ -28,6 +30,7 @@ def check_command(config: RunConfig, beside: Path) -> None:
             raise _missing(config.command, word, Path(word))
     if not traits(config.cluster.kind).simulated_nodes and not set(config.cluster.templates) <= _KEEP_FILES:
         return
+    _check_program(config.command, beside)
     script = _script(config.command)
     if FOLDER_VARIABLE in {*config.env, *config.env_from}:
         folder = Path(config.env.get(FOLDER_VARIABLE, ""))
@@ -36,6 +39,23 @@ def check_command(config: RunConfig, beside: Path) -> None:
         beside = folder
     if script is not None and not (beside / script).exists():
         raise _missing(config.command, script, beside / script)
+
+
+def _check_program(command: tuple[str, ...], beside: Path) -> None:
+    """Raise ConfigError for a script that is there as the program itself, and that nothing starts."""
+    program = command[0]
+    starter = _STARTERS.get(Path(program).suffix)
+    if starter is None or not _SCRIPT.fullmatch(program):
+        return
+    on_path = "/" not in program
+    if not (beside / program).is_file() or (shutil.which(program) if on_path else os.access(beside / program, os.X_OK)):
+        return
+    why = "is no program on PATH" if on_path else "may not be executed"
+    words = shlex.quote(f"command=[{_listed([starter, *command])}]")
+    raise ConfigError(f"command: {program} {why}", where="command", hint=f"name what starts it: {words}")
+
+
+_STARTERS = {".py": "python", ".sh": "bash"}
 
 
 def _script(command: tuple[str, ...]) -> str | None:

@@ -68,8 +68,8 @@ def resume_request(store: Store, run: Run, overrides: Sequence[str], accepted: C
     # Where nothing has trained, no number was computed with what is different now.
     compared = differs if config.command or run.step or store.checkpoints(run.name) else []
     typed = shlex.join(["orch", "resume", run.name, *overrides, *(f"--accept={key}" for key in accepted)])
+    _require_more_steps(run, config, changes, accepted)
     require([*changes, *compared], {change.key for change in changes} | set(accepted), typed)
-    _require_more_steps(run, config, changes)
     if any(change.key.startswith("cluster.") for change in changes):
         _check_job(run, config)
     folder = RunDir(Path(run.run_dir))
@@ -139,12 +139,13 @@ def current_identity(run: Run, config: RunConfig) -> dict[str, Any]:
     return now
 
 
-def _require_more_steps(run: Run, config: RunConfig, changes: Collection[Change]) -> None:
+def _require_more_steps(run: Run, config: RunConfig, changes: Collection[Change], accepted: Collection[str]) -> None:
     finished = run.state is RunState.SUCCEEDED
     if config.train.steps > (run.total_steps if finished else run.step) and not (finished and config.command):
         return
     if finished:
-        more = f"`orch resume {run.name} train.steps={2 * run.total_steps}` goes on from there"
+        words = " ".join([f"train.steps={2 * run.total_steps}", *(f"--accept {key}" for key in accepted)])
+        more = f"`orch resume {run.name} {words}` goes on from there"
         hint = f"`orch show {run.name}` tells how its program ended" if config.command else more
         raise Precondition(f"{run.name} is SUCCEEDED: it has finished", where=run.reason, hint=hint)
     if any(change.key == "train.steps" for change in changes):

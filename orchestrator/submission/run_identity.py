@@ -17,6 +17,7 @@ from orchestrator.config.run_config import RunConfig
 from orchestrator.scheduler.available_schedulers import FACTORIES
 from orchestrator.scheduler.job_environment import SECRET, Submitter
 from orchestrator.scheduler.slurm.client_environment import RECORDED, ClientEnvironment
+from orchestrator.submission.imported_files import imported_names
 from trainer.contract.scheduler_kinds import SLURM
 
 DIFF_LIMIT = 256 * 1024
@@ -60,10 +61,13 @@ def code(config: RunConfig, folder: Path | None = None) -> dict[str, Any]:
     beside = folder or Path()
     places = [Path(place).expanduser() for place in config.workload.path]
     places += [Path(word) for word in config.command if word.endswith(".py") and (beside / word).is_file()]
+    module = "" if config.command else config.workload.target.partition(":")[0]
+    names = imported_names([beside / place for place in places], module) if module and places else None
+    imported = {} if names is None else {"imported": names}
     ours = [_ROOT / package for package in ("trainer", "checkpointing")]
     return {
         "orch": {"version": _version("orch"), "sha256": digest(ours)},
-        "user": [{**_place(beside / place), "path": str(place)} for place in places],
+        "user": [{**_place(beside / place), "path": str(place), **imported} for place in places],
     }
 
 

@@ -161,7 +161,7 @@ def _check_base(target: str, name: str, file: Path, tree: ast.Module) -> None:
         raise ConfigError(
             f"workload.target={target}: {name} is no BaseWorkload",
             where=f"{file}:{kind.lineno}",
-            hint=f"from trainer.worker.workload import BaseWorkload;  class {name}(BaseWorkload): ...",
+            hint=f"import orch;  class {name}(orch.BaseWorkload): ...",
         )
 
 

@@ -43,6 +43,10 @@ def branch(
         _warn_of_differences(screen, store, run)
     composed = compose(preset, overrides, environ=os.environ) if preset else recompose(before, overrides)
     check_beginning(composed.config, words)
+    step, steps = chosen.step or 0, composed.config.train.steps
+    if steps <= step:
+        what = f"nothing is left to train: the checkpoint is of step {step}, and train.steps={steps}"
+        raise Precondition(what, where="train.steps", hint=f"train.steps={2 * step}")
     now = composed.data
     if now["data"]["text"] == before["data"]["text"] and not now["data"]["path"]:  # the same text gives the same tokens
         now = {**now, "data": {**now["data"], "path": before["data"]["path"]}}

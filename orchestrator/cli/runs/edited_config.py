@@ -37,7 +37,7 @@ def _command(row: dict[str, Any], change: str) -> str:
     """The command that takes a changed configuration."""
     run, saved = row["run"], row["last_checkpoint"]
     if row["state"] == RunState.SUCCEEDED and saved is not None:
-        return f"orch submit --from {run}@{saved['step']} {change}"
+        return f"orch submit --from {run} {change}"  # its newest checkpoint by then: this one may be replaced
     resume = f"orch resume {run} {change}"
     return f"`orch cancel {run}`, then `{resume}`" if row["state"] in LIVE_RUNS else resume
 

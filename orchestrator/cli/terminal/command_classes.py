@@ -1,6 +1,7 @@
 """Commands that understand the global options before and after the verb, and groups that load verbs late."""
 
 import importlib
+import itertools
 import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
@@ -65,6 +66,14 @@ class Verb(click.Command):
                 parameter.type = COMPLETED_TEXT
         self.params += global_options()
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """As click's; refuses a long option that was typed with one dash."""
+        long = {name for parameter in self.params for name in parameter.opts if name.startswith("--")}
+        for word in itertools.takewhile(lambda word: word != "--", args):
+            if word.startswith("-") and not word.startswith("--") and f"-{word}".partition("=")[0] in long:
+                raise click.NoSuchOption(word, possibilities=[f"-{word}"], ctx=ctx)
+        return super().parse_args(ctx, args)
+
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """The verb's own options first, the global ones in a section of their own."""
         hidden = {option.name for option in global_options()} | {"help"}
@@ -103,6 +112,8 @@ class Noun(click.Group):
         if word == "help":
             verb = " ".join(map(shlex.quote, rest[:2]))
             return NoSuchCommand(said, ctx, " ".join(filter(None, (path, verb, "-h"))))
+        if (instead := _INSTEAD.get((path, _REMOVE.get(word, word)))) is not None:
+            return NoSuchCommand(said, ctx, instead)
         near, found = self._nearest(_REMOVE.get(word, word.lower()), names), self._elsewhere(ctx, names)
         if word in found and (ctx.parent is None or not near):
             return NoSuchCommand(said, ctx, " ".join(("orch", found[word], *map(shlex.quote, rest))))
@@ -140,6 +151,12 @@ class Noun(click.Group):
 
 _RUN = re.compile(r"@last|[\w.-]*-\d+(@\w+)?")
 """How names of runs, and of checkpoints of them, look."""
+_INSTEAD = {
+    ("orch ckpt", word): "orch deletes checkpoints itself, by checkpoint.keep and checkpoint.retention; "
+    "`orch rm -h` explains how a run is removed with all that it has"
+    for word in ("remove", "delete", "del", "prune", "purge", "erase")
+}
+"""What there is for a verb that is missing on purpose."""
 _REMOVE = {"rm": "remove"}
 """A verb of ours for runs is another program's word for what a group has."""
 _ANYWHERE = frozenset({"diff", "history", "install", "ls", "path", "run", "show", "start", "stop"})

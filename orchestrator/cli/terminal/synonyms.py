@@ -4,7 +4,7 @@ SYNONYMS: dict[str, tuple[str, ...]] = {
     word: meant
     for words, meant in {
         "kill stop abort scancel terminate quit halt": ("cancel", "stop"),
-        "delete del remove erase purge prune destroy": ("rm", "gc", "unpin", "cancel"),
+        "delete del remove erase purge prune destroy": ("rm", "unpin", "cancel"),
         "clean cleanup": ("gc", "rm"),
         "ps list ls queue squeue jobs runs stat state sinfo": ("status", "ls"),
         "describe info inspect get details sacct explain": ("show", "status", "ls"),

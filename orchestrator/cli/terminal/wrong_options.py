@@ -24,6 +24,8 @@ _SETTING = frozenset({"--set", "--override", "--overrides", "--opt", "--option",
 
 def what_to_type(error: click.NoSuchOption, words: Sequence[str]) -> str:
     """The option or the key of the configuration that is meant, as it is typed here; empty where none is near."""
+    if (whole := _unquoted(words)) is not None:
+        return f"the shell broke it at its blanks; put it in quotes: {shlex.quote(whole)}"
     given, value = error.option_name, _value(error.option_name, words)
     options = [option for item in error.ctx.command.params for option in item.opts] if error.ctx else []
     if _MEANT.get(given) in options:
@@ -39,6 +41,16 @@ def what_to_type(error: click.NoSuchOption, words: Sequence[str]) -> str:
         return f"a key is typed without an option: {shlex.quote(following)}"
     key = _OF_SLURM.get(given) or keys.meant(given.lstrip("-").replace("-", "_"))
     return f"a key is typed without dashes: {key}={value or 'VALUE'}" if key else ""
+
+
+def _unquoted(words: Sequence[str]) -> str | None:
+    """`KEY=[A, B]` that a shell has broken at its blanks, put together; None where there is none."""
+    for begin, word in enumerate(words):
+        if re.match(r"[\w.]+=\[[^\]]*$", word):
+            for end in range(begin + 1, len(words)):
+                if words[end].endswith("]"):
+                    return " ".join(words[begin : end + 1])
+    return None
 
 
 def _value(option: str, words: Sequence[str]) -> str:

@@ -123,7 +123,7 @@ def test_no_slurm(orch: Type, home: Path, tmp_path: Path, monkeypatch: pytest.Mo
         (("controller", "restart"), "did you mean `start`"),
         (("controller", "kill"), "did you mean `stop`"),
         (("ckpt", "list"), "did you mean `ls`"),
-        (("ckpt", "remove"), "did you mean `gc`"),
+        (("ckpt", "remove"), "orch deletes checkpoints itself, by checkpoint.keep"),
         (("nodes", "undrain"), "did you mean `release`"),
         (("frobnicate",), "no such command `frobnicate`"),
         (("status", "--bogus"), "--bogus"),

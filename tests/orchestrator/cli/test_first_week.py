@@ -164,7 +164,6 @@ def test_a_method_that_nobody_calls_is_told_by_whoever_looks_at_the_configuratio
     [
         (("data", "tokenize"), "did you mean `prepare`"),
         (("tokenize", "x"), "did you mean `data`"),
-        (("ckpt", "rm", "tiny-1@5"), "did you mean `gc`"),
         (("ckpt", "restore", "tiny-1"), "`orch ckpt restore-test -h` explains it"),
         (("restore-tests", "tiny-1"), "  orch restore-tests history tiny-1\n"),
         (("ckpt", "tiny-1"), "  orch ckpt ls tiny-1\n"),
@@ -353,3 +352,49 @@ def test_verbs_of_one_run_say_so(orch: Type, seeds: Seeds, verb: str) -> None:
     said = orch(*verb.split(), first, second)
     assert said.code == 2
     assert f"  `orch {verb} {second}` is another command: one run at a time\n" in said.err
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "hint"),
+    [
+        (("./mine.yml/",), 3, "did you mean ./mine.yaml?"),
+        (("mine.yaml", "workload.path=my_model.py"), 2, "write a list: 'workload.path=[.]'"),
+        (("mine.yaml", "model=my_model:Mine"), 2, "did you mean `workload: {target: my_model:Mine}`?"),
+        (("mine.yaml", "optimizer.name=adam"), 2, "another is what the workload's `build_optimizer` returns"),
+        (("mine.yaml", "train.epochs=3"), 2, "orch counts optimizer steps, not epochs"),
+        (("./my_model.py",), 2, "`workload: {target: my_model:Mine, path: [.]}`"),
+        (("torchrun-script", "command=train.py"), 2, "write a list: 'command=[python, train.py]'"),
+        (("torchrun-script", "command=[train.py]"), 2, "name what starts it: 'command=[python, train.py]'"),
+        (("torchrun-script", "command=[./train.py]"), 2, "name what starts it: 'command=[python, ./train.py]'"),
+        (("torchrun-script", "command=[python,", "train.py,", "--epochs,", "3]"), 2,
+         "put it in quotes: 'command=[python, train.py, --epochs, 3]'"),
+        (("mine.yaml", "-tag", "x"), 2, "Did you mean '--tag'?"),
+    ],
+)  # fmt: skip
+def test_a_slip_is_told_with_what_is_meant(orch: Type, words: tuple[str, ...], code: int, hint: str) -> None:
+    said = orch("submit", *words, "--dry-run")
+    assert (said.code, hint in said.err) == (code, True), said.err
+
+
+def test_what_a_slip_is_told_works(orch: Type) -> None:
+    for words in (
+        ("./mine.yaml",), ("mine.yaml", "workload.path=[.]"), ("torchrun-script", "command=[python, train.py]"),
+        ("torchrun-script", "command=[python, ./train.py]"), ("mine.yaml", "--tag", "x"),
+    ):  # fmt: skip
+        assert orch("submit", *words, "--dry-run").code == 0
+
+
+def test_of_a_folder_its_configurations_are_offered(orch: Type, here: Path) -> None:
+    (here / "a-list.yaml").write_text("- 1\n")
+    (here / "broken.yaml").write_text("{a: [\n")
+    said = orch("submit", here)
+    assert said.code == 3
+    assert f"{here}/mine.yaml" in said.err
+    assert "a-list.yaml" not in said.err
+    assert "broken.yaml" not in said.err
+
+
+def test_one_checkpoint_is_not_deleted_by_hand(orch: Type, seeds: Seeds) -> None:
+    said = orch("ckpt", "rm", f"{seeds.run()}@60")
+    assert said.code == 2
+    assert "orch deletes checkpoints itself, by checkpoint.keep and checkpoint.retention" in said.err

@@ -286,6 +286,24 @@ def test_folders_that_are_not_runs_or_are_damaged_are_left_out(desk: Desk, caplo
     assert "tiny-3: train.steps=-1" in told
 
 
+def test_an_edited_config_is_not_believed_where_the_registry_before_still_has_the_true_one(
+    desk: Desk, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = begin(desk)
+    folder.config.write_bytes(canonical({**CONFIG, "name": "other"}))
+    lease = desk.store.lease()
+    assert lease is not None
+    desk.store.drop_lease(lease)
+    desk.store.close()
+    with caplog.at_level(logging.WARNING):
+        assert rebuild(desk.path, [desk.root], now=50.0) == 1
+    with Store.open(desk.path) as store:
+        (run,) = store.runs()
+        assert store.config(run.config_digest) == CONFIG
+        assert {attempt.config_digest for attempt in store.attempts(run.name)} == {run.config_digest}
+    assert "config.json was changed: the run keeps the configuration that the registry had" in caplog.text
+
+
 def test_a_folder_that_may_not_be_read_is_left_out(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     good = begin(desk)
     (desk.root / "secret").mkdir()

@@ -248,7 +248,7 @@ def test_a_class_that_cannot_be_a_workload_is_refused(tmp_path: Path, text: str,
     with pytest.raises(ConfigError, match="mine:X: X is no BaseWorkload") if refused else nullcontext() as told:
         user_code.check(config)
     if refused:
-        assert told.value.hint.endswith("class X(BaseWorkload): ...")
+        assert told.value.hint.endswith("class X(orch.BaseWorkload): ...")
         assert told.value.where.endswith("mine.py:1")
 
 

@@ -137,7 +137,7 @@ def test_the_end_of_an_attempt_is_its_last_word_or_its_last_beat(
     assert clock.now >= live_attempt.STOPPED
 
     clock.now = 0.0
-    clock.then = lambda: folder.attempt(1).heartbeat.write_text(dump_line({"seq": clock.now}))
+    clock.then = lambda: folder.attempt(1).heartbeat.write_text(dump_line({"seq": int(clock.now * 10)}))
     with pytest.raises(WaitTimeout, match="attempt 1 of tiny-1 goes on"):
         live_attempt.await_end(found, "drill.001.json", 60.0, clock)
 

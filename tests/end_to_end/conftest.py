@@ -18,9 +18,9 @@ def user(tmp_path: Path) -> Iterator[User]:
 
 @pytest.fixture(scope="session")
 def calm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[User, str]]:
-    """A run of tiny-gpt as in `SMALL`, undisturbed, to compare with bit for bit."""
+    """A run of tiny-gpt as in `SMALL`, but on one node, undisturbed, to compare with bit for bit."""
     someone = User(tmp_path_factory.mktemp("calm"), "local")
-    run = someone.submit("tiny-gpt", *SMALL)["run"]
+    run = someone.submit("tiny-gpt", *SMALL, "cluster.nodes=1", "cluster.ranks_per_node=2")["run"]
     assert someone.wait(run) == 0
     yield someone, run
     someone.leave()

@@ -7,7 +7,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.end_to_end.user import User, assert_exact, assert_gone, assert_no_step_twice_at_once
+from tests.end_to_end.user import TINY, User, assert_exact, assert_gone, assert_no_step_twice_at_once
 from tests.slurm import processes
 from tests.slurm.lab import SlurmLab
 
@@ -17,7 +17,7 @@ SMALL = [
     "cluster.time=10", "recovery.backoff=0.5", "train.steps=40", "checkpoint.every=8",
 ]  # fmt: skip
 ONE_NODE = [*SMALL, "cluster.nodes=1", "parallel.tp=1"]
-ONE_RANK_EACH = [*SMALL, "cluster.ranks_per_node=1", "parallel.tp=1"]
+ONE_RANK_EACH = [*SMALL, *TINY, "cluster.ranks_per_node=1", "parallel.tp=1"]
 
 
 @pytest.fixture(scope="session")
@@ -97,7 +97,7 @@ def assert_moved_away(user: User, run: str, dead: str) -> None:
 
 
 def test_preemption_uses_no_failure_budget(lab: SlurmLab, user: User) -> None:
-    run = user.submit("tiny-gpt", *ONE_NODE, *user.slowly(), "recovery.max_failures=1")["run"]
+    run = user.submit("tiny-gpt", *ONE_NODE, *TINY, *user.slowly(), "recovery.max_failures=1")["run"]
     training(user, run, 10)
     urgent = lab.ask(
         "sbatch", "-p", "high", "-N", "4", "--exclusive", "--parsable", "-o", "/dev/null", "--wrap", "sleep 4"

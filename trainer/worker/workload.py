@@ -214,4 +214,4 @@ def build(config: JobConfig) -> Workload:
 
 
 def _no_base(name: str) -> str:
-    return f"{name} is no BaseWorkload: write class {name}(BaseWorkload)"
+    return f"{name} is no BaseWorkload: write class {name}(orch.BaseWorkload)"

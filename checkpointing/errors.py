@@ -6,6 +6,7 @@ CheckpointError
  |   +- UnsafePickle  `.metadata` asks for a class that no checkpoint needs
  +- NothingVerifies   checkpoints exist and every one of them was refused
  |   +- NothingIntact  because every one of them is damaged: another try reads the same bytes
+ |   +- NothingFits    because the others are of another model: another try has the same code
  +- SaveFailed        one save was given up; carries its step and the reason
      +- FencedOff     the attempt no longer holds its launch token, so it must not commit
      +- Unsound       the state itself must not be saved, however often that is tried
@@ -26,12 +27,12 @@ class Refused(CheckpointError):
     """A checkpoint that must not be loaded.
 
     It is `damaged` unless that may be due to who wants it, where, or when: to a model that it does not fit, a node that
-    does not have it, a file system that fails for a moment.
+    does not have it, a file system that fails for a moment. Where it is the model, it does not `fit`.
     """
 
-    def __init__(self, name: str, reason: str, damaged: bool = True) -> None:
+    def __init__(self, name: str, reason: str, damaged: bool = True, fits: bool = True) -> None:
         super().__init__(f"{name}: {reason}")
-        self.name, self.reason, self.damaged = name, reason, damaged
+        self.name, self.reason, self.damaged, self.fits = name, reason, damaged, fits
 
 
 class UnsafePickle(Refused):
@@ -51,9 +52,17 @@ class NothingIntact(NothingVerifies):
     """Every committed checkpoint is damaged."""
 
 
+class NothingFits(NothingVerifies):
+    """Every committed checkpoint that is not damaged is of another model."""
+
+
 def nothing_verifies(refusals: Sequence[Refused], *, touched: bool) -> NothingVerifies:
     """The error for these refusals of all checkpoints that there are."""
-    kind = NothingIntact if all(refusal.damaged for refusal in refusals) else NothingVerifies
+    kind: type[NothingVerifies] = NothingVerifies
+    if all(refusal.damaged for refusal in refusals):
+        kind = NothingIntact
+    elif all(refusal.damaged or not refusal.fits for refusal in refusals):
+        kind = NothingFits
     return kind(refusals, touched=touched)
 
 

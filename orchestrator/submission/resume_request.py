@@ -147,7 +147,9 @@ def _require_more_steps(run: Run, config: RunConfig, changes: Collection[Change]
         words = " ".join([f"train.steps={2 * run.total_steps}", *(f"--accept {key}" for key in accepted)])
         more = f"`orch resume {run.name} {words}` goes on from there"
         hint = f"`orch show {run.name}` tells how its program ended" if config.command else more
-        raise Precondition(f"{run.name} is SUCCEEDED: it has finished", where=run.reason, hint=hint)
+        asked = any(change.key == "train.steps" for change in changes)
+        fewer = f" all {run.total_steps} steps, and train.steps={config.train.steps} is no more" if asked else ""
+        raise Precondition(f"{run.name} is SUCCEEDED: it has finished{fewer}", where=run.reason, hint=hint)
     if any(change.key == "train.steps" for change in changes):
         raise Precondition(
             f"train.steps={config.train.steps}: the run has trained more already",

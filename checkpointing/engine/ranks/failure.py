@@ -53,6 +53,11 @@ def is_damage(error: BaseException) -> bool:
     return error.damaged if isinstance(error, Refused) else not isinstance(error, _OF_THE_MOMENT)
 
 
+def is_misfit(error: BaseException) -> bool:
+    """Whether a load failed because the checkpoint is of another model."""
+    return isinstance(error, Refused) and not error.fits
+
+
 def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or ["no message"])[0]
 

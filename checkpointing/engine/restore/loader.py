@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from checkpointing.engine.ranks.failure import explain, is_damage, result_or
+from checkpointing.engine.ranks.failure import explain, is_damage, is_misfit, result_or
 from checkpointing.engine.ranks.group import RankGroup
 from checkpointing.engine.ranks.peer_codec import peer_message
 from checkpointing.engine.restore.exchange import Send, exchange, gather
@@ -39,13 +39,14 @@ class Loaded:
 
 def on_all_ranks(ranks: RankGroup, name: str, act: Callable[[], T]) -> list[T]:
     """Do this rank's part, and learn what came of the others'; raises the same Refused on every rank if one failed."""
-    told: list[tuple[T | None, tuple[str, bool] | None]] = ranks.all_gather(
-        result_or(lambda: (act(), None), lambda error: (None, (explain(error), is_damage(error))))
+    told: list[tuple[T | None, tuple[str, bool, bool] | None]] = ranks.all_gather(
+        result_or(lambda: (act(), None), lambda error: (None, (explain(error), is_damage(error), is_misfit(error))))
     )
     failures = [failure for _, failure in told if failure is not None]
     if failures:
-        reasons = dict.fromkeys(reason for reason, _ in failures)
-        raise Refused(name, "; ".join(list(reasons)[:4]), any(damaged for _, damaged in failures))
+        reasons = dict.fromkeys(reason for reason, _, _ in failures)
+        damaged, misfit = any(damaged for _, damaged, _ in failures), any(misfit for _, _, misfit in failures)
+        raise Refused(name, "; ".join(list(reasons)[:4]), damaged, not misfit)
     return [cast(T, value) for value, _ in told]
 
 

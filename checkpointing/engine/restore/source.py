@@ -151,7 +151,7 @@ def find_slices(
     needed = optional_keys.needed(absent, known)
     if needed:
         more = f" and {len(needed) - 1} more" if len(needed) > 1 else ""
-        raise Refused(source.name, f"has no tensor {needed[0]}{more}", damaged=False)
+        raise Refused(source.name, f"has no tensor {needed[0]}{more}", damaged=False, fits=False)
     needs: list[Slice] = []
     boxes = Boxes()
     for key in sorted(tensors.keys() & known.keys()):
@@ -186,9 +186,13 @@ class Boxes:
 def _check_fit(source: Source, key: str, tensor: Tensor) -> None:
     saved = source.index.tensors[key]
     if saved.shape != tuple(tensor.shape):
-        raise Refused(source.name, f"{key} has shape {saved.shape} in it, {tuple(tensor.shape)} here", damaged=False)
+        raise Refused(
+            source.name, f"{key} has shape {saved.shape} in it, {tuple(tensor.shape)} here", damaged=False, fits=False
+        )
     if dtype_of(saved.dtype) != tensor.dtype:
-        raise Refused(source.name, f"{key} is torch.{saved.dtype} in it, {tensor.dtype} here", damaged=False)
+        raise Refused(
+            source.name, f"{key} is torch.{saved.dtype} in it, {tensor.dtype} here", damaged=False, fits=False
+        )
 
 
 def _check_cover(name: str, key: str, local: Box, needs: Sequence[Slice]) -> None:

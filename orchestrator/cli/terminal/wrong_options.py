@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import click
 
-_MEANT = {"-n": "--tail", "--lines": "--tail"}
+_MEANT = {"-n": "--tail", "--lines": "--tail", "--force": "--yes", "-f": "--yes"}
 """Options of other programs for what an option of ours does."""
 _OF_SLURM = {
     "-p": "cluster.partition", "-A": "cluster.account", "-N": "cluster.nodes", "-c": "cluster.cpus_per_task",

@@ -4,7 +4,7 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from checkpointing.errors import NothingIntact, NothingVerifies, SaveFailed
+from checkpointing.errors import NothingFits, NothingIntact, NothingVerifies, SaveFailed
 from trainer.contract.failure_patterns import Meaning, error_says
 from trainer.contract.messages.agents import RankExit
 from trainer.contract.outcome import MORE_MEMORY, ExitCode, Failure, FailureKind
@@ -152,6 +152,13 @@ def _classify(end: RankEnd) -> tuple[FailureKind, bool, str]:
         return FailureKind.NODE_SUSPECT, False, f"suspects its node (exit code 77){_after(said)}"
     if end.exception == _BAD_STEP and end.position is not None:
         return FailureKind.NUMERIC, True, _short(end.message or "")
+    if end.exception == NothingFits.__name__:
+        way = "put the code and the model's sizes back as they were, or submit a new run"
+        return (
+            FailureKind.USER_ERROR,
+            False,
+            f"has another model than its checkpoints: {_short(end.message or '')}; {way}",
+        )
     if end.exception in _CHECKPOINTS:
         return FailureKind.STORAGE, False, f"could not use its checkpoints: {_short(said)}"
     if end.exit_code == ExitCode.STORAGE:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from checkpointing.errors import NothingVerifies
+from checkpointing.errors import NothingFits, NothingVerifies
 from checkpointing.format.commit import read_commit
 from checkpointing.storage.backends import LocalStorage
 from checkpointing.storage.digests import digest
@@ -192,7 +192,7 @@ def test_no_shard_is_ever_unpickled(bench: Bench, monkeypatch: pytest.MonkeyPatc
 def test_a_misfit_is_refused_before_anything_is_touched(bench: Bench, change: dict[str, Any], reason: str) -> None:
     bench.saved(5)
     target = {**blank(), **change}
-    with pytest.raises(NothingVerifies, match="none of which can be loaded") as raised:
+    with pytest.raises(NothingFits, match="none of which can be loaded") as raised:
         bench.checkpointer().restore(target)
     assert not raised.value.touched
     assert reason in str(raised.value)

@@ -1,0 +1,31 @@
+"""What kind of error it is when no checkpoint can be loaded."""
+
+import pytest
+
+from checkpointing.engine.ranks.peer_codec import decode, encode
+from checkpointing.errors import NothingFits, NothingIntact, NothingVerifies, Refused, nothing_verifies
+
+DAMAGED = Refused("step-2", "digest differs")
+AWAY = Refused("step-3", "not there", damaged=False)
+OTHER_MODEL = Refused("step-4", "w has shape (3,) in it, (4,) here", damaged=False, fits=False)
+
+
+@pytest.mark.parametrize(
+    ("refusals", "kind"),
+    [
+        ([DAMAGED, DAMAGED], NothingIntact),
+        ([OTHER_MODEL, OTHER_MODEL], NothingFits),
+        ([OTHER_MODEL, DAMAGED], NothingFits),
+        ([OTHER_MODEL, AWAY], NothingVerifies),
+        ([DAMAGED, AWAY], NothingVerifies),
+    ],
+)
+def test_another_try_helps_only_where_one_is_neither_damaged_nor_of_another_model(
+    refusals: list[Refused], kind: type[NothingVerifies]
+) -> None:
+    assert type(nothing_verifies(refusals, touched=False)) is kind
+
+
+@pytest.mark.parametrize("refusal", [DAMAGED, AWAY, OTHER_MODEL])
+def test_ranks_tell_each_other_why(refusal: Refused) -> None:
+    assert vars(decode(encode(refusal))) == vars(refusal)

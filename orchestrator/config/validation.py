@@ -15,6 +15,7 @@ from orchestrator.near_words import did_you_mean, nearest
 from orchestrator.scheduler.job_environment import is_always_passed
 from orchestrator.scheduler.slurm import cluster_values
 from trainer.contract.config import WorkloadConfig
+from trainer.contract.parallel_config import Strategy
 from trainer.contract.secrets.run_secrets import is_name
 
 BUILT_IN = WorkloadConfig().target
@@ -177,7 +178,7 @@ def _restore_tests(config: RunConfig) -> Iterator[Complaint]:
 
 def _sizes(config: RunConfig) -> Iterator[Complaint]:
     try:
-        config.parallel.shard_size(config.cluster.world_size)
+        config.parallel.mesh_sizes(config.cluster.world_size)
     except ValueError as error:
         yield str(error), _fitting_layout(config)
     cluster = config.cluster
@@ -200,7 +201,14 @@ def _fitting_layout(config: RunConfig) -> str:
     cut = [world, *(_cut_by_tp(config).values() if uses_model else ())]
     tp = next(size for size in range(min(layout.tp, world), 0, -1) if all(whole % size == 0 for whole in cut))
     replicas = layout.dp_replicate if world // tp % layout.dp_replicate == 0 else 1
+    strategy = layout.strategy
+    if strategy == Strategy.DDP:  # one stands for all ranks
+        replicas = 1
+    elif strategy == Strategy.HSDP and replicas == 1:
+        replicas = next((count for count in range(2, world // tp + 1) if world // tp % count == 0), 1)
+        strategy = strategy if replicas > 1 else Strategy.FSDP
     words = [
+        f"parallel.strategy={strategy}" if strategy != layout.strategy else "",
         f"parallel.tp={tp}" if tp != layout.tp else "",
         f"parallel.dp_replicate={replicas}" if replicas != layout.dp_replicate else "",
         "parallel.dp_shard=0" if layout.dp_shard else "",
@@ -244,7 +252,7 @@ def _pauses(config: RunConfig) -> Iterator[Complaint]:
 
 def _batch(config: RunConfig) -> Iterator[Complaint]:
     train = config.train
-    ranks = config.parallel.dp_replicate * config.parallel.shard_size(config.cluster.world_size)
+    ranks = config.parallel.data_parallel_size(config.cluster.world_size)
     if train.batch_size % ranks:
         fits = max(ranks, train.batch_size // ranks * ranks)
         yield (

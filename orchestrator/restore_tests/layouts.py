@@ -5,6 +5,7 @@ from typing import Any
 
 from orchestrator.config.restore_tests_config import SAME
 from orchestrator.config.run_config import RunConfig
+from trainer.contract.parallel_config import Strategy
 
 
 def with_layout(data: dict[str, Any], layout: str) -> dict[str, Any]:
@@ -20,7 +21,10 @@ def with_layout(data: dict[str, Any], layout: str) -> dict[str, Any]:
         tp = math.gcd(parallel["tp"], ranks)
         left = nodes * ranks // tp
         replicas = parallel["dp_replicate"] if left % parallel["dp_replicate"] == 0 else 1
-        parallel |= {"tp": tp, "dp_replicate": replicas, "dp_shard": 0}
+        strategy = parallel.get("strategy", Strategy.AUTO)
+        if strategy == Strategy.HSDP and replicas == 1:
+            strategy = Strategy.AUTO
+        parallel |= {"strategy": str(strategy), "tp": tp, "dp_replicate": replicas, "dp_shard": 0}
     return {"cluster": cluster, "parallel": parallel}
 
 

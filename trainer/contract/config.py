@@ -14,6 +14,7 @@ from trainer.contract.drill_config import DrillConfig
 from trainer.contract.fault_detection_config import DetectionConfig
 from trainer.contract.logs.log_rotation import LogsConfig
 from trainer.contract.moved_keys import in_present_keys
+from trainer.contract.parallel_config import ParallelConfig
 from trainer.contract.run_dir import RunDir
 from trainer.contract.scheduler_kinds import choice_words, choices
 from trainer.contract.user_command.command_checkpoints import CommandCheckpointsConfig
@@ -79,35 +80,6 @@ class ClusterShape:
     def all_nodes(self) -> int:
         """What is asked of the scheduler: the nodes that train, and the spare ones."""
         return self.nodes + self.spare_nodes
-
-
-@dataclass(frozen=True, kw_only=True)
-class ParallelConfig:
-    """How the ranks share the model; the product of the sizes is the world size."""
-
-    dp_replicate: int = 1
-    """Replicas of the sharded model (HSDP when above 1)."""
-
-    dp_shard: int = 0
-    """Ranks that share parameters, gradients and optimizer state (FSDP); 0: all remaining ranks."""
-
-    tp: int = 1
-    """Ranks that share each layer's matrices (tensor parallelism); keep it within a node."""
-
-    def __post_init__(self) -> None:
-        if self.dp_replicate < 1 or self.tp < 1 or self.dp_shard < 0:
-            raise ValueError("parallel: dp_replicate and tp must be at least 1, dp_shard at least 0 (0: all left)")
-
-    def shard_size(self, world_size: int) -> int:
-        """`dp_shard` with 0 filled in; raises ValueError when the sizes do not multiply to `world_size`."""
-        other = self.dp_replicate * self.tp
-        shard = self.dp_shard or max(1, world_size // other)
-        if other * shard != world_size:
-            raise ValueError(
-                f"parallel.dp_replicate={self.dp_replicate} x dp_shard={shard} x tp={self.tp} = {other * shard}, "
-                f"but cluster.nodes x cluster.ranks_per_node = {world_size}"
-            )
-        return shard
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -131,13 +131,11 @@ def _checkpointer(session: Session, token: LaunchToken, on_event: Callable[[str,
     from checkpointing.engine.ranks.group import World
     from checkpointing.engine.restore.restorer import RestoreOptions
 
-    parallel, go = config.parallel, session.attempt.go
+    go = session.attempt.go
     inherit = (*token.checkpoints, *token.perhaps)
     facts = {
         "size": spec.world_size,
-        "dp_replicate": parallel.dp_replicate,
-        "dp_shard": parallel.shard_size(spec.world_size),
-        "tp": parallel.tp,
+        **config.parallel.mesh_sizes(spec.world_size)._asdict(),
         "generation": spec.generation,
     }
     tiers = resolve_tiers(config.checkpoint, run_dir.checkpoints, run_dir.name, spec.node_name)

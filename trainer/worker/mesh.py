@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from trainer.contract.config import ParallelConfig
+from trainer.contract.parallel_config import ParallelConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +41,6 @@ class Layout:
 
 def build(parallel: ParallelConfig, device: torch.device, rank: int, world_size: int) -> Layout:
     """Build the mesh over the initialized world; raises ValueError when the sizes do not multiply to it."""
-    sizes = (parallel.dp_replicate, parallel.shard_size(world_size), parallel.tp)
-    mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("dp_replicate", "dp_shard", "tp"))
+    sizes = parallel.mesh_sizes(world_size)
+    mesh = init_device_mesh(device.type, sizes, mesh_dim_names=sizes._fields)
     return Layout(mesh=mesh, device=device, rank=rank, world_size=world_size)

@@ -3,7 +3,6 @@
 from dataclasses import replace
 from typing import Any
 
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -15,6 +14,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from trainer.contract.config import JobConfig
+from trainer.worker.data_parallel import share_out
 from trainer.worker.mesh import Layout
 from trainer.worker.workload import WorkloadError, mixed_precision
 
@@ -41,9 +41,7 @@ def shard(model: Any, layout: Layout, config: JobConfig) -> None:
         model.tie()
     # Inputs arrive in the right precision; casting them would round the rotary table.
     policy = replace(mixed_precision(config), cast_forward_inputs=False)
-    for layer in model.layers:
-        fully_shard(layer, mesh=layout.fsdp, mp_policy=policy)
-    fully_shard(model, mesh=layout.fsdp, mp_policy=policy)
+    share_out(model.layers, model, layout, config, policy)
 
 
 def _tensor_parallel(model: Any, layout: Layout) -> None:

@@ -14,12 +14,13 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from trainer.contract.config import JobConfig, WorkloadConfig
 from trainer.contract.ranks.progress import Phase
 from trainer.contract.token_shards import TokensError
 from trainer.worker.data import Data, StatefulData, TokenData
+from trainer.worker.data_parallel import share_out
 from trainer.worker.fsdp_units import fsdp_units
 from trainer.worker.mesh import Layout
 from trainer.worker.metric_values import Mean as Mean
@@ -88,10 +89,10 @@ class BaseWorkload:
                 "write one, or set parallel.tp=1"
             )
         model.to(layout.device)
-        policy = mixed_precision(self.config)
-        for unit in (*fsdp_units(model), model):
+        units = fsdp_units(model)
+        for unit in (*units, model):
             copy_views(unit)
-            fully_shard(unit, mesh=layout.fsdp, mp_policy=policy)
+        share_out(units, model, layout, self.config, mixed_precision(self.config))
         return model
 
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:

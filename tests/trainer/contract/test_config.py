@@ -6,8 +6,9 @@ from dataclasses import asdict
 import pytest
 
 from trainer.contract import config as configs
-from trainer.contract.config import ClusterShape, JobConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
+from trainer.contract.config import ClusterShape, JobConfig, ModelConfig, OptimizerConfig, TrainConfig
 from trainer.contract.drill_config import DrillEvent
+from trainer.contract.parallel_config import FsdpConfig, ParallelConfig
 from trainer.contract.run_dir import RunDir
 
 
@@ -40,7 +41,28 @@ def test_an_integer_serves_as_a_float(tmp_path):
     ("world", "parallel", "shard"), [(8, {"tp": 2}, 4), (8, {"dp_replicate": 2, "tp": 2}, 2), (1, {}, 1)]
 )
 def test_zero_shards_over_what_is_left(world, parallel, shard):
-    assert ParallelConfig(**parallel).shard_size(world) == shard
+    assert ParallelConfig(**parallel).mesh_sizes(world).dp_shard == shard
+
+
+@pytest.mark.parametrize(
+    ("parallel", "sizes", "reshards"),
+    [
+        ({"strategy": "ddp"}, (8, 1, 1), False),
+        ({"strategy": "ddp", "tp": 2}, (4, 1, 2), False),
+        ({"strategy": "ddp", "dp_replicate": 8}, (8, 1, 1), False),
+        ({"strategy": "zero2", "tp": 2}, (1, 4, 2), False),
+        ({"strategy": "zero3"}, (1, 8, 1), None),
+        ({"strategy": "fsdp", "fsdp": FsdpConfig(reshard_after_forward="never")}, (1, 8, 1), False),
+        ({"strategy": "hsdp", "dp_replicate": 2}, (2, 4, 1), None),
+        ({"dp_replicate": 4}, (4, 2, 1), None),
+        ({"strategy": "zero2", "fsdp": FsdpConfig(reshard_after_forward="always")}, (1, 8, 1), True),
+    ],
+)
+def test_every_strategy_is_a_mesh_and_a_time_to_free_parameters(parallel, sizes, reshards):
+    config = ParallelConfig(**parallel)
+    assert config.mesh_sizes(8) == sizes
+    assert config.reshard_after_forward is reshards
+    assert config.data_parallel_size(8) * config.tp == 8
 
 
 @pytest.mark.parametrize(
@@ -48,7 +70,7 @@ def test_zero_shards_over_what_is_left(world, parallel, shard):
 )
 def test_sizes_that_do_not_multiply_to_the_world_are_named(world, parallel):
     with pytest.raises(ValueError, match=rf"but cluster.nodes x cluster.ranks_per_node = {world}"):
-        ParallelConfig(**parallel).shard_size(world)
+        ParallelConfig(**parallel).mesh_sizes(world)
 
 
 @pytest.mark.parametrize(
@@ -58,6 +80,12 @@ def test_sizes_that_do_not_multiply_to_the_world_are_named(world, parallel):
         (ClusterShape, {"nodes": 0}, "cluster.nodes=0"),
         (ClusterShape, {"gpus_per_node": 3, "ranks_per_node": 2}, "one GPU for each rank"),
         (ParallelConfig, {"tp": 0}, "at least 1"),
+        (ParallelConfig, {"strategy": "zero4"}, "must be auto, ddp, zero2, zero3, fsdp or hsdp"),
+        (ParallelConfig, {"strategy": "zero3", "dp_replicate": 2}, "parallel.strategy=hsdp has several"),
+        (ParallelConfig, {"strategy": "hsdp"}, "needs replicas: parallel.dp_replicate=2 or more"),
+        (ParallelConfig, {"strategy": "ddp", "dp_shard": 2}, "ddp shards nothing"),
+        (FsdpConfig, {"reshard_after_forward": "True"}, "must be auto, always or never"),
+        (FsdpConfig, {"prefetch": -1}, "must be 0 or a number of layers"),
         (ModelConfig, {"heads": 3}, "heads=3 must divide dim=128"),
         (ModelConfig, {"heads": 4, "kv_heads": 3}, "kv_heads=3 must divide heads"),
         (ModelConfig, {"dim": 12, "heads": 4}, "must be even"),

@@ -8,13 +8,15 @@ LAYOUTS = {
     "one": (1, {}),
     "dp2": (2, {"dp_shard": 2}),
     "tp2": (2, {"tp": 2}),
-    "hsdp": (2, {"dp_replicate": 2, "dp_shard": 1}),
+    "ddp": (2, {"strategy": "ddp"}),
+    "zero2": (2, {"strategy": "zero2"}),
+    "dp2, prefetched": (2, {"strategy": "zero3", "fsdp": {"prefetch": 2, "reshard_after_forward": "always"}}),
     "dp2 x tp2": (4, {"dp_shard": 2, "tp": 2}),
     "hsdp2 x dp2": (4, {"dp_replicate": 2, "dp_shard": 2}),
 }
 
 
-SAMPLE = ("hsdp", "dp2 x tp2")
+SAMPLE = ("ddp", "dp2 x tp2")
 """Between them every kind of sharding; the others are with the long counts."""
 OTHERS = pytest.mark.parametrize(
     "name",
@@ -53,7 +55,7 @@ def test_layouts_train_alike(undisturbed, name):
     assert norms[1] == pytest.approx(norms[0], rel=1e-4)
 
 
-@pytest.mark.parametrize("name", ["hsdp", pytest.param("dp2 x tp2", marks=pytest.mark.proof)])
+@pytest.mark.parametrize("name", ["ddp", pytest.param("dp2 x tp2", marks=pytest.mark.proof)])
 def test_the_same_layout_trains_to_the_same_bits(undisturbed, make_run, name):
     one, again = undisturbed(**shape(name), **GENTLE), make_run(**shape(name), **GENTLE)
     assert again.train()["codes"] == [0] * again.world, again.log()
@@ -74,6 +76,14 @@ def test_bfloat16_stays_near_float32(undisturbed, name):
     half = undisturbed(**shape(name), train={"steps": 8}).losses()
     assert half == pytest.approx(full, rel=2e-2)
     assert half != full
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("name", ["zero2", "dp2, prefetched"])
+def test_when_parameters_are_gathered_and_freed_changes_no_bit(undisturbed, name):
+    one, other = (undisturbed(**shape(each), **GENTLE) for each in ("dp2", name))
+    assert other.losses() == one.losses()
+    assert other.final()["weights_digest"] == one.final()["weights_digest"]
 
 
 def test_micro_batches_add_up_to_the_batch(undisturbed):

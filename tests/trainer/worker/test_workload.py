@@ -5,7 +5,8 @@ import sys
 import pytest
 import torch
 
-from trainer.contract.config import JobConfig, ModelConfig, ParallelConfig, TrainConfig, WorkloadConfig
+from trainer.contract.config import JobConfig, ModelConfig, TrainConfig, WorkloadConfig
+from trainer.contract.parallel_config import ParallelConfig
 from trainer.worker import workload
 from trainer.worker.initial_weights import generator
 from trainer.worker.llama import LlamaWorkload

@@ -1,0 +1,118 @@
+"""`parallel`: which strategy shares the model among the ranks, and how large each dimension of their mesh is."""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import NamedTuple
+
+
+class Strategy(StrEnum):
+    """What data-parallel ranks keep whole, and what they share out among them."""
+
+    AUTO = "auto"  # `hsdp` where `dp_replicate` is above 1, else `fsdp`
+    DDP = "ddp"  # nothing is shared: every rank has the whole model, and gradients are averaged
+    ZERO2 = "zero2"  # gradients and optimizer state; parameters are gathered once a step
+    ZERO3 = "zero3"  # parameters, gradients and optimizer state; parameters are gathered layer by layer
+    FSDP = "fsdp"  # the same
+    HSDP = "hsdp"  # the same within each of `dp_replicate` groups, whose gradients are averaged
+
+
+class MeshSizes(NamedTuple):
+    """The dimensions of the mesh, outermost first."""
+
+    dp_replicate: int
+    dp_shard: int
+    tp: int
+
+
+RESHARD = ("auto", "always", "never")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FsdpConfig:
+    """How FSDP gathers and frees parameters; none of it changes a number."""
+
+    reshard_after_forward: str = "auto"
+    """`always` frees a layer's gathered parameters after its forward pass, `never` keeps them for the backward pass
+    (more memory, one all-gather less); `auto`: `never` with `zero2` and `ddp`, else all layers but the root."""
+
+    prefetch: int = 0
+    """Layers that are gathered ahead of the one that computes; 0: as torch does it, one."""
+
+    def __post_init__(self) -> None:
+        if self.reshard_after_forward not in RESHARD:
+            raise ValueError(
+                f"parallel.fsdp.reshard_after_forward={self.reshard_after_forward}: must be {_one_of(RESHARD)}"
+            )
+        if self.prefetch < 0:
+            raise ValueError(f"parallel.fsdp.prefetch={self.prefetch}: must be 0 or a number of layers")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """How the ranks share the model; the product of the sizes is the world size."""
+
+    strategy: str = Strategy.AUTO
+    """`ddp`, `zero2`, `zero3`, `fsdp`, `hsdp`; `auto`: `hsdp` where `dp_replicate` is above 1, else `fsdp`."""
+
+    dp_replicate: int = 1
+    """Replicas of the sharded model (HSDP when above 1); `ddp` takes all data-parallel ranks."""
+
+    dp_shard: int = 0
+    """Ranks that share parameters, gradients and optimizer state (FSDP); 0: all remaining ranks, with `ddp` one."""
+
+    tp: int = 1
+    """Ranks that share each layer's matrices (tensor parallelism); keep it within a node."""
+
+    fsdp: FsdpConfig = field(default_factory=FsdpConfig)
+
+    def __post_init__(self) -> None:
+        if self.strategy not in set(Strategy):
+            raise ValueError(f"parallel.strategy={self.strategy}: must be {_one_of(tuple(Strategy))}")
+        if self.dp_replicate < 1 or self.tp < 1 or self.dp_shard < 0:
+            raise ValueError("parallel: dp_replicate and tp must be at least 1, dp_shard at least 0 (0: all left)")
+        if self.strategy in _ONE_GROUP and self.dp_replicate > 1:
+            raise ValueError(
+                f"parallel.strategy={self.strategy} has one replica, but parallel.dp_replicate={self.dp_replicate}: "
+                "parallel.strategy=hsdp has several"
+            )
+        if self.strategy == Strategy.HSDP and self.dp_replicate == 1:
+            raise ValueError("parallel.strategy=hsdp needs replicas: parallel.dp_replicate=2 or more")
+        if self.strategy == Strategy.DDP and self.dp_shard > 1:
+            raise ValueError(
+                f"parallel.strategy=ddp shards nothing, but parallel.dp_shard={self.dp_shard}: leave it out, or "
+                "parallel.strategy=hsdp"
+            )
+
+    def mesh_sizes(self, world_size: int) -> MeshSizes:
+        """All sizes, with what is left open filled in; raises ValueError when they do not multiply to `world_size`."""
+        ranks = max(1, world_size // self.tp)
+        if self.strategy == Strategy.DDP:
+            sizes = MeshSizes(self.dp_replicate if self.dp_replicate > 1 else ranks, 1, self.tp)
+        else:
+            sizes = MeshSizes(self.dp_replicate, self.dp_shard or max(1, ranks // self.dp_replicate), self.tp)
+        if sizes.dp_replicate * sizes.dp_shard * sizes.tp != world_size:
+            product = sizes.dp_replicate * sizes.dp_shard * sizes.tp
+            raise ValueError(
+                f"parallel.dp_replicate={sizes.dp_replicate} x dp_shard={sizes.dp_shard} x tp={sizes.tp} = {product}, "
+                f"but cluster.nodes x cluster.ranks_per_node = {world_size}"
+            )
+        return sizes
+
+    def data_parallel_size(self, world_size: int) -> int:
+        """Ranks that read different data."""
+        sizes = self.mesh_sizes(world_size)
+        return sizes.dp_replicate * sizes.dp_shard
+
+    @property
+    def reshard_after_forward(self) -> bool | None:
+        """What `fully_shard` is told; None: all units but the root."""
+        if self.fsdp.reshard_after_forward == "auto":
+            return False if self.strategy in (Strategy.DDP, Strategy.ZERO2) else None
+        return self.fsdp.reshard_after_forward == "always"
+
+
+_ONE_GROUP = (Strategy.ZERO2, Strategy.ZERO3, Strategy.FSDP)
+
+
+def _one_of(words: tuple[str, ...]) -> str:
+    return f"{', '.join(words[:-1])} or {words[-1]}"

@@ -16,6 +16,9 @@ LAYOUTS = [
     pytest.param(1, {}, id="1", marks=pytest.mark.proof),
     pytest.param(2, {"dp_shard": 2}, id="dp2"),
     pytest.param(4, {"dp_shard": 2, "tp": 2}, id="dp2xtp2", marks=pytest.mark.proof),
+    pytest.param(4, {"strategy": "ddp"}, id="ddp4", marks=pytest.mark.proof),
+    pytest.param(4, {"strategy": "zero2"}, id="zero2 on 4", marks=pytest.mark.proof),
+    pytest.param(4, {"strategy": "hsdp", "dp_replicate": 2}, id="hsdp2x2", marks=pytest.mark.proof),
 ]
 
 
@@ -102,6 +105,9 @@ def test_a_run_that_is_already_finished_only_says_so(make_run):
     [
         pytest.param(2, {"dp_shard": 1, "tp": 2}, id="tp2"),
         pytest.param(4, {"dp_shard": 2, "tp": 2}, id="dp2xtp2", marks=pytest.mark.proof),
+        pytest.param(4, {"strategy": "ddp"}, id="ddp4", marks=pytest.mark.proof),
+        pytest.param(2, {"strategy": "ddp", "tp": 2}, id="ddp1xtp2", marks=pytest.mark.proof),
+        pytest.param(4, {"strategy": "zero2"}, id="zero2 on 4", marks=pytest.mark.proof),
     ],
 )
 def test_another_layout_goes_on_from_the_same_checkpoint(make_run, undisturbed, world, parallel):

@@ -244,11 +244,8 @@ def check_keys(accepted: Collection[str]) -> None:
             raise ConfigError(f"there is no key {key} to accept", where="--accept", hint=hint)
 
 
-def require(changes: Collection[Change], accepted: Collection[str], command: str = "") -> None:
-    """Raises Precondition when something is refused, or differs without a person's word for it.
-
-    `command`: what was typed, for the hint.
-    """
+def refuse(changes: Collection[Change]) -> None:
+    """Raises Precondition for what may not differ at all."""
     refused = [change for change in changes if change.term.rule is Rule.REFUSED]
     if refused:
         raise Precondition(
@@ -256,6 +253,14 @@ def require(changes: Collection[Change], accepted: Collection[str], command: str
             where="; ".join(map(_words, refused)),
             hint="leave it as it was",
         )
+
+
+def require(changes: Collection[Change], accepted: Collection[str], command: str = "") -> None:
+    """Raises Precondition when something is refused, or differs without a person's word for it.
+
+    `command`: what was typed, for the hint.
+    """
+    refuse(changes)
     asked = [change for change in changes if change.term.rule is Rule.ACCEPT and change.key not in accepted]
     if asked:
         raise Precondition(

@@ -27,6 +27,7 @@ from orchestrator.submission.resume_contract import (
     check_keys,
     config_changes,
     identity_changes,
+    refuse,
     require,
 )
 from orchestrator.submission.run_identity import client, code, environment
@@ -68,6 +69,7 @@ def resume_request(store: Store, run: Run, overrides: Sequence[str], accepted: C
     # Where nothing has trained, no number was computed with what is different now.
     compared = differs if config.command or run.step or store.checkpoints(run.name) else []
     typed = shlex.join(["orch", "resume", run.name, *overrides, *(f"--accept={key}" for key in accepted)])
+    refuse([*changes, *compared])
     _require_more_steps(run, config, changes, accepted)
     require([*changes, *compared], {change.key for change in changes} | set(accepted), typed)
     if any(change.key.startswith("cluster.") for change in changes):

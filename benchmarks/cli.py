@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 from orchestrator.registry.records import NewRun
 from orchestrator.registry.store import Store
@@ -108,7 +109,7 @@ def main() -> int:
     return int(any(row["of_limit"] is not None and float(row["of_limit"]) > 1 for row in rows))
 
 
-def report(rows: list[dict[str, object]], runs: int, repeats: int, *, as_json: bool) -> None:
+def report(rows: list[dict[str, Any]], runs: int, repeats: int, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps({"benchmark": "cli", "runs": runs, "repeats": repeats, "cores": os.cpu_count(), "rows": rows}))
         return

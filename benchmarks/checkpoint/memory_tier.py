@@ -49,9 +49,9 @@ def _linked(checkpoint_writer: CheckpointWriter) -> WriterLink:
 
 
 @contextmanager
-def _generation(saver: Ours, **options: WriterLink) -> Iterator[Ours]:
+def _generation(saver: Ours, link: WriterLink | None = None) -> Iterator[Ours]:
     """A checkpointer as a new rank has it: blank state of the same layout, prepared."""
-    ours = Ours(saver.folder, State(saver.state.blank()), **options)
+    ours = Ours(saver.folder, State(saver.state.blank()), link=link)
     yield ours
     ours.checkpointer.close()
 

@@ -3,6 +3,7 @@
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -58,13 +59,13 @@ def while_saving(setting: Setting) -> Measured:
         ours.checkpointer.wait()
         return _noted(seen, OURS, passed)
 
+    def dcp_rate(kind: str, dcp: Dcp) -> float:
+        return _noted(seen, kind, _dcp_pass(training, dcp))
+
     with lone_group(setting.folder):
         dcps = {kind: Dcp(setting.folder, made, kind) for kind in ("DCP thread", "DCP process")}
         sides: dict[str, Side] = {LIMIT: alone, OURS: ours_rate}
-        sides |= {
-            kind: (lambda kind=kind, dcp=dcp: _noted(seen, kind, _dcp_pass(training, dcp)))
-            for kind, dcp in dcps.items()
-        }
+        sides |= {kind: partial(dcp_rate, kind, dcp) for kind, dcp in dcps.items()}
         times = interleaved(sides, setting.rounds)
         for dcp in dcps.values():
             dcp.close()

@@ -1,5 +1,7 @@
 """How fast a state becomes a durable, digested, committed checkpoint."""
 
+from functools import partial
+
 import torch
 
 from benchmarks.checkpoint import limits
@@ -39,10 +41,8 @@ def _raced(setting: Setting, set_name: str, *, whole: bool) -> Measured:
         sides: dict[str, Side] = {LIMIT: lambda: limits.raw_write(staged, folder), OURS: ours_seconds}
         # The engine writes large buffers with several threads.
         for threads in (2, 4):
-            sides[f"{LIMIT}, {threads} threads"] = lambda threads=threads: limits.raw_write(
-                staged, folder, threads=threads
-            )
-        sides |= {kind: (lambda dcp=dcp: dcp_seconds(dcp)) for kind, dcp in dcps.items()}
+            sides[f"{LIMIT}, {threads} threads"] = partial(limits.raw_write, staged, folder, threads=threads)
+        sides |= {kind: partial(dcp_seconds, dcp) for kind, dcp in dcps.items()}
         sides["dcp.save, 1 thread"] = lambda: dcp_save(made.tensors, folder / "dcp", threads=1)
         sides["dcp.save, 2 threads"] = lambda: dcp_save(made.tensors, folder / "dcp", threads=2)
         sides["torch.save"] = lambda: torch_save(made.tensors, folder / "torch.pt")

@@ -1,6 +1,7 @@
 """How long training stands still for a save."""
 
 import time
+from functools import partial
 
 import torch
 
@@ -20,7 +21,7 @@ def block(setting: Setting, set_name: str) -> Measured:
     with lone_group(setting.folder):
         dcps = {kind: Dcp(setting.folder, made, kind) for kind in ("DCP thread", "DCP process")}
         sides: dict[str, Side] = {LIMIT: _memcpy(made), OURS: lambda: ours.save().stall}
-        sides |= {kind: (lambda dcp=dcp: dcp.save().staged) for kind, dcp in dcps.items()}
+        sides |= {kind: partial(_staged, dcp) for kind, dcp in dcps.items()}
         times = interleaved(sides, setting.rounds)
         for dcp in dcps.values():
             dcp.close()
@@ -53,7 +54,7 @@ def lazy(setting: Setting, set_name: str) -> Measured:
         kinds = ("DCP thread, async staging", "DCP process, async staging")
         dcps = {kind: Dcp(setting.folder, made, kind) for kind in kinds}
         sides: dict[str, Side] = {LIMIT: copied, OURS: ours_stall}
-        sides |= {kind: (lambda dcp=dcp: _overlapped(dcp, made, training)) for kind, dcp in dcps.items()}
+        sides |= {kind: partial(_overlapped, dcp, made, training) for kind, dcp in dcps.items()}
         times = interleaved(sides, setting.rounds)
         for dcp in dcps.values():
             dcp.close()
@@ -76,6 +77,10 @@ def _overlapped(dcp: Dcp, made: State, training: "_Passes") -> float:
     ended.result()
     dcp.clean()
     return stall
+
+
+def _staged(dcp: Dcp) -> float:
+    return dcp.save().staged
 
 
 def _memcpy(made: State) -> Side:

@@ -13,8 +13,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint import state_dict_saver as dcp
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
@@ -57,7 +59,7 @@ class Dcp:
         self._folder, self._state = folder / kind.replace(" ", "-"), state
         self._type, options = KINDS[kind]
         self._stager = DefaultStager(options)
-        self._planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
+        self._planner = DefaultSavePlanner(enable_plan_caching=True)
         self._number = 0
         self._place = folder
 
@@ -97,7 +99,7 @@ class Dcp:
 def dcp_save(tensors: dict[str, Tensor], place: Path, *, threads: int) -> float:
     """Seconds of a blocking `dcp.save`, durable."""
     start = time.perf_counter()
-    dcp.save(tensors, storage_writer=dcp.FileSystemWriter(place, thread_count=threads, sync_files=True), no_dist=True)
+    dcp.save(tensors, storage_writer=FileSystemWriter(place, thread_count=threads, sync_files=True), no_dist=True)
     seconds = time.perf_counter() - start
     shutil.rmtree(place)
     return seconds

@@ -1,7 +1,7 @@
 """The bare loop: one rank of the product's model, data and sums, in a plain process that nothing watches.
 
     RANK=... WORLD_SIZE=... MASTER_ADDR=... MASTER_PORT=...
-        python -m benchmarks.recovery.bare_loop CONFIG_JSON FOLDER STEPS
+        python -m benchmarks.recovery.bare_loop RUN_FOLDER FOLDER STEPS
 
 It has no agent, cell, stopwatch, ticker, metrics, saver and agreement; a line a step to FOLDER/rank-N.jsonl, {time,
 step, pid}, is the same as that of a rank of the product.
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from benchmarks.recovery.script import tell
 from trainer.contract.config import JobConfig, load
 from trainer.contract.ranks.progress import StopReason
+from trainer.contract.run_dir import RunDir
 from trainer.worker import mesh, workload
 from trainer.worker.optimizer import set_learning_rate
 from trainer.worker.startup import device as devices
@@ -53,4 +54,4 @@ def main(config: JobConfig, folder: Path, steps: int) -> None:
 
 
 if __name__ == "__main__":
-    main(load(Path(sys.argv[1])), Path(sys.argv[2]), int(sys.argv[3]))
+    main(load(RunDir(Path(sys.argv[1])), attempt=0), Path(sys.argv[2]), int(sys.argv[3]))

@@ -80,7 +80,7 @@ class _Side:
 
 def _is_of_rank_zero(line: dict[str, Any]) -> bool:
     """The bare loop has a file for each rank."""
-    return line.get("rank", 0) == 0
+    return bool(line.get("rank", 0) == 0)
 
 
 def cost(folder: Path, kind: str) -> dict[str, float]:
@@ -94,7 +94,7 @@ def cost(folder: Path, kind: str) -> dict[str, float]:
     with Job(folder, kind, "tiny-gpt", *_SETTINGS) as job:
         job.reached(_FROM, _PATIENCE)
         agents = {agent.pid for agent in job.processes("orch-agent")}
-        with _bare(folder / "bare", job.path("config.json")) as bare:
+        with _bare(folder / "bare", job.path("")) as bare:
             _bind([job.pid(rank) for rank in range(_RANKS)])
             ours = _Side(job.work_log(0), agents, job.on_nodes() - agents)
             sides = [ours, bare]
@@ -111,27 +111,35 @@ def cost(folder: Path, kind: str) -> dict[str, float]:
 
 
 @contextlib.contextmanager
-def _bare(logs: Path, config: Path) -> Iterator[_Side]:
+def _bare(logs: Path, run: Path) -> Iterator[_Side]:
     """The loop in processes that nothing watches, once it has warmed up."""
     logs.mkdir(parents=True)
     shared = {
         **os.environ, **_BARE, "WORLD_SIZE": str(_RANKS), "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo",
     }  # fmt: skip
-    words = [sys.executable, "-m", "benchmarks.recovery.bare_loop", str(config), str(logs), "100000"]
+    words = [sys.executable, "-m", "benchmarks.recovery.bare_loop", str(run), str(logs), "100000"]
     ranks = [
         subprocess.Popen(words, env={**shared, "RANK": str(rank)}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         for rank in range(_RANKS)
     ]
     try:
         log = logs / "rank-0.jsonl"
-        until(lambda: len(lines(log)) >= _FROM or None, _PATIENCE, f"step {_FROM} of the bare loop")
+        until(lambda: _has_warmed_up(log, ranks), _PATIENCE, f"step {_FROM} of the bare loop")
         _bind([rank.pid for rank in ranks])
         yield _Side(log, (), [rank.pid for rank in ranks])
     finally:
         for rank in ranks:
             rank.kill()
             rank.wait()
+
+
+def _has_warmed_up(log: Path, ranks: Sequence[subprocess.Popen[bytes]]) -> bool | None:
+    """Raises RuntimeError as soon as a rank of the bare loop has ended."""
+    ended = [f"rank {number} with code {rank.poll()}" for number, rank in enumerate(ranks) if rank.poll() is not None]
+    if ended:
+        raise RuntimeError(f"the bare loop ended: {', '.join(ended)}")
+    return len(lines(log)) >= _FROM or None
 
 
 def _bind(ranks: Sequence[int]) -> None:

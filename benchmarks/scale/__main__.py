@@ -31,7 +31,7 @@ from benchmarks.scale.table import MUST, STRETCH, report
 from trainer.agent.attempt_state.attempt_state import AttemptState
 from trainer.agent.coordination.coordinator import Coordinator
 from trainer.contract.config import ClusterShape, JobConfig
-from trainer.contract.events import EventKind, EventLog, read_events
+from trainer.contract.events import Event, EventKind, EventLog, read_events
 from trainer.contract.launch_token import LaunchToken
 from trainer.contract.node_identity import NodeIdentity
 from trainer.contract.run_dir import AttemptDir, RunDir
@@ -173,7 +173,8 @@ class ScaleBenchmark:
         self, kind: EventKind, seconds: float, leading: "asyncio.Task[int]", *, stern: bool = True
     ) -> dict[str, Any] | None:
         """The next event of this kind after the last one that was returned; none in time is an error if `stern`."""
-        give_up, events = time.monotonic() + seconds, []
+        give_up = time.monotonic() + seconds
+        events: list[Event] = []
         while time.monotonic() < give_up and not leading.done():
             events, _ = read_events(self._attempt.event_file("coordinator"))
             for at, event in enumerate(events[self._read :], self._read + 1):

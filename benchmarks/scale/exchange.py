@@ -10,6 +10,7 @@ from datetime import timedelta
 
 import psutil
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from checkpointing.engine.ranks.group import RankGroup
 
@@ -18,7 +19,7 @@ _PATIENCE = timedelta(minutes=5)
 
 def sockets(world: int) -> list[int]:
     """Connections to peers of each rank, after every kind of exchange."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=_PATIENCE)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=_PATIENCE)
     environ = {**os.environ, "TORCH_GLOO_LAZY_INIT": "1", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     ranks = [
         subprocess.Popen(
@@ -32,10 +33,8 @@ def sockets(world: int) -> list[int]:
 
 
 def main(rank: int, world: int, port: int) -> None:
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=_PATIENCE)
-    dist.init_process_group(
-        "gloo", store=dist.PrefixStore("world", store), rank=rank, world_size=world, timeout=_PATIENCE
-    )
+    store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=_PATIENCE)
+    dist.init_process_group("gloo", store=PrefixStore("world", store), rank=rank, world_size=world, timeout=_PATIENCE)
     group = RankGroup(None, key=b"k" * 32)
     values = [str(number) for number in range(world)] if group.leads else None
     for _ in range(2):

@@ -59,7 +59,8 @@ class SpikeConfig:
     """When a loss counts as a spike; NaN and infinity always do."""
 
     deviations: float = 20.0
-    """A loss this many robust deviations (and half) above the window's median is a spike; 0: look for NaN only."""
+    """A loss this many robust deviations (and half) above the window's median is a spike, if its logarithm is half as
+    many above it; 0: look for NaN only."""
     window: int = 50
     """Steps for the median and the deviation; nothing is judged before the window is full."""
     roll_backs: int = 3

@@ -10,6 +10,9 @@ _NORMAL = 1.4826
 """Median absolute deviation to standard deviation, of normally distributed values."""
 _FLOOR = 0.01
 """The deviation counts as at least this share of the median: losses that hardly differ make no spike of a ripple."""
+_AS_A_FACTOR = 0.5
+"""Of the limit, in deviations of the logarithm: losses near zero differ by factors, the highest far above the median
+being as usual as the lowest just below it."""
 _HIGH = 0.5
 """A spike is so much above the median, as a share of it: what is rare in a quiet run need not be harmful."""
 
@@ -55,12 +58,20 @@ class SpikeDetector:
             return None
         spread = _NORMAL * _median(sorted(abs(each - median) for each in self._window))
         deviations = above / max(spread, _FLOOR * abs(median), 1e-12)
-        if deviations <= limit:
+        if deviations <= limit or self._is_usual_factor(loss, median, _AS_A_FACTOR * limit):
             return None
         return (
             f"loss {loss:.6g} is {deviations:.0f} robust standard deviations above {median:.6g}, the median of the "
             f"{len(self._window)} steps before it (detection.spike.deviations={limit:g})"
         )
+
+    def _is_usual_factor(self, loss: float, median: float, limit: float) -> bool:
+        """Whether the logarithm of `loss` is within `limit` deviations; False where a loss of the window has none."""
+        if self._sorted[0] <= 0:
+            return False
+        usual = math.log(median)
+        spread = _NORMAL * _median(sorted(abs(math.log(each) - usual) for each in self._window))
+        return math.log(loss) - usual <= limit * max(spread, _FLOOR)
 
     def _accept(self, loss: float) -> None:
         self._window.append(loss)

@@ -135,11 +135,15 @@ class TrainConfig:
     """Precision of forward and backward: `bfloat16` (gradients are reduced in float32) or `float32`."""
     activation_checkpointing: bool = False
     """Recompute every layer in the backward pass instead of keeping its activations."""
+    loss_chunks: int = 1
+    """Pieces of each sequence whose logits exist one after the other (built-in model): less memory, computed twice."""
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch_size", "seq_len"):
             if getattr(self, name) < 1:
                 raise ValueError(f"train.{name}={getattr(self, name)}: must be at least 1")
+        if self.loss_chunks < 1 or self.seq_len % self.loss_chunks:
+            raise ValueError(f"train.loss_chunks={self.loss_chunks}: must divide train.seq_len={self.seq_len}")
         if self.micro_batch_size < 0:
             raise ValueError(f"train.micro_batch_size={self.micro_batch_size}: must be 0 or more")
         if self.dtype not in ("bfloat16", "float32"):

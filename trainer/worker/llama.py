@@ -6,12 +6,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from trainer.contract.config import JobConfig, ModelConfig
 from trainer.contract.token_shards import Index
 from trainer.worker import parallelize
+from trainer.worker.cross_entropy import summed_cross_entropy
 from trainer.worker.data import Data, StatefulData
 from trainer.worker.initial_weights import fill
 from trainer.worker.mesh import Layout
@@ -104,13 +106,13 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    """Tokens [batch, length] to logits [batch, length, padded vocabulary]."""
+    """Tokens [batch, length] to logits [batch, length, padded vocabulary], or with targets to their mean loss."""
 
     rotary: torch.Tensor
 
-    def __init__(self, config: ModelConfig, *, seq_len: int, recompute: bool) -> None:
+    def __init__(self, config: ModelConfig, *, seq_len: int, recompute: bool, loss_chunks: int = 1) -> None:
         super().__init__()
-        self.config, self.seq_len = config, seq_len
+        self.config, self.seq_len, self.loss_chunks = config, seq_len, loss_chunks
         rows = padded_vocab_size(config)
         self.embedding = nn.Embedding(rows, config.dim)
         self.layers = nn.ModuleList([Block(config, recompute=recompute) for _ in range(config.layers)])
@@ -144,12 +146,35 @@ class Llama(nn.Module):
             return 0.02 / float((2 * self.config.layers) ** 0.5)
         return 0.02
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
         x = self.embedding(tokens)
         for layer in self.layers:
             x = layer(x, self.rotary)
-        logits: torch.Tensor = self.output(self.norm(x))
-        return logits
+        x = self.norm(x)
+        if isinstance(x, DTensor):
+            x = x.redistribute(placements=[Replicate()])
+        if targets is not None:
+            return self._mean_loss(x, targets)
+        logits = self.output(x)
+        whole: torch.Tensor = logits.full_tensor() if isinstance(logits, DTensor) else logits
+        return whole
+
+    def _mean_loss(self, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Cross-entropy in float32; of several chunks of the sequence, only the logits of one exist at a time."""
+        if self.loss_chunks == 1:
+            return self._chunk_loss(x, targets) / targets.numel()
+        parts = zip(x.chunk(self.loss_chunks, dim=1), targets.chunk(self.loss_chunks, dim=1), strict=True)
+        total = torch.zeros((), device=targets.device)
+        for part, target in parts:
+            total = total + (
+                checkpoint(self._chunk_loss, part, target, use_reentrant=False)
+                if torch.is_grad_enabled()
+                else self._chunk_loss(part, target)
+            )
+        return total / targets.numel()
+
+    def _chunk_loss(self, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return summed_cross_entropy(self.output(x).flatten(0, 1), targets.flatten())
 
 
 class LlamaWorkload(BaseWorkload):
@@ -168,7 +193,10 @@ class LlamaWorkload(BaseWorkload):
         # torch warns in every rank's log of what would happen if the logits were changed in place; `loss` does not.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
         with torch.device("meta"):
-            return Llama(config.model, seq_len=config.train.seq_len, recompute=config.train.activation_checkpointing)
+            return Llama(
+                config.model, seq_len=config.train.seq_len, recompute=config.train.activation_checkpointing,
+                loss_chunks=config.train.loss_chunks,
+            )  # fmt: skip
 
     def parallelize(self, model: nn.Module, layout: Layout) -> Llama:
         assert isinstance(model, Llama)
@@ -185,5 +213,5 @@ class LlamaWorkload(BaseWorkload):
 
     def loss(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
         """Cross-entropy in float32 of tokens 1.. given tokens 0.., for `batch` [micro, seq_len + 1]."""
-        logits = model(batch[:, :-1])
-        return functional.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
+        loss: torch.Tensor = model(batch[:, :-1], batch[:, 1:])
+        return loss

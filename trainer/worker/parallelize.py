@@ -52,7 +52,8 @@ def _tensor_parallel(model: Any, layout: Layout) -> None:
         {
             "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
             "norm": SequenceParallel(),
-            "output": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+            # Each rank keeps the logits of its part of the vocabulary.
+            "output": ColwiseParallel(input_layouts=Replicate(), output_layouts=Shard(-1), use_local_output=False),
         },
     )
     for layer in model.layers:

@@ -102,3 +102,11 @@ def test_every_rank_leaves_a_line_for_every_step(undisturbed):
     lines = undisturbed(**shape("dp2"), train={"steps": 8}).work()
     assert sorted((line["rank"], line["step"]) for line in lines) == [(r, s) for r in range(2) for s in range(1, 9)]
     assert len({line["pid"] for line in lines}) == 2
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("name", ["one", "tp2", "dp2 x tp2"])
+def test_logits_in_chunks_give_the_same_loss(undisturbed, name):
+    whole = undisturbed(**shape(name), **GENTLE)
+    chunked = undisturbed(**shape(name), **{**GENTLE, "train": {"dtype": "float32", "loss_chunks": 4}})
+    assert chunked.losses() == pytest.approx(whole.losses(), rel=1e-5)

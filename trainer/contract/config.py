@@ -117,6 +117,9 @@ class ModelConfig:
             raise ValueError(f"model: dim/heads = {self.dim // self.heads} must be even for the rotary embedding")
 
 
+DTYPES = ("bfloat16", "float16", "float32")
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """How long and on how much is trained, and in which precision."""
@@ -132,7 +135,8 @@ class TrainConfig:
     seq_len: int = 128
     """Tokens per sequence."""
     dtype: str = "bfloat16"
-    """Precision of forward and backward: `bfloat16` (gradients are reduced in float32) or `float32`."""
+    """Precision of forward and backward: `bfloat16`, `float16` (with dynamic loss scaling) or `float32`; gradients are
+    reduced in float32."""
     activation_checkpointing: bool = False
     """Recompute every layer in the backward pass instead of keeping its activations."""
     loss_chunks: int = 1
@@ -146,8 +150,8 @@ class TrainConfig:
             raise ValueError(f"train.loss_chunks={self.loss_chunks}: must divide train.seq_len={self.seq_len}")
         if self.micro_batch_size < 0:
             raise ValueError(f"train.micro_batch_size={self.micro_batch_size}: must be 0 or more")
-        if self.dtype not in ("bfloat16", "float32"):
-            raise ValueError(f"train.dtype={self.dtype}: must be bfloat16 or float32")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"train.dtype={self.dtype}: must be {', '.join(DTYPES[:-1])} or {DTYPES[-1]}")
 
 
 @dataclass(frozen=True, kw_only=True)

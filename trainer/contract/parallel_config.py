@@ -25,11 +25,12 @@ class MeshSizes(NamedTuple):
 
 
 RESHARD = ("auto", "always", "never")
+REDUCE = ("auto", "each", "last")
 
 
 @dataclass(frozen=True, kw_only=True)
 class FsdpConfig:
-    """How FSDP gathers and frees parameters; none of it changes a number."""
+    """How FSDP gathers and frees parameters; but for the last bits of `reduce`, none of it changes a number."""
 
     reshard_after_forward: str = "auto"
     """`always` frees a layer's gathered parameters after its forward pass, `never` keeps them for the backward pass
@@ -38,7 +39,13 @@ class FsdpConfig:
     prefetch: int = 0
     """Layers that are gathered ahead of the one that computes; 0: as torch does it, one."""
 
+    reduce: str = "auto"
+    """Gradients are reduced after `each` micro-batch, which keeps only shards of them, or after the `last` one of a
+    step: less traffic, whole gradients in memory. `auto`: `last` with `ddp`, else `each`."""
+
     def __post_init__(self) -> None:
+        if self.reduce not in REDUCE:
+            raise ValueError(f"parallel.fsdp.reduce={self.reduce}: must be {_one_of(REDUCE)}")
         if self.reshard_after_forward not in RESHARD:
             raise ValueError(
                 f"parallel.fsdp.reshard_after_forward={self.reshard_after_forward}: must be {_one_of(RESHARD)}"
@@ -109,6 +116,13 @@ class ParallelConfig:
         if self.fsdp.reshard_after_forward == "auto":
             return False if self.strategy in (Strategy.DDP, Strategy.ZERO2) else None
         return self.fsdp.reshard_after_forward == "always"
+
+    @property
+    def reduces_last_only(self) -> bool:
+        """Whether gradients of several micro-batches are added up on each rank before they are reduced."""
+        if self.fsdp.reduce == "auto":
+            return self.strategy == Strategy.DDP
+        return self.fsdp.reduce == "last"
 
 
 _ONE_GROUP = (Strategy.ZERO2, Strategy.ZERO3, Strategy.FSDP)

@@ -25,6 +25,12 @@ def share_out(
         _prefetch([unit for unit in units if isinstance(unit, FSDPModule)], depth)
 
 
+def reduce_gradients_of_next(model: nn.Module, *, now: bool) -> None:
+    """Whether the next backward pass ends with gradients that are reduced, or adds whole ones up on this rank."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(now)
+
+
 def _prefetch(units: Sequence[FSDPModule], depth: int) -> None:
     for number, unit in enumerate(units):
         unit.set_modules_to_forward_prefetch(list(units[number + 1 : number + 1 + depth]))

@@ -20,6 +20,7 @@ from trainer.worker.optimizer import set_learning_rate
 from trainer.worker.reporting.metrics import Journal
 from trainer.worker.reporting.phase_tracker import phase_tracker
 from trainer.worker.reporting.progress_log import ProgressLog
+from trainer.worker.saved_state.loss_scale import LossScale
 from trainer.worker.saved_state.rng_state import seed_generators
 from trainer.worker.saved_state.train_state import Saver, TrainState
 from trainer.worker.train_objects import TrainObjects
@@ -67,6 +68,7 @@ def new_train_state(
         session.objects,
         config_digest=config_digest(session.run_dir.config_of(session.spec.attempt)),
         seed=config.train.seed,
+        loss_scale=LossScale(config.train.dtype),
         lazy=config.checkpoint.staging.mode == "lazy",
         skip=skip,
         warn=_warner(journal, rank),

@@ -179,10 +179,11 @@ def build_scheduler(workload: object, optimizer: torch.optim.Optimizer) -> Sched
 
 
 def mixed_precision(config: JobConfig) -> MixedPrecisionPolicy:
-    """bfloat16 forward and backward with gradients reduced in float32, or float32 throughout."""
+    """bfloat16 or float16 forward and backward with gradients reduced in float32, or float32 throughout."""
     if config.train.dtype == "float32":
         return MixedPrecisionPolicy()
-    return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    half = torch.float16 if config.train.dtype == "float16" else torch.bfloat16
+    return MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32)
 
 
 def find(config: WorkloadConfig) -> type[Any]:

@@ -121,7 +121,7 @@ def _values(path: tuple[str, ...], before: str) -> Iterator[Item]:
 
 _CHOICES = {
     ("cluster", "kind"): choices(),
-    ("train", "dtype"): ("bfloat16", "float32"),
+    ("train", "dtype"): ("bfloat16", "float16", "float32"),
     ("restore_tests", "sample"): ("unproven", "newest", "oldest", "random"),
 }
 

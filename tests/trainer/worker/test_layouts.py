@@ -110,3 +110,26 @@ def test_logits_in_chunks_give_the_same_loss(undisturbed, name):
     whole = undisturbed(**shape(name), **GENTLE)
     chunked = undisturbed(**shape(name), **{**GENTLE, "train": {"dtype": "float32", "loss_chunks": 4}})
     assert chunked.losses() == pytest.approx(whole.losses(), rel=1e-5)
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("name", ["dp2", "tp2"])
+def test_float16_stays_near_float32(undisturbed, name):
+    full = undisturbed(**shape(name), train={"dtype": "float32"}).losses()
+    half = undisturbed(**shape(name), train={"steps": 8, "dtype": "float16"}).losses()
+    assert half == pytest.approx(full, rel=2e-2)
+    assert half != full
+
+
+@pytest.mark.parametrize("name", [pytest.param("dp2", marks=pytest.mark.proof), "ddp"])
+def test_gradients_that_are_reduced_once_a_step_add_up_to_the_same(undisturbed, name):
+    each, last = (
+        undisturbed(
+            2,
+            parallel={**LAYOUTS[name][1], "fsdp": {"reduce": when}},
+            train={"dtype": "float32", "micro_batch_size": 1},
+        )
+        for when in ("each", "last")
+    )
+    assert last.losses() == pytest.approx(each.losses(), rel=1e-4)
+    assert last.losses() != each.losses()  # sums in another order

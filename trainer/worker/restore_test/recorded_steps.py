@@ -21,6 +21,7 @@ OTHER_SOFTWARE = "other_software"
 BOUNDS = {
     "float32": {"loss": 1e-6, "grad_norm": 1e-4},
     "bfloat16": {"loss": 3e-4, "grad_norm": 3e-2},
+    "float16": {"loss": 3e-4, "grad_norm": 3e-2},
 }
 """Largest relative differences of the first step on another layout or machine, by `train.dtype`; n times as much of the
 n-th step, since differences grow.

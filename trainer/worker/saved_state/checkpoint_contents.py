@@ -40,11 +40,12 @@ def _own_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
 def facts(
     *, step: int, consumed: int, left_out: int, loss: float, config_digest: str, seed: int, fingerprint: str | None,
     software: Mapping[str, Any], validated: int, metrics: Mapping[str, float],
+    loss_scale: Mapping[str, Any],
 ) -> dict[str, Any]:  # fmt: skip
     """The plain part of a checkpoint; `fingerprint` is that of the data, None when the data has none.
 
     `left_out`: batches before the position `consumed` that no step was trained with. `validated`: the newest step
-    after which the workload has validated. `metrics`: what it has said of this very step.
+    after which the workload has validated. `metrics`: what it has said of this very step. `loss_scale`: of float16.
     """
     return {
         "step": step,
@@ -57,4 +58,5 @@ def facts(
         "software": dict(software),
         "validated": validated,
         "metrics": dict(metrics),
+        **({"loss_scale": dict(loss_scale)} if loss_scale else {}),
     }

@@ -10,6 +10,7 @@ from trainer.worker import optimizer as optimizers
 from trainer.worker.data import unwrapped
 from trainer.worker.saved_state import checkpoint_contents
 from trainer.worker.saved_state.data_state import FACTS, DataState
+from trainer.worker.saved_state.loss_scale import LossScale
 from trainer.worker.saved_state.object_state import ObjectState
 from trainer.worker.saved_state.optimizer_state import OptimizerState
 from trainer.worker.saved_state.rng_state import pack_rng, rng_name, set_origin, unpack_rng
@@ -61,6 +62,7 @@ class TrainState:
 
     def __init__(
         self, objects: TrainObjects, *, config_digest: str, seed: int, lazy: bool = False, skip: Collection[int] = (),
+        loss_scale: LossScale | None = None,
         warn: Callable[[int, str], None] = _ignore_warning,
         on_other_software: Callable[[int, dict[str, Any]], None] = _ignore_warning,
     ) -> None:  # fmt: skip
@@ -93,6 +95,7 @@ class TrainState:
         self.step = self.validated = 0
         """`validated`: the newest step after which the workload has validated."""
         self.loss = float("nan")
+        self.loss_scale = loss_scale or LossScale("float32")
         self.metrics: dict[str, float] = {}
         """What the workload has said of this very step."""
 
@@ -114,6 +117,7 @@ class TrainState:
             software=self._software,
             validated=self.validated,
             metrics=self.metrics,
+            loss_scale=self.loss_scale.facts(),
         )
         tensors = self._inventory.tensors()
         set_origin(tensors[self._rng], self._rank, self.step)
@@ -174,6 +178,7 @@ class TrainState:
         self.step, self.loss = restored.step, number(restored.extra["loss"])
         # One of an older orch, or of another maker, owes no validation.
         self.validated = int(restored.extra.get("validated", self.step))
+        self.loss_scale.restore(restored.extra.get("loss_scale", {}))
         self._data_state.restore(restored.extra["consumed"])
         self._restore_rest(self._rank_facts(restored.extra), absent)
         if packed.any():  # the checkpoint of a smaller world has none for this rank: it keeps its fresh one

@@ -14,6 +14,7 @@ from trainer.contract.outcome import ExitCode
 from trainer.contract.ranks.progress import Phase, ProgressCell, StopReason
 from trainer.contract.save_trouble import short_reason
 from trainer.worker.data import take, unwrapped
+from trainer.worker.data_parallel import reduce_gradients_of_next
 from trainer.worker.optimizer import set_learning_rate
 from trainer.worker.reporting.metrics import Journal
 from trainer.worker.reporting.phase_tracker import PhaseTracker
@@ -60,6 +61,8 @@ class PendingStep:
     reduced: Reduced
     position: int
     rate: float
+    loss_scale: float
+    overflowed: bool  # in float16: the optimizer left it out
 
 
 class Loop:
@@ -81,6 +84,7 @@ class Loop:
         self._save_vote = SaveVote.NONE
         self._committed = services.saver.committed_step or 0
         self._vote_ahead = SaveVote.NONE
+        self._reduces_last_only = config.parallel.reduces_last_only
         self._last = services.test_until or config.train.steps
         self._validation = Validation(objects, every=config.validation.every, last=config.train.steps)
         self._own_metrics = hook(objects.workload, "metrics")
@@ -120,12 +124,19 @@ class Loop:
         self._services.saver.before_optimizer_step()
         self._add_stall(time.perf_counter() - began)
         rate = self._rate(step)
-        objects.optimizer.step()
+        scale, overflowed = self._train_state.loss_scale.scale, self._overflowed(reduced)
+        if not overflowed:
+            objects.optimizer.step()
         objects.optimizer.zero_grad(set_to_none=True)
         if objects.scheduler is not None and not steps_on_plateau(objects.scheduler):
             objects.scheduler.step()
         self._services.phases.step_ended(step)
-        return PendingStep(reduced, position, rate)
+        return PendingStep(reduced, position, rate, scale, overflowed)
+
+    def _overflowed(self, reduced: Reduced) -> bool:
+        """Whether the gradients of this step are none in float16, which alone waits for the device to know it."""
+        scale = self._train_state.loss_scale
+        return scale.is_dynamic and scale.overflowed(float(reduced.norm))
 
     def _rate(self, step: int) -> float:
         """The learning rate of this step; of a scheduler of the workload's own, that of the first group."""
@@ -139,6 +150,7 @@ class Loop:
     def _reduce(self, step: int, loss: torch.Tensor) -> Reduced:
         """Sum over all ranks what they have to know of each other, and clip the gradients by it."""
         gradients = [p.grad for p in self._objects.model.parameters() if p.grad is not None]
+        reduction.unscale(gradients, self._train_state.loss_scale.scale)
         self._services.drill.before_reduce(step)
         self._services.phases.pause()
         own = None if self._own_metrics is None else self._reducer.pack(self._own_metrics())
@@ -157,7 +169,7 @@ class Loop:
                 f"{data}.take() returned no micro-batch for step {step}: every rank needs one or more in every step"
             )
         total = torch.zeros((), device=objects.layout.device)
-        factor = drill.loss_factor(step)
+        factor, scale = drill.loss_factor(step), self._train_state.loss_scale.scale
         for number, batch in enumerate(batches):
             self._services.phases.enter(Phase.FORWARD)
             if not number:
@@ -166,7 +178,9 @@ class Loop:
             if factor != 1.0:
                 loss = loss * factor
             self._services.phases.enter(Phase.BACKWARD)
-            loss.backward()
+            if self._reduces_last_only:
+                reduce_gradients_of_next(objects.model, now=number == len(batches) - 1)
+            (loss if scale == 1.0 else loss * scale).backward()
             total += loss.detach()
         return total
 
@@ -240,8 +254,8 @@ class Loop:
         own = self._train_state.metrics = self._reducer.unpack(result.own)
         self._save_vote, self._committed = result.message.save_vote, max(self._committed, result.message.committed)
         self._services.cell.update(loss=result.loss, grad_norm=result.grad_norm)
-        self._report(result, pending.rate, own)
-        bad = self._services.spike_detector.check(result.loss, result.grad_norm)
+        self._report(result, pending, own)
+        bad = self._services.spike_detector.check(result.loss, 0.0 if pending.overflowed else result.grad_norm)
         if bad is not None:
             # Before any save of it: every rank reads the same sums, so all of them end here.
             raise BadStep(result.step, pending.position, bad)
@@ -253,13 +267,15 @@ class Loop:
         seconds, self._mark = now - self._mark, now
         return seconds
 
-    def _report(self, result: StepResult, rate: float, own: Mapping[str, float]) -> None:
+    def _report(self, result: StepResult, pending: PendingStep, own: Mapping[str, float]) -> None:
         seconds, tokens = self._seconds, getattr(self._objects.data, "tokens_per_step", None)
-        values = {"loss": result.loss, "grad_norm": result.grad_norm, "lr": rate, "seconds": seconds}
+        values = {"loss": result.loss, "grad_norm": result.grad_norm, "lr": pending.rate, "seconds": seconds}
         speed = {} if tokens is None else {"tokens_per_s": tokens / seconds}
-        more = {"metrics": own} if own else {}
+        more: dict[str, Any] = {"metrics": own} if own else {}
+        if self._train_state.loss_scale.is_dynamic:
+            more |= {"loss_scale": pending.loss_scale, "overflowed": pending.overflowed}
         self._services.journal.step(result.step, **values, **speed, stall=self._stall, **more)
-        self._services.progress_log.step(result.step, loss=result.loss, lr=rate, own=own)
+        self._services.progress_log.step(result.step, loss=result.loss, lr=pending.rate, own=own)
         self._stall = 0.0
 
     def _save(self, reason: StopReason) -> None:
@@ -341,6 +357,7 @@ class Loop:
         _, batches = take(objects.data, self._services.skip)
         loss = self._accumulate(step, batches)
         gradients = [p.grad for p in objects.model.parameters() if p.grad is not None]
+        reduction.unscale(gradients, self._train_state.loss_scale.scale)
         found = reduction.reduce(step, gradients, loss, StopReason.NONE, RankZeroMessage()).result()
         objects.optimizer.zero_grad(set_to_none=True)
         return {

@@ -107,6 +107,12 @@ def copies(tensor: torch.Tensor, world: int) -> int:
     return world // sharded
 
 
+def unscale(gradients: Sequence[torch.Tensor], scale: float) -> None:
+    """Divide by the factor of the loss, a power of two: exactly, but where the result is too small for float32."""
+    if scale != 1.0 and gradients:
+        torch._foreach_mul_([local(gradient) for gradient in gradients], 1.0 / scale)
+
+
 def clip(gradients: Sequence[torch.Tensor], norm: torch.Tensor, limit: float) -> None:
     """Scale gradients down to the norm `limit`, on the device, without waiting for the norm on the host."""
     if limit <= 0 or not gradients:

@@ -1,0 +1,55 @@
+"""float16: a step whose gradients overflow is left out, and the scale goes on after a restart."""
+
+import math
+
+import pytest
+
+from tests.trainer.worker.conftest import hang
+from trainer.contract.outcome import ExitCode
+from trainer.worker.saved_state.loss_scale import FIRST, SMALLEST, LossScale
+
+HALF = {"dtype": "float16", "steps": 12}
+OVERFLOW = {"kind": "spike", "rank": 0, "step": 4}
+"""A loss a thousand times as high: its gradients are beyond float16."""
+
+
+def test_the_scale_is_halved_by_an_overflow_and_doubled_after_two_thousand_steps():
+    scale = LossScale("float16")
+    assert scale.overflowed(math.inf)
+    assert scale.overflowed(math.nan)
+    assert scale.scale == FIRST / 4
+    assert not any(scale.overflowed(1.0) for _ in range(1999))
+    assert scale.scale == FIRST / 4
+    again = LossScale("float16")
+    again.restore(scale.facts())
+    assert not again.overflowed(1.0)
+    assert again.scale == FIRST / 2
+
+
+def test_an_overflow_at_the_smallest_scale_is_a_fault_of_the_run():
+    scale = LossScale("float16")
+    while scale.scale > SMALLEST:
+        assert scale.overflowed(math.inf)
+    assert not scale.overflowed(math.inf)
+
+
+def test_other_precisions_have_no_scale():
+    scale = LossScale("bfloat16")
+    assert not scale.overflowed(math.inf)
+    assert scale.scale == 1.0
+    assert scale.facts() == {}
+
+
+@pytest.mark.multi
+@pytest.mark.proof
+def test_a_killed_run_goes_on_with_the_scale_that_an_overflow_has_left(make_run, undisturbed):
+    calm = undisturbed(2, train=HALF, drill={"events": [OVERFLOW]})
+    lines = calm.metrics()
+    assert lines[4]["overflowed"]
+    assert [lines[step]["loss_scale"] for step in (4, 5)] == [FIRST, FIRST / 2]
+    hurt = make_run(2, train=HALF, drill={"events": [OVERFLOW, *hang(1, step=9)["events"]]})
+    assert hurt.train_until_killed(1, committed=6)["codes"] == [ExitCode.RETRY, -9], hurt.log()
+    assert hurt.train()["codes"] == [0, 0], hurt.log()
+    assert hurt.final()["weights_digest"] == calm.final()["weights_digest"]
+    scales = [[line["loss_scale"] for _, line in sorted(run.metrics().items())] for run in (hurt, calm)]
+    assert scales[0] == scales[1]

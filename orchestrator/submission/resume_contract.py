@@ -102,6 +102,8 @@ CONFIG: Mapping[str, Term] = {
     "optimizer.clip_norm": _RECIPE,
     "train.dtype": _RECIPE,
     "train.activation_checkpointing": _SUMS,
+    "train.recompute.every": HARMLESS,
+    "train.recompute.keep": HARMLESS,
     "train.loss_chunks": _SUMS,
     DATA_PATH: Term(Rule.REFUSED, "it does not hold the same tokens; submit a new run"),
     "data.text": _OTHER_DATA,

@@ -117,6 +117,26 @@ class ModelConfig:
             raise ValueError(f"model: dim/heads = {self.dim // self.heads} must be even for the rotary embedding")
 
 
+KEEP = ("nothing", "products")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecomputeConfig:
+    """What `train.activation_checkpointing` recomputes; none of it changes a number."""
+
+    every: int = 1
+    """Every n-th layer is recomputed, the others keep their activations."""
+    keep: str = "nothing"
+    """What is kept of a layer that is recomputed: `nothing`, or the results of its matrix `products` and of attention,
+    which take most of the time."""
+
+    def __post_init__(self) -> None:
+        if self.every < 1:
+            raise ValueError(f"train.recompute.every={self.every}: must be at least 1")
+        if self.keep not in KEEP:
+            raise ValueError(f"train.recompute.keep={self.keep}: must be {KEEP[0]} or {KEEP[1]}")
+
+
 DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -138,7 +158,8 @@ class TrainConfig:
     """Precision of forward and backward: `bfloat16`, `float16` (with dynamic loss scaling) or `float32`; gradients are
     reduced in float32."""
     activation_checkpointing: bool = False
-    """Recompute every layer in the backward pass instead of keeping its activations."""
+    """Recompute layers in the backward pass instead of keeping their activations (built-in model)."""
+    recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
     loss_chunks: int = 1
     """Pieces of each sequence whose logits exist one after the other (built-in model): less memory, computed twice."""
 

@@ -10,9 +10,10 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from trainer.contract.config import JobConfig, ModelConfig
+from trainer.contract.config import JobConfig, ModelConfig, TrainConfig
 from trainer.contract.token_shards import Index
 from trainer.worker import parallelize
+from trainer.worker.activation_checkpointing import Recompute, for_layer
 from trainer.worker.cross_entropy import summed_cross_entropy
 from trainer.worker.data import Data, StatefulData
 from trainer.worker.initial_weights import fill
@@ -84,7 +85,7 @@ class FeedForward(nn.Module):
 class Block(nn.Module):
     """One pre-norm decoder layer."""
 
-    def __init__(self, config: ModelConfig, *, recompute: bool) -> None:
+    def __init__(self, config: ModelConfig, *, recompute: Recompute | None) -> None:
         super().__init__()
         self.recompute = recompute
         self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
@@ -94,9 +95,8 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
         # Inside `forward`, so that FSDP's hooks stay outside and parameters keep their names.
-        if self.recompute and torch.is_grad_enabled():
-            recomputed: torch.Tensor = checkpoint(self._layer, x, table, use_reentrant=False)
-            return recomputed
+        if self.recompute is not None and torch.is_grad_enabled():
+            return self.recompute(self._layer, x, table)
         return self._layer(x, table)
 
     def _layer(self, x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
@@ -110,16 +110,18 @@ class Llama(nn.Module):
 
     rotary: torch.Tensor
 
-    def __init__(self, config: ModelConfig, *, seq_len: int, recompute: bool, loss_chunks: int = 1) -> None:
+    def __init__(self, config: ModelConfig, train: TrainConfig) -> None:
         super().__init__()
-        self.config, self.seq_len, self.loss_chunks = config, seq_len, loss_chunks
+        self.config, self.seq_len, self.loss_chunks = config, train.seq_len, train.loss_chunks
         rows = padded_vocab_size(config)
         self.embedding = nn.Embedding(rows, config.dim)
-        self.layers = nn.ModuleList([Block(config, recompute=recompute) for _ in range(config.layers)])
+        self.layers = nn.ModuleList(
+            [Block(config, recompute=for_layer(number, train)) for number in range(config.layers)]
+        )
         self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.output = nn.Linear(config.dim, rows, bias=False)
         self.tie()
-        self.register_buffer("rotary", torch.empty(2, seq_len, config.dim // config.heads // 2), persistent=False)
+        self.register_buffer("rotary", torch.empty(2, self.seq_len, config.dim // config.heads // 2), persistent=False)
 
     def tie(self) -> None:
         """Share the embedding with the output again, after something replaced one of them."""
@@ -193,10 +195,7 @@ class LlamaWorkload(BaseWorkload):
         # torch warns in every rank's log of what would happen if the logits were changed in place; `loss` does not.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
         with torch.device("meta"):
-            return Llama(
-                config.model, seq_len=config.train.seq_len, recompute=config.train.activation_checkpointing,
-                loss_chunks=config.train.loss_chunks,
-            )  # fmt: skip
+            return Llama(config.model, config.train)
 
     def parallelize(self, model: nn.Module, layout: Layout) -> Llama:
         assert isinstance(model, Llama)

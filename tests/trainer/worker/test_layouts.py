@@ -92,10 +92,14 @@ def test_micro_batches_add_up_to_the_batch(undisturbed):
     assert pieces == pytest.approx(whole, rel=1e-4)
 
 
-def test_recomputing_activations_changes_nothing(undisturbed):
+@pytest.mark.parametrize(
+    "recompute",
+    [{}, *(pytest.param(one, marks=pytest.mark.proof) for one in ({"every": 2}, {"keep": "products"}))],
+)
+def test_recomputing_activations_changes_nothing(undisturbed, recompute):
     kept = undisturbed(1, train={"steps": 8}).losses()
-    recomputed = undisturbed(1, train={"steps": 8, "activation_checkpointing": True}).losses()
-    assert recomputed == kept
+    train = {"steps": 8, "activation_checkpointing": True, "recompute": recompute}
+    assert undisturbed(1, train=train).losses() == kept
 
 
 def test_every_rank_leaves_a_line_for_every_step(undisturbed):

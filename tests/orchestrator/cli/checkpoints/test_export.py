@@ -20,7 +20,7 @@ with warnings.catch_warnings():
     import torch
 
     from tests.checkpointing.engine.built_checkpoint import build
-    from trainer.contract.config import ModelConfig
+    from trainer.contract.config import ModelConfig, TrainConfig
     from trainer.worker.interchange.hugging_face import names
     from trainer.worker.llama import Llama
     from trainer.worker.saved_state.checkpoint_contents import model_tensors
@@ -34,7 +34,7 @@ def run(seeds: Seeds) -> tuple[str, Path]:
     """A run of a small Llama with one checkpoint; its name and the checkpoint's folder."""
     name = seeds.run()
     place = seeds.root / name
-    model = Llama(ModelConfig(**SIZES), seq_len=16, recompute=False)
+    model = Llama(ModelConfig(**SIZES), TrainConfig(seq_len=16))
     model.materialize(torch.device("cpu"), 1)
     tensors = {key: tensor.detach() for key, tensor in model_tensors(model).items()}
     moments = {f"optimizer/{key[6:]}/exp_avg": torch.ones_like(tensor) for key, tensor in tensors.items()}

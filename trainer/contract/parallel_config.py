@@ -10,6 +10,7 @@ class Strategy(StrEnum):
 
     AUTO = "auto"  # `hsdp` where `dp_replicate` is above 1, else `fsdp`
     DDP = "ddp"  # nothing is shared: every rank has the whole model, and gradients are averaged
+    ZERO1 = "zero1"  # optimizer state; gradients of all micro-batches are added up before they are reduced
     ZERO2 = "zero2"  # gradients and optimizer state; parameters are gathered once a step
     ZERO3 = "zero3"  # parameters, gradients and optimizer state; parameters are gathered layer by layer
     FSDP = "fsdp"  # the same
@@ -34,14 +35,14 @@ class FsdpConfig:
 
     reshard_after_forward: str = "auto"
     """`always` frees a layer's gathered parameters after its forward pass, `never` keeps them for the backward pass
-    (more memory, one all-gather less); `auto`: `never` with `zero2` and `ddp`, else all layers but the root."""
+    (more memory, one all-gather less); `auto`: `never` with `ddp`, `zero1` and `zero2`, else all layers but the root."""
 
     prefetch: int = 0
     """Layers that are gathered ahead of the one that computes; 0: as torch does it, one."""
 
     reduce: str = "auto"
     """Gradients are reduced after `each` micro-batch, which keeps only shards of them, or after the `last` one of a
-    step: less traffic, whole gradients in memory. `auto`: `last` with `ddp`, else `each`."""
+    step: less traffic, whole gradients in memory. `auto`: `last` with `ddp` and `zero1`, else `each`."""
 
     def __post_init__(self) -> None:
         if self.reduce not in REDUCE:
@@ -59,7 +60,7 @@ class ParallelConfig:
     """How the ranks share the model; the product of the sizes is the world size."""
 
     strategy: str = Strategy.AUTO
-    """`ddp`, `zero2`, `zero3`, `fsdp`, `hsdp`; `auto`: `hsdp` where `dp_replicate` is above 1, else `fsdp`."""
+    """`ddp`, `zero1`, `zero2`, `zero3`, `fsdp`, `hsdp`; `auto`: `hsdp` where `dp_replicate` is above 1, else `fsdp`."""
 
     dp_replicate: int = 1
     """Replicas of the sharded model (HSDP when above 1); `ddp` takes all data-parallel ranks."""
@@ -114,18 +115,18 @@ class ParallelConfig:
     def reshard_after_forward(self) -> bool | None:
         """What `fully_shard` is told; None: all units but the root."""
         if self.fsdp.reshard_after_forward == "auto":
-            return False if self.strategy in (Strategy.DDP, Strategy.ZERO2) else None
+            return False if self.strategy in (Strategy.DDP, Strategy.ZERO1, Strategy.ZERO2) else None
         return self.fsdp.reshard_after_forward == "always"
 
     @property
     def reduces_last_only(self) -> bool:
         """Whether gradients of several micro-batches are added up on each rank before they are reduced."""
         if self.fsdp.reduce == "auto":
-            return self.strategy == Strategy.DDP
+            return self.strategy in (Strategy.DDP, Strategy.ZERO1)
         return self.fsdp.reduce == "last"
 
 
-_ONE_GROUP = (Strategy.ZERO2, Strategy.ZERO3, Strategy.FSDP)
+_ONE_GROUP = (Strategy.ZERO1, Strategy.ZERO2, Strategy.ZERO3, Strategy.FSDP)
 
 
 def _one_of(words: tuple[str, ...]) -> str:

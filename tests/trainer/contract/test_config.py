@@ -93,7 +93,7 @@ def test_sizes_that_do_not_multiply_to_the_world_are_named(world, parallel):
         (ModelConfig, {"kv_heads": 0}, "model.kv_heads=0: must be at least 1"),
         (TrainConfig, {"micro_batch_size": -1}, "train.micro_batch_size=-1"),
         (TrainConfig, {"steps": 0}, "train.steps=0"),
-        (TrainConfig, {"dtype": "float16"}, "bfloat16, float16 or float32"),
+        (TrainConfig, {"dtype": "fp8"}, "bfloat16, float16 or float32"),
         (DrillEvent, {"kind": "explode"}, "kind=explode"),
     ],
 )

@@ -104,6 +104,7 @@ CONFIG: Mapping[str, Term] = {
     "train.activation_checkpointing": _SUMS,
     "train.recompute.every": HARMLESS,
     "train.recompute.keep": HARMLESS,
+    "train.peak_tflops": HARMLESS,
     "train.loss_chunks": _SUMS,
     DATA_PATH: Term(Rule.REFUSED, "it does not hold the same tokens; submit a new run"),
     "data.text": _OTHER_DATA,

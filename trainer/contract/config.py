@@ -159,6 +159,8 @@ class TrainConfig:
     reduced in float32."""
     activation_checkpointing: bool = False
     """Recompute layers in the backward pass instead of keeping their activations (built-in model)."""
+    peak_tflops: float = 0.0
+    """TFLOP/s that one device can do, of which MFU is the share that the model used; 0: from a table of GPUs."""
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
     loss_chunks: int = 1
     """Pieces of each sequence whose logits exist one after the other (built-in model): less memory, computed twice."""
@@ -167,6 +169,8 @@ class TrainConfig:
         for name in ("steps", "batch_size", "seq_len"):
             if getattr(self, name) < 1:
                 raise ValueError(f"train.{name}={getattr(self, name)}: must be at least 1")
+        if not 0 <= self.peak_tflops < float("inf"):
+            raise ValueError(f"train.peak_tflops={self.peak_tflops}: must be 0 or more")
         if self.loss_chunks < 1 or self.seq_len % self.loss_chunks:
             raise ValueError(f"train.loss_chunks={self.loss_chunks}: must divide train.seq_len={self.seq_len}")
         if self.micro_batch_size < 0:

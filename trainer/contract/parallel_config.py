@@ -35,7 +35,7 @@ class FsdpConfig:
 
     reshard_after_forward: str = "auto"
     """`always` frees a layer's gathered parameters after its forward pass, `never` keeps them for the backward pass
-    (more memory, one all-gather less); `auto`: `never` with `ddp`, `zero1` and `zero2`, else all layers but the root."""
+    (more memory, one all-gather less); `auto`: `never` with `ddp`, `zero1` and `zero2`, else all but the root."""
 
     prefetch: int = 0
     """Layers that are gathered ahead of the one that computes; 0: as torch does it, one."""

@@ -11,6 +11,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from trainer.contract.config import JobConfig, ModelConfig, TrainConfig
+from trainer.contract.model_flops import flops_per_token
 from trainer.contract.token_shards import Index
 from trainer.worker import parallelize
 from trainer.worker.activation_checkpointing import Recompute, for_layer
@@ -189,6 +190,8 @@ class LlamaWorkload(BaseWorkload):
         if args:
             raise WorkloadError(f"workload.args: the built-in model takes none, but got {', '.join(sorted(args))}")
         parallelize.check(config)
+        train = config.train
+        self.flops_per_step = flops_per_token(config.model, train.seq_len) * train.batch_size * train.seq_len
 
     def build_model(self) -> Llama:
         config = self.config

@@ -20,6 +20,7 @@ from trainer.worker.optimizer import set_learning_rate
 from trainer.worker.reporting.metrics import Journal
 from trainer.worker.reporting.phase_tracker import phase_tracker
 from trainer.worker.reporting.progress_log import ProgressLog
+from trainer.worker.reporting.step_figures import StepFigures
 from trainer.worker.saved_state.loss_scale import LossScale
 from trainer.worker.saved_state.rng_state import seed_generators
 from trainer.worker.saved_state.train_state import Saver, TrainState
@@ -102,6 +103,9 @@ def train_on(
         spike_detector=SpikeDetector(config.detection.spike),
         started=session.started,
         progress_log=progress_log,
+        figures=StepFigures(
+            config, objects.layout.device, objects.layout.world_size, getattr(objects.workload, "flops_per_step", None)
+        ),
         skip=skip,
         test_until=test_until,
     )

@@ -78,6 +78,9 @@ class BaseWorkload:
     """True: an operation without a deterministic kernel raises. False: it warns, and fused attention on GPUs is free
     to differ in the last bits between two runs."""
 
+    flops_per_step: float | None = None
+    """Model FLOPs of one optimizer step over all ranks, forward and backward: for TFLOP/s and MFU in steps.jsonl."""
+
     def __init__(self, config: JobConfig, **args: Any) -> None:
         self.config, self.args = config, args
 

@@ -24,6 +24,9 @@ class PhaseTracker:
         self._section: int | None = None
         self._phase, self._slow_depth, self._thread = Phase.INIT, 0, threading.get_ident()
         self._before = [0] * len(SECTIONS)
+        self._last_total = [0] * len(SECTIONS)
+        self.last_step = [0] * len(SECTIONS)
+        """Nanoseconds of own work in each of SECTIONS in the newest step; on a GPU, what was known by then."""
         self._first = True
 
     def enter(self, phase: Phase) -> None:
@@ -64,6 +67,8 @@ class PhaseTracker:
         self._section = None
         self._stopwatch.switch_to(None)
         total = self._stopwatch.total()
+        self.last_step = [now - before for now, before in zip(total, self._last_total, strict=True)]
+        self._last_total = list(total)
         if self._first:
             self._first, self._before = False, list(total)
             self._cell.start_timing()

@@ -11,7 +11,7 @@ from checkpointing.errors import SaveFailed
 from trainer.contract.config import JobConfig
 from trainer.contract.events import EventKind
 from trainer.contract.outcome import ExitCode
-from trainer.contract.ranks.progress import Phase, ProgressCell, StopReason
+from trainer.contract.ranks.progress import SECTIONS, Phase, ProgressCell, StopReason
 from trainer.contract.save_trouble import short_reason
 from trainer.worker.data import take, unwrapped
 from trainer.worker.data_parallel import reduce_gradients_of_next
@@ -19,6 +19,7 @@ from trainer.worker.optimizer import set_learning_rate
 from trainer.worker.reporting.metrics import Journal
 from trainer.worker.reporting.phase_tracker import PhaseTracker
 from trainer.worker.reporting.progress_log import ProgressLog
+from trainer.worker.reporting.step_figures import StepFigures, section_seconds
 from trainer.worker.saved_state.train_state import Saver, TrainState
 from trainer.worker.saved_state.weights_digest import weights_digest
 from trainer.worker.train_objects import TrainObjects
@@ -50,6 +51,7 @@ class LoopServices:
     spike_detector: SpikeDetector
     started: float  # time.monotonic() of the rank's start
     progress_log: ProgressLog
+    figures: StepFigures
     skip: Collection[int] = ()  # positions in the data
     test_until: int = 0  # a restore test trains to this step and saves nothing
 
@@ -61,8 +63,9 @@ class PendingStep:
     reduced: Reduced
     position: int
     rate: float
-    loss_scale: float
-    overflowed: bool  # in float16: the optimizer left it out
+    loss_scale: float = 1.0
+    work: Sequence[int] = (0,) * len(SECTIONS)  # nanoseconds in each of them
+    overflowed: bool = False  # in float16: the optimizer left it out
 
 
 class Loop:
@@ -131,7 +134,7 @@ class Loop:
         if objects.scheduler is not None and not steps_on_plateau(objects.scheduler):
             objects.scheduler.step()
         self._services.phases.step_ended(step)
-        return PendingStep(reduced, position, rate, scale, overflowed)
+        return PendingStep(reduced, position, rate, scale, self._services.phases.last_step, overflowed)
 
     def _overflowed(self, reduced: Reduced) -> bool:
         """Whether the gradients of this step are none in float16, which alone waits for the device to know it."""
@@ -272,6 +275,7 @@ class Loop:
         values = {"loss": result.loss, "grad_norm": result.grad_norm, "lr": pending.rate, "seconds": seconds}
         speed = {} if tokens is None else {"tokens_per_s": tokens / seconds}
         more: dict[str, Any] = {"metrics": own} if own else {}
+        more |= self._services.figures.of(seconds, self._stall, section_seconds(pending.work))
         if self._train_state.loss_scale.is_dynamic:
             more |= {"loss_scale": pending.loss_scale, "overflowed": pending.overflowed}
         self._services.journal.step(result.step, **values, **speed, stall=self._stall, **more)

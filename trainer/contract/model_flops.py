@@ -1,0 +1,44 @@
+"""PURE: floating-point operations of the built-in model, and what devices can do at most."""
+
+from trainer.contract.config import ModelConfig
+
+_TENSOR_CORES: tuple[tuple[str, float, float], ...] = (
+    ("B200", 2250.0, 75.0),
+    ("GH200", 990.0, 67.0),
+    ("H200", 989.5, 67.0),
+    ("H100 PCIe", 756.0, 51.0),
+    ("H100 NVL", 835.5, 60.0),
+    ("H100", 989.5, 67.0),
+    ("A100", 312.0, 19.5),
+    ("A10G", 70.0, 35.0),
+    ("A10", 125.0, 31.2),
+    ("A40", 149.7, 37.4),
+    ("L40S", 362.0, 91.6),
+    ("L40", 181.0, 90.5),
+    ("L4", 121.0, 30.3),
+    ("V100", 125.0, 15.7),
+    ("MI300X", 1307.4, 163.4),
+    ("MI250X", 191.5, 23.9),
+)
+"""Part of the device's name, then dense TFLOP/s in 16 bits (without sparsity) and in float32 (without TF32), from the
+vendors' data sheets; of MI250X those of one of its two dies, which is a device of its own. More special names first."""
+
+
+def flops_per_token(model: ModelConfig, seq_len: int) -> float:
+    """Forward and backward pass, counted as in PaLM (Chowdhery et al. 2022, appendix B): 6 per weight of a product,
+    and attention without the discount of a causal mask; what is recomputed does not count.
+
+    Queries have `heads` heads, keys and values `kv_heads`; norms, rotary embedding and the embedding's lookup are none.
+    """
+    width = model.dim // model.heads
+    attention = 2 * model.dim * model.heads * width + 2 * model.dim * model.kv_heads * width
+    weights = model.layers * (attention + 3 * model.dim * model.ffn_dim) + model.dim * model.vocab_size
+    return 6.0 * weights + 12.0 * model.layers * model.heads * width * seq_len
+
+
+def peak_flops(device_name: str, dtype: str) -> float | None:
+    """Operations per second that a device can do in this precision; None for one that is not in the table."""
+    for name, half, full in _TENSOR_CORES:
+        if name.lower() in device_name.lower():
+            return 1e12 * (full if dtype == "float32" else half)
+    return None

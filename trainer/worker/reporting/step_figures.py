@@ -1,0 +1,54 @@
+"""Where the time of a step went on this rank, the memory that it needed, and which share of the device was used."""
+
+import resource
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from trainer.contract.config import JobConfig
+from trainer.contract.model_flops import peak_flops
+from trainer.contract.ranks.progress import SECTIONS
+
+
+class StepFigures:
+    """Makes the part of a line of steps.jsonl that says what a step has cost."""
+
+    def __init__(self, config: JobConfig, device: torch.device, world_size: int, flops_per_step: float | None) -> None:
+        """`flops_per_step`: model FLOPs of one optimizer step over all ranks, if the workload knows them."""
+        self._device, self._world_size, self._flops = device, world_size, flops_per_step
+        self._peak = 1e12 * config.train.peak_tflops or _peak(device, config.train.dtype)
+
+    def of(self, seconds: float, stall: float, sections: Mapping[str, float]) -> dict[str, Any]:
+        """`seconds` of the step, of which saves took `stall`; `sections`: this rank's own work in each of them.
+
+        What is left of the step is `waiting`: for peers, collectives that nothing hides, and the host.
+        """
+        work = {name: round(value, 6) for name, value in sections.items()}
+        waiting = max(0.0, seconds - stall - sum(sections.values()))
+        return {"work": work, "waiting": round(waiting, 6), "memory": self._memory(), **self._speed(seconds)}
+
+    def _memory(self) -> dict[str, int]:
+        """Peaks since the rank began, in bytes; `resident` is that of the process."""
+        if self._device.type == "cuda":
+            return {
+                "allocated": torch.cuda.max_memory_allocated(self._device),
+                "reserved": torch.cuda.max_memory_reserved(self._device),
+            }
+        return {"resident": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10}
+
+    def _speed(self, seconds: float) -> dict[str, float]:
+        if self._flops is None or seconds <= 0:
+            return {}
+        per_device = self._flops / seconds / self._world_size
+        mfu = {} if not self._peak else {"mfu": round(per_device / self._peak, 4)}
+        return {"tflops_per_rank": round(per_device / 1e12, 6), **mfu}
+
+
+def section_seconds(nanoseconds: Sequence[int]) -> dict[str, float]:
+    """Seconds by the name of the section."""
+    return {phase.name.lower(): value * 1e-9 for phase, value in zip(SECTIONS, nanoseconds, strict=True)}
+
+
+def _peak(device: torch.device, dtype: str) -> float | None:
+    return peak_flops(torch.cuda.get_device_name(device), dtype) if device.type == "cuda" else None

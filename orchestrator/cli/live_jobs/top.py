@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -201,8 +201,10 @@ def head(reading: Reading) -> list[str]:
     loss = metric.loss if metric is not None else row["loss"]
     words = [f"step {progress(reading.step, row['total_steps'], ' of ')}{share}", f"loss {decimal(loss)}"]
     words += [f"{count(round(speed))} tokens/s"] if isinstance(speed, (int, float)) else []
+    words += [f"MFU {100 * metric.mfu:.1f} %"] if metric is not None and metric.mfu is not None else []
     lines.append("   ".join(words))
     lines += _speed_words(reading.speed)
+    lines += _share_words(metric.shares) if metric is not None else []
     if beat is not None:
         silent = _since(reading.at, beat.time)
         said = f"attempt {beat.attempt} generation {beat.generation}   {_doing(beat)}"
@@ -225,6 +227,12 @@ def _speed_words(speed: TrainingSpeed) -> list[str]:
     if speed.loss_change is not None:
         words.append(f"loss {speed.loss_change:+.4f} in the last {count(speed.loss_steps)} steps")
     return ["   ".join(words)] if words else []
+
+
+def _share_words(shares: Mapping[str, float]) -> list[str]:
+    """One line, where a step's time went on rank 0; what is less than half a percent is left out."""
+    words = [f"{name} {100 * share:.0f} %" for name, share in shares.items() if share >= 0.005]
+    return [f"rank 0: {', '.join(words)}"] if words else []
 
 
 def _flat(one: RankReading) -> dict[str, Any]:

@@ -3,7 +3,8 @@
 import json
 import os
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,9 @@ class StepMetrics:
     tokens_per_s: float | None
     time: float
     seconds: float | None = None  # of the step itself
+    mfu: float | None = None
+    shares: Mapping[str, float] = field(default_factory=dict)
+    """Where the step's time went on rank 0, as shares of it: its own work by section, and `waiting`."""
 
 
 class EventFeed:
@@ -160,9 +164,18 @@ def _metrics_of_line(line: bytes) -> StepMetrics | None:
         return StepMetrics(
             attempt=fields["attempt"], generation=fields["generation"], step=fields["step"], loss=fields.get("loss"),
             tokens_per_s=fields.get("tokens_per_s"), time=fields["time"], seconds=fields.get("seconds"),
+            mfu=fields.get("mfu"), shares=_shares(fields),
         )  # fmt: skip
     except (ValueError, KeyError, TypeError):
         return None
+
+
+def _shares(fields: Mapping[str, Any]) -> dict[str, float]:
+    """None of a line of an older orch."""
+    if "work" not in fields or not fields["seconds"]:
+        return {}
+    parts = {**fields["work"], "waiting": fields["waiting"], "saving": fields.get("stall", 0.0)}
+    return {name: value / fields["seconds"] for name, value in parts.items()}
 
 
 class StepLines:

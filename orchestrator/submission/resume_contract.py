@@ -81,6 +81,7 @@ CONFIG: Mapping[str, Term] = {
     "parallel.fsdp.reshard_after_forward": HARMLESS,
     "parallel.fsdp.prefetch": HARMLESS,
     "parallel.fsdp.reduce": _SUMS,
+    "parallel.fsdp.offload": _SUMS,
     "model.vocab_size": _SHAPE,
     "model.dim": _SHAPE,
     "model.layers": _SHAPE,

@@ -26,6 +26,7 @@ class MeshSizes(NamedTuple):
 
 
 RESHARD = ("auto", "always", "never")
+OFFLOAD = ("none", "all")
 REDUCE = ("auto", "each", "last")
 
 
@@ -44,7 +45,13 @@ class FsdpConfig:
     """Gradients are reduced after `each` micro-batch, which keeps only shards of them, or after the `last` one of a
     step: less traffic, whole gradients in memory. `auto`: `last` with `ddp` and `zero1`, else `each`."""
 
+    offload: str = "none"
+    """`all` keeps shards of parameters, gradients and optimizer state in host memory, where the optimizer then runs;
+    what a layer needs is copied to the GPU for as long as it computes."""
+
     def __post_init__(self) -> None:
+        if self.offload not in OFFLOAD:
+            raise ValueError(f"parallel.fsdp.offload={self.offload}: must be {_one_of(OFFLOAD)}")
         if self.reduce not in REDUCE:
             raise ValueError(f"parallel.fsdp.reduce={self.reduce}: must be {_one_of(REDUCE)}")
         if self.reshard_after_forward not in RESHARD:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from trainer.contract.config import JobConfig
 from trainer.worker.mesh import Layout
@@ -17,12 +17,21 @@ def share_out(
     Replicas without shards (DDP) are a mesh whose inner dimension has one rank: FSDP2 then averages gradients in the
     same buckets in every step, so that a restart is bit-equal. DDP's own buckets are rebuilt after the first step.
     """
+    # Pinned memory is what a GPU copies from while it computes.
+    pins = layout.device.type == "cuda"
+    offload = CPUOffloadPolicy(pin_memory=pins) if offloads(config) else OffloadPolicy()
     for module in (*units, model):
         fully_shard(
-            module, mesh=layout.fsdp, mp_policy=policy, reshard_after_forward=config.parallel.reshard_after_forward
-        )
+            module, mesh=layout.fsdp, mp_policy=policy, offload_policy=offload,
+            reshard_after_forward=config.parallel.reshard_after_forward,
+        )  # fmt: skip
     if depth := config.parallel.fsdp.prefetch:
         _prefetch([unit for unit in units if isinstance(unit, FSDPModule)], depth)
+
+
+def offloads(config: JobConfig) -> bool:
+    """Whether shards are kept in host memory."""
+    return config.parallel.fsdp.offload == "all"
 
 
 def reduce_gradients_of_next(model: nn.Module, *, now: bool) -> None:

@@ -17,6 +17,7 @@ from trainer.worker import parallelize
 from trainer.worker.activation_checkpointing import Recompute, for_layer
 from trainer.worker.cross_entropy import summed_cross_entropy
 from trainer.worker.data import Data, StatefulData
+from trainer.worker.data_parallel import offloads
 from trainer.worker.initial_weights import fill
 from trainer.worker.mesh import Layout
 from trainer.worker.workload import BaseWorkload, WorkloadError
@@ -129,9 +130,12 @@ class Llama(nn.Module):
         if self.config.tie_embeddings:
             self.output.weight = self.embedding.weight
 
-    def materialize(self, device: torch.device, seed: int) -> None:
-        """Leave the meta device: initial weights that depend on `seed` and the names alone."""
-        self.to_empty(device=device)
+    def materialize(self, device: torch.device, seed: int, *, offload: bool = False) -> None:
+        """Leave the meta device: initial weights that depend on `seed` and the names alone.
+
+        `offload`: parameters stay in host memory.
+        """
+        self.to_empty(device=torch.device("cpu") if offload else device)
         self.tie()
         width = self.config.dim // self.config.heads
         self.rotary = rotary_table(self.seq_len, width, self.config.rope_theta, device)
@@ -203,7 +207,7 @@ class LlamaWorkload(BaseWorkload):
     def parallelize(self, model: nn.Module, layout: Layout) -> Llama:
         assert isinstance(model, Llama)
         parallelize.shard(model, layout, self.config)
-        model.materialize(layout.device, self.config.train.seed)
+        model.materialize(layout.device, self.config.train.seed, offload=offloads(self.config))
         return model
 
     def build_data(self, layout: Layout) -> Data | StatefulData:

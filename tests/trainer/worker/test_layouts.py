@@ -9,6 +9,7 @@ LAYOUTS = {
     "dp2": (2, {"dp_shard": 2}),
     "tp2": (2, {"tp": 2}),
     "ddp": (2, {"strategy": "ddp"}),
+    "dp2, offloaded": (2, {"dp_shard": 2, "fsdp": {"offload": "all"}}),
     "zero1": (2, {"strategy": "zero1"}),
     "zero2": (2, {"strategy": "zero2"}),
     "dp2, prefetched": (2, {"strategy": "zero3", "fsdp": {"prefetch": 2, "reshard_after_forward": "always"}}),
@@ -80,7 +81,7 @@ def test_bfloat16_stays_near_float32(undisturbed, name):
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize("name", ["zero1", "zero2", "dp2, prefetched"])
+@pytest.mark.parametrize("name", ["zero1", "zero2", "dp2, offloaded", "dp2, prefetched"])
 def test_when_parameters_are_gathered_and_freed_changes_no_bit(undisturbed, name):
     one, other = (undisturbed(**shape(each), **GENTLE) for each in ("dp2", name))
     assert other.losses() == one.losses()

@@ -17,6 +17,7 @@ LAYOUTS = [
     pytest.param(2, {"dp_shard": 2}, id="dp2"),
     pytest.param(4, {"dp_shard": 2, "tp": 2}, id="dp2xtp2", marks=pytest.mark.proof),
     pytest.param(4, {"strategy": "ddp"}, id="ddp4", marks=pytest.mark.proof),
+    pytest.param(4, {"fsdp": {"offload": "all"}}, id="offloaded on 4", marks=pytest.mark.proof),
     pytest.param(4, {"strategy": "zero1"}, id="zero1 on 4", marks=pytest.mark.proof),
     pytest.param(4, {"strategy": "zero2"}, id="zero2 on 4", marks=pytest.mark.proof),
     pytest.param(4, {"strategy": "hsdp", "dp_replicate": 2}, id="hsdp2x2", marks=pytest.mark.proof),

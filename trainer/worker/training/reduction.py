@@ -118,4 +118,5 @@ def clip(gradients: Sequence[torch.Tensor], norm: torch.Tensor, limit: float) ->
     if limit <= 0 or not gradients:
         return
     factor = (limit / (norm + 1e-6)).clamp(max=1.0)
-    torch._foreach_mul_([local(gradient) for gradient in gradients], factor.float())
+    shards = [local(gradient) for gradient in gradients]
+    torch._foreach_mul_(shards, factor.float().to(shards[0].device))  # of offloaded ones that is the host

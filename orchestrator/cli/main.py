@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import click
 
-from orchestrator.cli.terminal.command_classes import LazyGroup, NoSuchCommand
+from orchestrator.cli.terminal.command_classes import DELETED_BY_ORCH, LazyGroup, NoSuchCommand
 from orchestrator.cli.terminal.render import Screen
 from orchestrator.cli.terminal.streams import READER_GONE, OutputLost, ReaderGone, prepare
 from orchestrator.errors import ConfigError, NotFound, OrchError, Precondition, RunExpected
@@ -104,7 +104,7 @@ def run(args: Sequence[str] | None = None) -> int:
         screen.json = False  # there is nowhere for an object to go
         return _report_error(screen, error)
     except RunExpected as error:
-        error.hint = f"orch {shlex.join(error.run if word == error.given else word for word in words)}"
+        error.hint = DELETED_BY_ORCH if words[0] == "rm" else f"orch {shlex.join(_of_run(error, words))}"
         return _report_error(screen, error)
     except OrchError as error:
         return _report_error(screen, error)
@@ -158,12 +158,17 @@ def _has_current_folder() -> bool:
     return True
 
 
+def _of_run(error: RunExpected, words: Sequence[str]) -> list[str]:
+    return [error.run if word == error.given else word for word in words]
+
+
 _WHOLE_NUMBER = ("is not a valid integer range", "is not a whole number")
 
 
 def _usage(screen: Screen, error: click.ClickException, words: Sequence[str]) -> int:
     context = error.ctx if isinstance(error, click.UsageError) else None
-    path = context.command_path if context else "orch"
+    verb = next((f"orch {word}" for word in words if word in VERBS), "orch")
+    path = context.command_path if context else verb
     code = "NotFound" if isinstance(error, click.FileError) else "Usage"
     hint = ""
     if isinstance(error, click.NoSuchOption):
@@ -176,7 +181,8 @@ def _usage(screen: Screen, error: click.ClickException, words: Sequence[str]) ->
         hint = without_extra(path, error.message, words)
     if isinstance(error, NoSuchCommand):
         hint = error.hint
-    said = error.message if hint else error.format_message()  # without what click takes for near
+    # Without what click takes for near, which knows no meaning.
+    said = error.message if hint or isinstance(error, click.NoSuchOption) else error.format_message()
     what = " ".join(said.split()).rstrip(".").replace(*_WHOLE_NUMBER)
     screen.error(code, what, f"command line: {path}", hint or f"see `{path} -h`")
     return NotFound.exit_code if code == "NotFound" else 2

@@ -57,6 +57,9 @@ def drill(
     else:
         if len(words) != 2:
             raise _not_a_pair(words)
+        if words[1] not in EXPECTED and nearest(words[0], EXPECTED, 0.8):
+            swapped = f"orch drill {shlex.quote(words[1])} {nearest(words[0], EXPECTED, 0.8)}"
+            raise ConfigError("the run comes first, then the kind", where="command line", hint=swapped)
         run, kind = words[0], _known(words[1])
         card, run = _in_a_run(screen, run, kind, rank, yes, timeout)
     _show(screen, run, card)
@@ -68,7 +71,10 @@ def drill(
 
 
 def _not_a_pair(words: tuple[str, ...]) -> ConfigError:
+    """What to type instead; where the run cannot be drilled anyway, that is raised."""
     runs = [word for word in words if word not in EXPECTED]
+    if len(words) == len(runs) == 1:
+        find_live_attempt(runs[0])
     kinds = [word for word in words if word in EXPECTED]
     hint = f"orch drill {shlex.quote(next(iter(runs), 'RUN'))} {next(iter(kinds), 'kill-rank')}"
     return ConfigError("a drill takes a run and a kind", where="command line", hint=hint)

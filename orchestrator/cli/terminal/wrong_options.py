@@ -29,7 +29,8 @@ def what_to_type(error: click.NoSuchOption, words: Sequence[str]) -> str:
     given, value = error.option_name, _value(error.option_name, words)
     options = [option for item in error.ctx.command.params for option in item.opts] if error.ctx else []
     if _MEANT.get(given) in options:
-        return f"did you mean {' '.join(filter(None, (_MEANT[given], value)))}?"
+        shown = "NUMBER" if _MEANT[given] == "--tail" and not value.isdigit() else value
+        return f"did you mean {' '.join(filter(None, (_MEANT[given], shown)))}?"
     if given in _FOLLOWING and (names := [word for word in words[1:] if not word.startswith("-") and "=" not in word]):
         return f"leave it out; `orch events {shlex.quote(names[0])} -f` follows the run"
     if error.ctx is None or not any("KEY=VALUE" in str(item.metavar) for item in error.ctx.command.params):

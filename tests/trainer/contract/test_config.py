@@ -81,7 +81,7 @@ def test_sizes_that_do_not_multiply_to_the_world_are_named(world, parallel):
         (ClusterShape, {"gpus_per_node": 3, "ranks_per_node": 2}, "one GPU for each rank"),
         (ParallelConfig, {"tp": 0}, "at least 1"),
         (ParallelConfig, {"strategy": "zero4"}, "must be auto, ddp, zero2, zero3, fsdp or hsdp"),
-        (ParallelConfig, {"strategy": "zero3", "dp_replicate": 2}, "parallel.strategy=hsdp has several"),
+        (ParallelConfig, {"strategy": "zero3", "dp_replicate": 2}, "parallel.dp_replicate=1, with parallel.dp_shard=0"),
         (ParallelConfig, {"strategy": "hsdp"}, "needs replicas: parallel.dp_replicate=2 or more"),
         (ParallelConfig, {"strategy": "ddp", "dp_shard": 2}, "ddp shards nothing"),
         (FsdpConfig, {"reshard_after_forward": "True"}, "must be auto, always or never"),

@@ -22,7 +22,8 @@ from orchestrator.submission.create_run import data_identity, read_index
 from orchestrator.submission.run_identity import code, environment
 from tests.fakes.slurm_commands import refusing, write_commands
 from tests.orchestrator.cli.conftest import Seeds, Type
-from trainer.contract.token_shards import prepare
+from trainer.contract.outcome import Failure, FailureKind
+from trainer.contract.token_shards import Index, prepare
 
 
 @pytest.fixture
@@ -117,7 +118,9 @@ def test_ctrl_c_detaches_and_says_that_the_run_goes_on(seeds: Seeds) -> None:
 class Resumable:
     """A held run with a whole config, made with the code and the environment of now."""
 
-    def __init__(self, seeds: Seeds, tmp_path: Path, state: RunState = RunState.HELD, *overrides: str) -> None:
+    def __init__(
+        self, seeds: Seeds, tmp_path: Path, state: RunState = RunState.HELD, *overrides: str, saved: bool = True
+    ) -> None:
         self.store, self.name = seeds.store, seeds.run(state=state)
         composed = compose("tiny-gpt", [f"cluster.root={tmp_path}", *overrides])
         data = composed.data
@@ -127,6 +130,8 @@ class Resumable:
         seeds.store.note_run(
             self.name, epoch=seeds.epoch, now=1.0, config_digest=self.digest, total_steps=200, identity=identity
         )
+        if saved:
+            seeds.checkpoint(self.name, 100)
 
     def asked(self) -> dict[str, Any]:
         (request,) = self.store.user_requests()
@@ -223,6 +228,88 @@ def test_resume_refuses_what_may_not_change(
     assert run.store.user_requests() == []
 
 
+@pytest.mark.parametrize(
+    "words", [["train.seed=5"], ["model.dim=256"], ["train.batch_size=32"], ["data.shuffle=false"]]
+)
+def test_a_run_that_has_saved_nothing_begins_anew_with_anything(
+    orch: Type, seeds: Seeds, service: SimpleNamespace, tmp_path: Path, words: list[str]
+) -> None:
+    run = Resumable(seeds, tmp_path, saved=False)
+    assert orch("resume", run.name, *words, "--no-controller").code == 0
+    refused = orch("resume", run.name, *words, f"cluster.root={tmp_path / 'elsewhere'}")
+    assert (refused.code, "cluster.root cannot change" in refused.err) == (4, True)
+
+
+def test_a_run_that_has_saved_nothing_may_be_given_its_data(
+    orch: Type, seeds: Seeds, service: SimpleNamespace, tmp_path: Path
+) -> None:
+    (tmp_path / "book.txt").write_text("once upon a time " * 999)
+    run = Resumable(seeds, tmp_path, RunState.FAILED, saved=False)
+    assert orch("resume", run.name, f"data.text=[{tmp_path / 'book.txt'}]", "~data.path", "--no-controller").code == 0
+    asked = run.asked()
+    path = run.store.config(asked["config"])["data"]["path"]
+    assert Index.read(Path(path)).tokens == len("once upon a time " * 999) + 1
+    assert asked["identity"]["data"]["path"] == path
+
+
+@pytest.mark.parametrize("beginning", ["a checkpoint on disk", "another run's", "a tier elsewhere"])
+def test_what_the_registry_does_not_know_may_be_kept_all_the_same(
+    orch: Type, seeds: Seeds, service: SimpleNamespace, tmp_path: Path, beginning: str
+) -> None:
+    tiers = ["checkpoint.tiers=[{path: run}, {path: /scratch}]"] if beginning == "a tier elsewhere" else []
+    run = Resumable(seeds, tmp_path, RunState.HELD, *tiers, saved=False)
+    found = run.store.run(run.name)
+    if beginning == "a checkpoint on disk":
+        (Path(found.run_dir) / "checkpoints" / "step-00000020.001-ab12cd34").mkdir(parents=True)
+    elif beginning == "another run's":
+        identity = {**found.identity, "imported": {"checkpoint": "/elsewhere", "step": 5}}
+        run.store.note_run(run.name, epoch=seeds.epoch, now=1.0, identity=identity)
+    refused = orch("resume", run.name, "model.dim=256", "--no-controller")
+    assert (refused.code, "model.dim cannot change" in refused.err) == (4, True)
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (["cluster.nodes=3"], "train.batch_size cannot change in a run that has trained"),
+        (["train.batch_size=7"], "leave it as it was"),
+    ],
+)
+def test_resume_never_offers_what_it_would_refuse(
+    orch: Type, seeds: Seeds, service: SimpleNamespace, tmp_path: Path, words: list[str], hint: str
+) -> None:
+    run = Resumable(seeds, tmp_path, RunState.HELD, "parallel.dp_shard=0")
+    refused = orch("resume", run.name, *words)
+    assert hint in refused.err
+    assert "train.batch_size=" not in refused.err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("state", "kind", "asks"),
+    [
+        (RunState.FAILED, "unknown", False),
+        (RunState.HELD, "numeric", False),
+        (RunState.HELD, "out_of_memory", False),
+        (RunState.HELD, "storage", True),
+        (RunState.CANCELLED, None, True),
+    ],
+)
+def test_code_that_was_to_be_mended_needs_no_word(
+    orch: Type, seeds: Seeds, service: SimpleNamespace, tmp_path: Path, state: RunState, kind: str | None, asks: bool
+) -> None:
+    folder = tmp_path / "code"
+    folder.mkdir()
+    (folder / "my_model.py").write_text("class Mine: ...\n")
+    run = Resumable(seeds, tmp_path, state, f"workload.path=[{folder}]", "workload.target=my_model:Mine")
+    failure = None if kind is None else Failure(kind=FailureKind(kind), reason="as it was").to_json()
+    seeds.store.note_attempt(run.name, 1, epoch=seeds.epoch, failure=failure)
+    (folder / "my_model.py").write_text("class Mine: mended = True\n")
+    typed = orch("resume", run.name, "--no-controller")
+    assert typed.code == (4 if asks else 0), typed.err
+    assert ("--accept code.user" in typed.err) == asks
+    assert ("trains on with mended code" in typed.err) == (not asks)
+
+
 def test_a_key_that_there_is_not_is_told_before_a_run_is_cancelled_for_it(orch: Type, seeds: Seeds) -> None:
     run = seeds.run()
     refused = orch("resume", run, "train.lrr=1")
@@ -259,7 +346,7 @@ def test_what_differs_from_a_run_that_never_trained_needs_no_word(
     orch: Type, seeds: Seeds, service: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A package that its training code lacked is installed, for instance."""
-    run = Resumable(seeds, tmp_path)
+    run = Resumable(seeds, tmp_path, saved=False)
     run.store.note_run(run.name, epoch=seeds.epoch, now=1.0, step=0)
     monkeypatch.setattr(resume_request, "environment", lambda kind: {**environment(kind), "torch": "9.9"})
     assert orch("resume", run.name, "--no-controller").code == 0

@@ -13,6 +13,7 @@ from orchestrator.cli.terminal.command_classes import DELETED_BY_ORCH, LazyGroup
 from orchestrator.cli.terminal.render import Screen
 from orchestrator.cli.terminal.streams import READER_GONE, OutputLost, ReaderGone, prepare
 from orchestrator.errors import ConfigError, NotFound, OrchError, Precondition, RunExpected
+from orchestrator.near_words import nearest
 
 VERBS = {
     "submit": ("orchestrator.cli.runs.submit:submit", "Submit a run; orch restarts it until it is finished."),
@@ -158,6 +159,13 @@ def _has_current_folder() -> bool:
     return True
 
 
+def _is_near(error: click.ClickException) -> bool:
+    """Whether what click takes for near is a slip of the finger, and not another word."""
+    if not isinstance(error, click.NoSuchOption):
+        return True
+    return bool(nearest(error.option_name, error.possibilities or (), 0.8))
+
+
 def _of_run(error: RunExpected, words: Sequence[str]) -> list[str]:
     return [error.run if word == error.given else word for word in words]
 
@@ -181,8 +189,7 @@ def _usage(screen: Screen, error: click.ClickException, words: Sequence[str]) ->
         hint = without_extra(path, error.message, words)
     if isinstance(error, NoSuchCommand):
         hint = error.hint
-    # Without what click takes for near, which knows no meaning.
-    said = error.message if hint or isinstance(error, click.NoSuchOption) else error.format_message()
+    said = error.message if hint or not _is_near(error) else error.format_message()
     what = " ".join(said.split()).rstrip(".").replace(*_WHOLE_NUMBER)
     screen.error(code, what, f"command line: {path}", hint or f"see `{path} -h`")
     return NotFound.exit_code if code == "NotFound" else 2

@@ -51,7 +51,7 @@ def resume_request(
 
     Secrets that this shell has are newer than those in the run's file, and are written there.
 
-    Code that was mended after a failure of its own is accepted, and told to `note`.
+    Code that was fixed after a failure of its own is accepted, and told to `note`.
 
     Raises ConfigError, Precondition where the contract refuses, and SubmitRejected where Slurm does. What is typed is
     accepted.
@@ -86,10 +86,10 @@ def resume_request(
     typed = shlex.join(["orch", "resume", run.name, *overrides, *(f"--accept={key}" for key in accepted)])
     refuse([*changes, *compared])
     _require_more_steps(run, config, changes, accepted)
-    mended = [one for one in compared if one.key == USER_CODE and _is_to_be_mended(store, run)]
-    require([*changes, *compared], {one.key for one in (*changes, *mended)} | set(accepted), typed)
-    for one in mended:
-        note(f"{run.name} trains on with mended code: {words_of(one)}")
+    fixed = [one for one in compared if one.key == USER_CODE and _is_to_be_fixed(store, run)]
+    require([*changes, *compared], {one.key for one in (*changes, *fixed)} | set(accepted), typed)
+    for one in fixed:
+        note(f"{run.name} trains on with fixed code: {words_of(one)}")
     if any(change.key.startswith("cluster.") for change in changes):
         _check_job(run, config)
     folder = RunDir(Path(run.run_dir))
@@ -100,15 +100,15 @@ def resume_request(
     return asked | ({"identity": identity} if differs or other_data else {})
 
 
-def _is_to_be_mended(store: Store, run: Run) -> bool:
-    """Whether it stands still because of its own program, which a person was asked to mend."""
+def _is_to_be_fixed(store: Store, run: Run) -> bool:
+    """Whether it stands still because of its own program, which a person was asked to fix."""
     failure = store.attempts(run.name)[-1].failure
     return run.state is RunState.FAILED or (
-        run.state is RunState.HELD and failure is not None and failure["kind"] in _MENDED_BY_A_PERSON
+        run.state is RunState.HELD and failure is not None and failure["kind"] in _FIXED_BY_A_PERSON
     )
 
 
-_MENDED_BY_A_PERSON = kinds_with(lambda traits: traits.of_the_program or traits.comes_back)
+_FIXED_BY_A_PERSON = kinds_with(lambda traits: traits.of_the_program or traits.comes_back)
 
 
 def _begins_anew(store: Store, run: Run, config: RunConfig) -> bool:

@@ -240,6 +240,8 @@ WRONG_OVERRIDES = [
     ("checkpoint.evry=auto", "unknown key `checkpoint.evry`", "did you mean `checkpoint.every`?"),
     ("checkpoint.auto.last=5", "unknown key `checkpoint.auto.last`", "did you mean `checkpoint.auto.least`?"),
     ("checkpoint.auto.least=0", "checkpoint.auto.least=0: must be from 1", "~checkpoint.auto"),
+    (
+        "checkpoint.max_unsaved_steps=5",
         "checkpoint.max_unsaved_steps=5",
         "must be 0 or at least checkpoint.every=10,",
         "leave checkpoint.max_unsaved_steps out",

@@ -294,7 +294,7 @@ def test_resume_never_offers_what_it_would_refuse(
         (RunState.CANCELLED, None, True),
     ],
 )
-def test_code_that_was_to_be_mended_needs_no_word(
+def test_code_that_was_to_be_fixed_needs_no_word(
     orch: Type, seeds: Seeds, service: SimpleNamespace, tmp_path: Path, state: RunState, kind: str | None, asks: bool
 ) -> None:
     folder = tmp_path / "code"
@@ -307,7 +307,7 @@ def test_code_that_was_to_be_mended_needs_no_word(
     typed = orch("resume", run.name, "--no-controller")
     assert typed.code == (4 if asks else 0), typed.err
     assert ("--accept code.user" in typed.err) == asks
-    assert ("trains on with mended code" in typed.err) == (not asks)
+    assert ("trains on with fixed code" in typed.err) == (not asks)
 
 
 def test_a_key_that_there_is_not_is_told_before_a_run_is_cancelled_for_it(orch: Type, seeds: Seeds) -> None:

@@ -242,7 +242,6 @@ WRONG_OVERRIDES = [
     ("checkpoint.auto.least=0", "checkpoint.auto.least=0: must be from 1", "~checkpoint.auto"),
     (
         "checkpoint.max_unsaved_steps=5",
-        "checkpoint.max_unsaved_steps=5",
         "must be 0 or at least checkpoint.every=10,",
         "leave checkpoint.max_unsaved_steps out",
     ),

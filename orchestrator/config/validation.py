@@ -43,7 +43,12 @@ _DEFAULTS = "defaults only"
 
 
 def refused(what: str, origins: Origins, hint: str = "", unset: str = _DEFAULTS) -> ConfigError:
-    """The error for values that do not fit, with the places of all keys that `what` names."""
+    """The error for values that do not fit, with the places of all keys that `what` names.
+
+    Where `what` ends with what to type, that is the hint.
+    """
+    what, _, advice = what.partition(": type ")
+    hint = hint or (f"type {advice}" if advice else "")
     named = _named(what)
     places = [
         f"{'.'.join(path)} from {origin}"

@@ -120,7 +120,7 @@ class ModelConfig:
     def _fitting(self) -> str:
         """The nearest number of heads that would fit, as the end of a message."""
         fits = [n for n in range(self.kv_heads, self.dim, self.kv_heads) if not self.dim % n and not self.dim // n % 2]
-        return f": model.heads={min(fits, key=lambda n: abs(n - self.heads))} would" if fits else ""
+        return f": type model.heads={min(fits, key=lambda n: abs(n - self.heads))}" if fits else ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -73,12 +73,11 @@ class ParallelConfig:
         if self.strategy in _ONE_GROUP and self.dp_replicate > 1:
             raise ValueError(
                 f"parallel.strategy={self.strategy} has one replica, but parallel.dp_replicate={self.dp_replicate}: "
-                "parallel.dp_replicate=1, with parallel.dp_shard=0 for all ranks"
+                "type parallel.dp_replicate=1 parallel.dp_shard=0"
             )
         if self.strategy == Strategy.HSDP and self.dp_replicate == 1:
             raise ValueError(
-                "parallel.strategy=hsdp needs replicas: parallel.dp_replicate=2 or more, with "
-                "parallel.dp_shard=0 for the ranks that are left"
+                "parallel.strategy=hsdp needs replicas, 2 or more: type parallel.dp_replicate=2 parallel.dp_shard=0"
             )
         if self.strategy == Strategy.DDP and self.dp_shard > 1:
             raise ValueError(

@@ -310,6 +310,19 @@ def test_code_that_was_to_be_fixed_needs_no_word(
     assert ("trains on with fixed code" in typed.err) == (not asks)
 
 
+def test_a_module_that_is_gone_is_to_be_put_back(
+    orch: Type, seeds: Seeds, service: SimpleNamespace, tmp_path: Path
+) -> None:
+    folder = tmp_path / "code"
+    folder.mkdir()
+    module = folder / "my_model.py"
+    module.write_text("class Mine: ...\n")
+    run = Resumable(seeds, tmp_path, RunState.HELD, f"workload.path=[{folder}]", "workload.target=my_model:Mine")
+    module.rename(folder / "my_model2.py")
+    refused = orch("resume", run.name, "optimizer.lr=0.5")
+    assert (refused.code, "put the file back" in refused.err, "my_model2" in refused.err) == (2, True, False)
+
+
 def test_a_key_that_there_is_not_is_told_before_a_run_is_cancelled_for_it(orch: Type, seeds: Seeds) -> None:
     run = seeds.run()
     refused = orch("resume", run, "train.lrr=1")

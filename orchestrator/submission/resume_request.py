@@ -3,7 +3,7 @@
 import os
 import shlex
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -60,9 +60,7 @@ def resume_request(
     data = store.config(run.config_digest)
     changes: list[Change] = []
     webhooks: dict[str, str] = {}
-    made = build(RunConfig, data)
-    assert isinstance(made, RunConfig)
-    config, anew = made, _begins_anew(store, run, made)
+    anew = _begins_anew(store, run, data)
     if overrides:
         # Keys that a newer orch has added are no change of anybody's.
         before, now = recompose(data, [], checked=False), _recomposed(data, overrides, anew)
@@ -74,6 +72,10 @@ def resume_request(
         if anew and before.data["data"]["text"] != data["data"]["text"]:
             prepare_data(config, data, RunDir(Path(run.run_dir)).path.parent)
         changes = config_changes(before.data, data)
+    else:
+        made = build(RunConfig, data)
+        assert isinstance(made, RunConfig)
+        config = made
     identity = current_identity(run, config) | _client_here(run)
     other_data = any(change.key == DATA_PATH for change in changes)
     if other_data:
@@ -111,14 +113,15 @@ def _is_to_be_fixed(store: Store, run: Run) -> bool:
 _FIXED_BY_A_PERSON = kinds_with(lambda traits: traits.of_the_program or traits.comes_back)
 
 
-def _begins_anew(store: Store, run: Run, config: RunConfig) -> bool:
-    """Whether nothing of it is kept: it has no checkpoint and has begun with none.
+def _begins_anew(store: Store, run: Run, data: Mapping[str, Any]) -> bool:
+    """Whether nothing of it is kept, by its resolved config: it has no checkpoint and has begun with none.
 
     A program of the user's own may have kept what orch does not see, and so may a tier elsewhere.
     """
-    if config.command or store.checkpoints(run.name) or run.identity.get("imported"):
+    if data.get("command") or store.checkpoints(run.name) or run.identity.get("imported"):
         return False
-    if any(tier.path != RUN for tier in config.checkpoint.tiers):
+    tiers = data.get("checkpoint", {}).get("tiers") or []
+    if any(tier["path"] != RUN for tier in tiers):
         return not run.step
     return not any(RunDir(Path(run.run_dir)).checkpoints.glob("step-*"))
 

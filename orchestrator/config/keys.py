@@ -144,7 +144,7 @@ def _nearest(prefix: Path, name: str, there: list[str]) -> str:
 def meant(name: str) -> str:
     """The key that somebody means by its full name, or by the last part of it; empty where there is none."""
     known = {dotted(key): key for key in every_key()}
-    short = [key for key, path in known.items() if path[-1] == name]
+    short = [_CALLED_HERE[name]] if name in _CALLED_HERE else [k for k, path in known.items() if path[-1] == name]
     return name if name in known else next(iter(short), "") or nearest(name, known, 0.8)
 
 

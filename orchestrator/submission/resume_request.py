@@ -3,7 +3,7 @@
 import os
 import shlex
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from orchestrator.states import RunState
 from orchestrator.submission import user_code
 from orchestrator.submission.create_run import data_identity, prepare_data, read_index
 from orchestrator.submission.job_check import check_script, check_with_scheduler
+from orchestrator.submission.kept_state import awaits_fixed_code, keeps_nothing
 from orchestrator.submission.resume_contract import (
     DATA_PATH,
     DATA_TEXT,
@@ -39,7 +40,6 @@ from orchestrator.submission.resume_contract import (
 from orchestrator.submission.run_identity import client, code, environment
 from orchestrator.submission.secret_values import renew, without_webhook
 from trainer.contract.config import build
-from trainer.contract.failure_kinds import kinds_with
 from trainer.contract.run_dir import RunDir
 
 
@@ -60,7 +60,7 @@ def resume_request(
     data = store.config(run.config_digest)
     changes: list[Change] = []
     webhooks: dict[str, str] = {}
-    anew = _begins_anew(store, run, data)
+    anew = keeps_nothing(store, run, data)
     if overrides:
         # Keys that a newer orch has added are no change of anybody's.
         before, now = recompose(data, [], checked=False), _recomposed(data, overrides, anew)
@@ -88,7 +88,7 @@ def resume_request(
     typed = shlex.join(["orch", "resume", run.name, *overrides, *(f"--accept={key}" for key in accepted)])
     refuse([*changes, *compared])
     _require_more_steps(run, config, changes, accepted)
-    fixed = [one for one in compared if one.key == USER_CODE and _is_to_be_fixed(store, run)]
+    fixed = [one for one in compared if one.key == USER_CODE and awaits_fixed_code(store, run)]
     require([*changes, *compared], {one.key for one in (*changes, *fixed)} | set(accepted), typed)
     for one in fixed:
         note(f"{run.name} trains on with fixed code: {words_of(one)}")
@@ -100,30 +100,6 @@ def resume_request(
     # `base`: somebody else may change the run before this is answered.
     asked: dict[str, Any] = {"config": store.put_config(data), "base": run.config_digest} if changes else {}
     return asked | ({"identity": identity} if differs or other_data else {})
-
-
-def _is_to_be_fixed(store: Store, run: Run) -> bool:
-    """Whether it stands still because of its own program, which a person was asked to fix."""
-    failure = store.attempts(run.name)[-1].failure
-    return run.state is RunState.FAILED or (
-        run.state is RunState.HELD and failure is not None and failure["kind"] in _FIXED_BY_A_PERSON
-    )
-
-
-_FIXED_BY_A_PERSON = kinds_with(lambda traits: traits.of_the_program or traits.comes_back)
-
-
-def _begins_anew(store: Store, run: Run, data: Mapping[str, Any]) -> bool:
-    """Whether nothing of it is kept, by its resolved config: it has no checkpoint and has begun with none.
-
-    A program of the user's own may have kept what orch does not see, and so may a tier elsewhere.
-    """
-    if data.get("command") or store.checkpoints(run.name) or run.identity.get("imported"):
-        return False
-    tiers = data.get("checkpoint", {}).get("tiers") or []
-    if any(tier["path"] != RUN for tier in tiers):
-        return not run.step
-    return not any(RunDir(Path(run.run_dir)).checkpoints.glob("step-*"))
 
 
 def _recomposed(data: dict[str, Any], overrides: Sequence[str], anew: bool) -> Composed:

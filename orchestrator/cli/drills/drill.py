@@ -55,6 +55,8 @@ def drill(
             return code
         card, run = _in_a_demo(screen, kind, rank, root, overrides, timeout)
     else:
+        if len(words) == 1 and words[0] not in EXPECTED:
+            find_live_attempt(words[0])  # a run that no kind can be drilled in is told first
         if len(words) != 2:
             raise _not_a_pair(words)
         if words[1] not in EXPECTED and nearest(words[0], EXPECTED, 0.8):
@@ -71,10 +73,7 @@ def drill(
 
 
 def _not_a_pair(words: tuple[str, ...]) -> ConfigError:
-    """What to type instead; where the run cannot be drilled anyway, that is raised."""
     runs = [word for word in words if word not in EXPECTED]
-    if len(words) == len(runs) == 1:
-        find_live_attempt(runs[0])
     kinds = [word for word in words if word in EXPECTED]
     hint = f"orch drill {shlex.quote(next(iter(runs), 'RUN'))} {next(iter(kinds), 'kill-rank')}"
     return ConfigError("a drill takes a run and a kind", where="command line", hint=hint)

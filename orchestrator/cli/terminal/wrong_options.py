@@ -11,11 +11,9 @@ _MEANT = {"-n": "--tail", "--lines": "--tail", "--force": "--yes", "-f": "--yes"
 """Options of other programs for what an option of ours does."""
 _OF_SLURM = {
     "-p": "cluster.partition", "-A": "cluster.account", "-N": "cluster.nodes", "-c": "cluster.cpus_per_task",
-    "-C": "cluster.constraint", "-x": "cluster.exclude", "--gpus": "cluster.gpus_per_node",
-    "--ntasks-per-node": "cluster.ranks_per_node", "--nproc-per-node": "cluster.ranks_per_node",
-    "--nproc_per_node": "cluster.ranks_per_node", "--nnodes": "cluster.nodes",
+    "-C": "cluster.constraint", "-x": "cluster.exclude",
 }  # fmt: skip
-"""Options of sbatch and torchrun for a key."""
+"""Short options of sbatch for a key; long ones, and torchrun's, are in `config.keys`."""
 _FOLLOWING = ("-f", "--follow")
 """What `orch submit` has, and verbs have not that act on a run that is there."""
 _SETTING = frozenset({"--set", "--override", "--overrides", "--opt", "--option", "--config", "-o", "-O", "-s", "-D"})

@@ -48,7 +48,9 @@ def default(field: dataclasses.Field[Any]) -> str:
     else:
         assert field.default_factory is not dataclasses.MISSING
         value = field.default_factory()
-    return str(list(value)) if isinstance(value, tuple) else repr(value)
+    if isinstance(value, tuple):
+        return str(list(value))
+    return repr(str(value) if isinstance(value, str) else value)  # of a member of an enum, its word
 
 
 def rows(kind: type[Any], prefix: str) -> Iterator[str]:

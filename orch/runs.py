@@ -44,10 +44,9 @@ class Run:
     updated_at: datetime
 
     def __new__(cls, *names: Any, **_fields: Any) -> "Run":
-        """Raises NotFound for the name of a run that there is not, and TypeError with what finds the others."""
+        """Raises TypeError with what finds a run by its name."""
         if names:
-            found = status(_name(names[0]))[0]
-            raise TypeError(f"a Run is made by orch.status and orch.submit: orch.status({found.name!r})[0]")
+            raise TypeError(f"a Run is made by orch.status and orch.submit: orch.status({_name(names[0])!r})[0]")
         return super().__new__(cls)
 
     @property

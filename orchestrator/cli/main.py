@@ -9,10 +9,11 @@ from collections.abc import Sequence
 
 import click
 
-from orchestrator.cli.terminal.command_classes import LazyGroup, NoSuchCommand
+from orchestrator.cli.terminal.command_classes import DELETED_BY_ORCH, LazyGroup, NoSuchCommand
 from orchestrator.cli.terminal.render import Screen
 from orchestrator.cli.terminal.streams import READER_GONE, OutputLost, ReaderGone, prepare
 from orchestrator.errors import ConfigError, NotFound, OrchError, Precondition, RunExpected
+from orchestrator.near_words import nearest
 
 VERBS = {
     "submit": ("orchestrator.cli.runs.submit:submit", "Submit a run; orch restarts it until it is finished."),
@@ -104,7 +105,7 @@ def run(args: Sequence[str] | None = None) -> int:
         screen.json = False  # there is nowhere for an object to go
         return _report_error(screen, error)
     except RunExpected as error:
-        error.hint = f"orch {shlex.join(error.run if word == error.given else word for word in words)}"
+        error.hint = DELETED_BY_ORCH if words[0] == "rm" else f"orch {shlex.join(_of_run(error, words))}"
         return _report_error(screen, error)
     except OrchError as error:
         return _report_error(screen, error)
@@ -158,12 +159,24 @@ def _has_current_folder() -> bool:
     return True
 
 
+def _is_near(error: click.ClickException) -> bool:
+    """Whether what click takes for near is a slip of the finger, and not another word."""
+    if not isinstance(error, click.NoSuchOption):
+        return True
+    return bool(nearest(error.option_name, error.possibilities or (), 0.8))
+
+
+def _of_run(error: RunExpected, words: Sequence[str]) -> list[str]:
+    return [error.run if word == error.given else word for word in words]
+
+
 _WHOLE_NUMBER = ("is not a valid integer range", "is not a whole number")
 
 
 def _usage(screen: Screen, error: click.ClickException, words: Sequence[str]) -> int:
     context = error.ctx if isinstance(error, click.UsageError) else None
-    path = context.command_path if context else "orch"
+    verb = next((f"orch {word}" for word in words if word in VERBS), "orch")
+    path = context.command_path if context else verb
     code = "NotFound" if isinstance(error, click.FileError) else "Usage"
     hint = ""
     if isinstance(error, click.NoSuchOption):
@@ -176,7 +189,7 @@ def _usage(screen: Screen, error: click.ClickException, words: Sequence[str]) ->
         hint = without_extra(path, error.message, words)
     if isinstance(error, NoSuchCommand):
         hint = error.hint
-    said = error.message if hint else error.format_message()  # without what click takes for near
+    said = error.message if hint or not _is_near(error) else error.format_message()
     what = " ".join(said.split()).rstrip(".").replace(*_WHOLE_NUMBER)
     screen.error(code, what, f"command line: {path}", hint or f"see `{path} -h`")
     return NotFound.exit_code if code == "NotFound" else 2

@@ -86,6 +86,34 @@ _INSTEAD: dict[Path, str] = {
     **{(*section, name): _STEPS for section in ((), ("train",)) for name in ("epochs", "num_epochs", "max_epochs")},
 }
 """Keys of other programs for which there is none here."""
+_CALLED_HERE: dict[str, str] = {
+    word: key
+    for key, words in {
+        "optimizer.lr": "learning_rate max_lr peak_lr base_lr",
+        "optimizer.clip_norm": "grad_clip gradient_clip_val max_grad_norm max_norm clip_grad_norm grad_norm",
+        "optimizer.warmup_steps": "warmup num_warmup_steps",
+        "train.steps": "max_steps num_steps total_steps max_iters iterations",
+        "train.batch_size": "global_batch_size train_batch_size",
+        "train.micro_batch_size": "per_device_train_batch_size micro_batch local_batch_size",
+        "train.seq_len": "sequence_length seq_length max_length max_seq_len context_length block_size",
+        "train.dtype": "precision",
+        "train.activation_checkpointing": "gradient_checkpointing",
+        "model.dim": "hidden_size d_model n_embd",
+        "model.layers": "num_layers n_layers n_layer num_hidden_layers",
+        "model.heads": "num_heads n_heads n_head num_attention_heads",
+        "model.kv_heads": "num_kv_heads n_kv_heads num_key_value_heads",
+        "model.ffn_dim": "intermediate_size d_ff",
+        "cluster.nodes": "num_nodes nnodes",
+        "cluster.ranks_per_node": "nproc_per_node ntasks_per_node tasks_per_node",
+        "cluster.time": "walltime time_limit timeout",
+        "cluster.mem": "memory",
+        "cluster.partition": "queue",
+        "cluster.cpus_per_task": "cpus",
+        "cluster.gpus_per_node": "gpus num_gpus",
+    }.items()
+    for word in words.split()
+}
+"""What other programs call a key."""
 
 
 def _below_near_section(typed: Path, depth: int) -> str:
@@ -98,6 +126,8 @@ def _below_near_section(typed: Path, depth: int) -> str:
 def _nearest(prefix: Path, name: str, there: list[str]) -> str:
     # A slip of the finger in the right section first, then the right word in the wrong section.
     known_here = [*there, *moved_from(prefix)]
+    if name.lower() in _CALLED_HERE:
+        return _CALLED_HERE[name.lower()]
     if match := nearest(name, known_here, 0.8):
         return dotted(present_path((*prefix, match)))
     same = [key for key in every_key() if key[-1] == name]
@@ -114,7 +144,7 @@ def _nearest(prefix: Path, name: str, there: list[str]) -> str:
 def meant(name: str) -> str:
     """The key that somebody means by its full name, or by the last part of it; empty where there is none."""
     known = {dotted(key): key for key in every_key()}
-    short = [key for key, path in known.items() if path[-1] == name]
+    short = [_CALLED_HERE[name]] if name in _CALLED_HERE else [k for k, path in known.items() if path[-1] == name]
     return name if name in known else next(iter(short), "") or nearest(name, known, 0.8)
 
 

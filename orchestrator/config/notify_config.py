@@ -31,6 +31,7 @@ class NotifyConfig:
         for address in self.addresses:
             if not _ADDRESS.fullmatch(address) or address.startswith("-"):
                 raise ValueError(f"notify.mail={self.mail}: must be addresses, separated by commas")
+        object.__setattr__(self, "on", tuple(state.upper() for state in self.on))
         for state in self.on:
             if state not in _STATES:
                 raise ValueError(f"notify.on: {state}: must be one of {', '.join(_STATES)}")

@@ -43,14 +43,19 @@ _DEFAULTS = "defaults only"
 
 
 def refused(what: str, origins: Origins, hint: str = "", unset: str = _DEFAULTS) -> ConfigError:
-    """The error for values that do not fit, with the places of all keys that `what` names."""
+    """The error for values that do not fit, with the places of all keys that `what` names.
+
+    Where `what` ends with what to type, that is the hint.
+    """
+    what, _, advice = what.partition(": type ")
+    hint = hint or (f"type {advice}" if advice else "")
     named = _named(what)
     places = [
         f"{'.'.join(path)} from {origin}"
         for path, origin in origins.items()
         if any(path[:depth] in named for depth in range(1, len(path) + 1))
     ]
-    return ConfigError(what, where="; ".join(dict.fromkeys(places)) or unset, hint=hint or _usual(what))
+    return ConfigError(what, where="; ".join(dict.fromkeys(places)) or unset, hint=hint or _usual(what, origins))
 
 
 def _named(what: str) -> set[tuple[str, ...]]:
@@ -62,9 +67,13 @@ def _named(what: str) -> set[tuple[str, ...]]:
     return full | alone | {(name, word) for name in sections for word in words}
 
 
-def _usual(what: str) -> str:
+def _usual(what: str, origins: Origins) -> str:
+    """A preset may need another value than the default, and has one; what is typed can be left out."""
     key = re.match(r"[a-z_]+\.[a-z_]+", what)
-    return f"~{key[0]} takes its default" if key else "`orch config show CONFIG` shows all values"
+    if key is None:
+        return "`orch config show CONFIG` shows all values"
+    typed = origins.get(tuple(key[0].split(".")), "").startswith("override")
+    return f"leave {key[0]} out, or give another value" if typed else f"~{key[0]} takes its default"
 
 
 def _complaints(config: RunConfig) -> Iterator[Complaint]:

@@ -62,7 +62,7 @@ def create_run(
     check_script(config, kind)
     given = secret_values.submitted(composed, os.environ)
     data = given.data
-    index = _data(config, data, root, progress)
+    index = prepare_data(config, data, root, progress)
     recorded = {name: value for name, value in os.environ.items() if name not in config.env_from}
     identity = identify(
         config, kind, data=data_identity(data["data"]["path"], index) if index is not None else {}, environ=recorded
@@ -150,7 +150,7 @@ def writable_root(text: str, *, shared: bool) -> Path:
     return root
 
 
-def _data(config: RunConfig, data: dict[str, Any], root: Path, progress: Progress | None) -> Index | None:
+def prepare_data(config: RunConfig, data: dict[str, Any], root: Path, progress: Progress | None = None) -> Index | None:
     """Tokenize `data.text` below the root and fill `data.path` in; check what the run is going to read."""
     if config.data.text:
         folder, index = _tokenized(config, root, progress)

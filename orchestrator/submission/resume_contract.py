@@ -3,7 +3,7 @@ field. Pure.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
@@ -38,7 +38,9 @@ _SHAPE = Term(Rule.REFUSED, "the checkpoint's tensors have other shapes; submit 
 _OTHER_DATA = Term(Rule.REFUSED, "the position in the data would mean other data; submit a new run")
 _FOLDER = Term(Rule.REFUSED, "the run's folder lies there; submit a new run")
 
-DATA_PATH = "data.path"
+DATA_PATH, DATA_TEXT = "data.path", "data.text"
+OWN_FOLDER = ("name", "cluster.kind", "cluster.root", "workload.snapshot")
+"""Keys that a run which goes on cannot change whatever it has trained: a new one has a folder of its own."""
 CONFIG: Mapping[str, Term] = {
     "name": _FOLDER,
     "workload.target": Term(Rule.REFUSED, "another class has other state; submit a new run"),
@@ -108,7 +110,7 @@ CONFIG: Mapping[str, Term] = {
     "train.peak_tflops": HARMLESS,
     "train.loss_chunks": _SUMS,
     DATA_PATH: Term(Rule.REFUSED, "it does not hold the same tokens; submit a new run"),
-    "data.text": _OTHER_DATA,
+    DATA_TEXT: _OTHER_DATA,
     "data.shuffle": _OTHER_DATA,
     "validation.every": Term(Rule.ACCEPT, "a schedule that waits for a plateau sees other validations"),
     "checkpoint.every": HARMLESS,
@@ -250,13 +252,21 @@ def check_keys(accepted: Collection[str]) -> None:
             raise ConfigError(f"there is no key {key} to accept", where="--accept", hint=hint)
 
 
+def for_a_new_beginning(changes: Collection[Change]) -> list[Change]:
+    """The changes for a run that has no checkpoint: what would not fit one does no harm."""
+    return [
+        replace(one, term=HARMLESS) if one.term.rule is Rule.REFUSED and one.key not in OWN_FOLDER else one
+        for one in changes
+    ]
+
+
 def refuse(changes: Collection[Change]) -> None:
     """Raises Precondition for what may not differ at all."""
     refused = [change for change in changes if change.term.rule is Rule.REFUSED]
     if refused:
         raise Precondition(
             f"{refused[0].key} cannot change: {refused[0].term.why}",
-            where="; ".join(map(_words, refused)),
+            where="; ".join(map(words_of, refused)),
             hint="leave it as it was",
         )
 
@@ -271,9 +281,14 @@ def require(changes: Collection[Change], accepted: Collection[str], command: str
     if asked:
         raise Precondition(
             f"{asked[0].key} differs from what the run was trained with: {asked[0].term.why}",
-            where="; ".join(map(_words, asked)),
+            where="; ".join(map(words_of, asked)),
             hint=" ".join([*([command] if command else []), *(f"--accept {change.key}" for change in asked)]),
         )
+
+
+def rule_of(key: str) -> Rule:
+    """The rule of a key of the config; that of a key that there is not is harmless."""
+    return next((CONFIG[name].rule for name in _above(key) if name in CONFIG), Rule.HARMLESS)
 
 
 def _term(key: str, now: Mapping[str, Any]) -> Term:
@@ -297,7 +312,7 @@ def _field(identity: Mapping[str, Any], key: str) -> Any:
     return value
 
 
-def _words(change: Change) -> str:
+def words_of(change: Change) -> str:
     """A change in one line; what is too long to print is only named."""
     if change.key == USER_CODE:
         return f"{change.key}: {_some(code_changes(change.before, change.now))}"

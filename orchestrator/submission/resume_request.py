@@ -3,32 +3,39 @@
 import os
 import shlex
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from checkpointing.config import RUN
-from orchestrator.config.compose import recompose
+from orchestrator.config.compose import Composed, recompose
 from orchestrator.config.run_config import RunConfig
-from orchestrator.errors import Precondition
+from orchestrator.errors import ConfigError, Precondition
 from orchestrator.registry.records import Run
 from orchestrator.registry.store import Store
 from orchestrator.scheduler.available_schedulers import FACTORIES, instance_of, kinds
 from orchestrator.scheduler.job_environment import Submitter, package_root
 from orchestrator.states import RunState
 from orchestrator.submission import user_code
-from orchestrator.submission.create_run import data_identity, read_index
+from orchestrator.submission.create_run import data_identity, prepare_data, read_index
 from orchestrator.submission.job_check import check_script, check_with_scheduler
+from orchestrator.submission.kept_state import awaits_fixed_code, keeps_nothing
 from orchestrator.submission.resume_contract import (
     DATA_PATH,
+    DATA_TEXT,
     HARMLESS,
+    USER_CODE,
     Change,
+    Rule,
     check_keys,
     config_changes,
+    for_a_new_beginning,
     identity_changes,
     refuse,
     require,
+    rule_of,
+    words_of,
 )
 from orchestrator.submission.run_identity import client, code, environment
 from orchestrator.submission.secret_values import renew, without_webhook
@@ -36,10 +43,15 @@ from trainer.contract.config import build
 from trainer.contract.run_dir import RunDir
 
 
-def resume_request(store: Store, run: Run, overrides: Sequence[str], accepted: Collection[str]) -> dict[str, Any]:
+def resume_request(
+    store: Store, run: Run, overrides: Sequence[str], accepted: Collection[str],
+    note: Callable[[str], None] = lambda words: None,
+) -> dict[str, Any]:  # fmt: skip
     """What the controller is asked with, besides to resume: a new config, which is stored, and a new identity.
 
     Secrets that this shell has are newer than those in the run's file, and are written there.
+
+    Code that was fixed after a failure of its own is accepted, and told to `note`.
 
     Raises ConfigError, Precondition where the contract refuses, and SubmitRejected where Slurm does. What is typed is
     accepted.
@@ -48,30 +60,38 @@ def resume_request(store: Store, run: Run, overrides: Sequence[str], accepted: C
     data = store.config(run.config_digest)
     changes: list[Change] = []
     webhooks: dict[str, str] = {}
+    anew = keeps_nothing(store, run, data)
     if overrides:
         # Keys that a newer orch has added are no change of anybody's.
-        before, now = recompose(data, [], checked=False), recompose(data, overrides)
+        before, now = recompose(data, [], checked=False), _recomposed(data, overrides, anew)
         if not now.config.workload.snapshot:
-            user_code.check(now.config, Path(run.identity.get("submit_dir") or Path.cwd()))
+            _check_code(run, now.config, anew)
         _require_tiers(before.config, now.config)
         config = now.config
         data, webhooks = without_webhook(now.data)
+        if anew and before.data["data"]["text"] != data["data"]["text"]:
+            prepare_data(config, data, RunDir(Path(run.run_dir)).path.parent)
         changes = config_changes(before.data, data)
     else:
         made = build(RunConfig, data)
         assert isinstance(made, RunConfig)
         config = made
     identity = current_identity(run, config) | _client_here(run)
-    if any(change.key == DATA_PATH for change in changes):
-        identity |= _data_at(config.data.path)
+    other_data = any(change.key == DATA_PATH for change in changes)
+    if other_data:
+        identity |= _data_at(data["data"]["path"])
         changes = _unless_only_moved(changes, run, identity)
     differs = identity_changes(run.identity, identity)
     # Where nothing has trained, no number was computed with what is different now.
-    compared = differs if config.command or run.step or store.checkpoints(run.name) else []
+    compared = differs if config.command or (run.step and not anew) or store.checkpoints(run.name) else []
+    changes = for_a_new_beginning(changes) if anew else changes
     typed = shlex.join(["orch", "resume", run.name, *overrides, *(f"--accept={key}" for key in accepted)])
     refuse([*changes, *compared])
     _require_more_steps(run, config, changes, accepted)
-    require([*changes, *compared], {change.key for change in changes} | set(accepted), typed)
+    fixed = [one for one in compared if one.key == USER_CODE and awaits_fixed_code(store, run)]
+    require([*changes, *compared], {one.key for one in (*changes, *fixed)} | set(accepted), typed)
+    for one in fixed:
+        note(f"{run.name} trains on with fixed code: {words_of(one)}")
     if any(change.key.startswith("cluster.") for change in changes):
         _check_job(run, config)
     folder = RunDir(Path(run.run_dir))
@@ -79,7 +99,31 @@ def resume_request(store: Store, run: Run, overrides: Sequence[str], accepted: C
         secrets.replace(folder.secrets)
     # `base`: somebody else may change the run before this is answered.
     asked: dict[str, Any] = {"config": store.put_config(data), "base": run.config_digest} if changes else {}
-    return asked | ({"identity": identity} if differs else {})
+    return asked | ({"identity": identity} if differs or other_data else {})
+
+
+def _recomposed(data: dict[str, Any], overrides: Sequence[str], anew: bool) -> Composed:
+    """The config with what is typed; what may not change at all is refused before it is asked whether it fits."""
+    if not anew:
+        there, now = recompose(data, [], checked=False).data, recompose(data, overrides, checked=False).data
+        refuse([one for one in config_changes(there, now) if one.key not in (DATA_PATH, DATA_TEXT)])
+    try:
+        return recompose(data, overrides)
+    except ConfigError as error:
+        key = error.hint.partition("=")[0]
+        if not anew and rule_of(key) is Rule.REFUSED:
+            error.hint = f"{key} cannot change in a run that has trained; choose other sizes of cluster and parallel"
+        raise
+
+
+def _check_code(run: Run, config: RunConfig, anew: bool) -> None:
+    """Raises ConfigError for code that a job could not import."""
+    try:
+        user_code.check(config, Path(run.identity.get("submit_dir") or Path.cwd()))
+    except ConfigError as error:
+        if error.hint.startswith("did you mean") and not anew and not config.command:
+            error.hint = "put the file back: workload.target cannot change in a run that has trained"
+        raise
 
 
 def _data_at(path: str) -> dict[str, Any]:

@@ -112,9 +112,15 @@ class ModelConfig:
         if self.dim % self.heads or self.heads % self.kv_heads:
             raise ValueError(
                 f"model: heads={self.heads} must divide dim={self.dim}, kv_heads={self.kv_heads} must divide heads"
+                f"{self._fitting()}"
             )
         if (self.dim // self.heads) % 2:
             raise ValueError(f"model: dim/heads = {self.dim // self.heads} must be even for the rotary embedding")
+
+    def _fitting(self) -> str:
+        """The nearest number of heads that would fit, as the end of a message."""
+        fits = [n for n in range(self.kv_heads, self.dim, self.kv_heads) if not self.dim % n and not self.dim // n % 2]
+        return f": type model.heads={min(fits, key=lambda n: abs(n - self.heads))}" if fits else ""
 
 
 KEEP = ("nothing", "products")

@@ -88,14 +88,15 @@ class ParallelConfig:
         if self.strategy in _ONE_GROUP and self.dp_replicate > 1:
             raise ValueError(
                 f"parallel.strategy={self.strategy} has one replica, but parallel.dp_replicate={self.dp_replicate}: "
-                "parallel.strategy=hsdp has several"
+                "type parallel.dp_replicate=1 parallel.dp_shard=0"
             )
         if self.strategy == Strategy.HSDP and self.dp_replicate == 1:
-            raise ValueError("parallel.strategy=hsdp needs replicas: parallel.dp_replicate=2 or more")
+            raise ValueError(
+                "parallel.strategy=hsdp needs replicas, 2 or more: type parallel.dp_replicate=2 parallel.dp_shard=0"
+            )
         if self.strategy == Strategy.DDP and self.dp_shard > 1:
             raise ValueError(
-                f"parallel.strategy=ddp shards nothing, but parallel.dp_shard={self.dp_shard}: leave it out, or "
-                "parallel.strategy=hsdp"
+                f"parallel.strategy=ddp shards nothing, but parallel.dp_shard={self.dp_shard}: type parallel.dp_shard=0"
             )
 
     def mesh_sizes(self, world_size: int) -> MeshSizes:

@@ -103,7 +103,10 @@ class BaseWorkload:
 
     def build_data(self, layout: Layout) -> Data | StatefulData:
         if not self.config.data.path:
-            raise WorkloadError("data.path is empty: give data.text, or a folder made by `orch data prepare`")
+            raise WorkloadError(
+                "data.path is empty: write build_data() in the workload, or give data.text, or a folder of "
+                "`orch data prepare` as data.path"
+            )
         try:
             return self._token_data(layout)
         except TokensError:  # a folder that cannot be read may be readable on another node
@@ -203,7 +206,8 @@ def find(config: WorkloadConfig) -> type[Any]:
         raise WorkloadError(f"workload.target={config.target}: cannot import {module_name}: {error}") from error
     kind = getattr(module, class_name, None)
     if not isinstance(kind, type):
-        raise WorkloadError(f"workload.target={config.target}: {module_name} has no class {class_name}")
+        file = getattr(module, "__file__", None) or "built into Python"
+        raise WorkloadError(f"workload.target={config.target}: {module_name} ({file}) has no class {class_name}")
     return kind
 
 

@@ -23,7 +23,10 @@ Warn = Callable[[str, str], None]
 """Told of what stands in the way, as `Screen.warn` is: a code, and words."""
 
 WAYS_TO_STORES = "credentials come from the environment; s3:// places need: pip install 'orch[s3]'"
-WAYS = "write RUN@500, RUN@latest, RUN@best, RUN@all, or the path or URL of a checkpoint's folder"
+WAYS = (
+    "write RUN@500, RUN@latest, RUN@all, RUN@best (by checkpoint.best.metric), "
+    "or the path or URL of a checkpoint's folder"
+)
 
 
 @dataclass(frozen=True)

@@ -56,8 +56,8 @@ def run(screen: Screen, idle_exit: float | None, cluster: str) -> None:
 def start(screen: Screen, cluster: str) -> None:
     """Start a controller in the background if none is alive; it ends when nothing is left to do.
 
-    Without `--cluster` one is started for each cluster that has live runs and is reached from here, or else for the
-    Slurm that this host reaches, or for its local jobs if there is none.
+    Without `--cluster` one is started for each cluster that has live runs and is reached from here, or else for that of
+    the newest run, or, if there is none, for the Slurm that this host reaches, or for its local jobs.
     """
     from orchestrator.cli.cluster.start_controller import start_controller
 
@@ -80,6 +80,9 @@ def _kinds_to_start(cluster: str) -> list[str]:
         live = {row["cluster"] for row in fast_queries.newest(registry_path(), None, LIVE_RUNS, tests=True)}
         if served := sorted(live & set(kinds())):
             return served
+        newest = fast_queries.newest(registry_path(), 1)
+        if newest and newest[0]["cluster"] in kinds():
+            return [newest[0]["cluster"]]
     return [resolve(cluster)]
 
 

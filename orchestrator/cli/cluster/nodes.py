@@ -161,13 +161,15 @@ def _cluster_with(name: str) -> str:
     """The cluster that is reached from here, which has a node that no run has used yet; raises NotFound."""
     from orchestrator.scheduler.available_schedulers import FACTORIES, instance_of, kinds
 
+    reached = False
     for kind in kinds():
         has_node = FACTORIES[kind].has_node
         if has_node is not None and has_node(name):
             return instance_of(kind)()
+        reached |= has_node is not None and bool(instance_of(kind)())
+    more = ", `sinfo -N` those of the cluster" if reached else ""
     raise NotFound(
-        f"no run has used a node {name}, and no Slurm here has it",
-        hint="`sinfo -N` lists a cluster's nodes, `orch nodes ls` those that runs have used",
+        f"no run has used a node {name}, and no Slurm here has it", hint=f"`orch nodes ls` lists those of runs{more}"
     )
 
 

@@ -55,8 +55,13 @@ def drill(
             return code
         card, run = _in_a_demo(screen, kind, rank, root, overrides, timeout)
     else:
+        if len(words) == 1 and words[0] not in EXPECTED:
+            find_live_attempt(words[0])  # a run that no kind can be drilled in is told first
         if len(words) != 2:
             raise _not_a_pair(words)
+        if words[1] not in EXPECTED and nearest(words[0], EXPECTED, 0.8):
+            swapped = f"orch drill {shlex.quote(words[1])} {nearest(words[0], EXPECTED, 0.8)}"
+            raise ConfigError("the run comes first, then the kind", where="command line", hint=swapped)
         run, kind = words[0], _known(words[1])
         card, run = _in_a_run(screen, run, kind, rank, yes, timeout)
     _show(screen, run, card)

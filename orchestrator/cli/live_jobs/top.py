@@ -225,7 +225,7 @@ def _speed_words(speed: TrainingSpeed) -> list[str]:
     words = [f"ETA {span(speed.eta_s)}"] if speed.eta_s is not None else []
     words += [f"{speed.step_seconds:.3g} s/step"] if speed.step_seconds is not None else []
     if speed.loss_change is not None:
-        words.append(f"loss {speed.loss_change:+.4f} in the last {count(speed.loss_steps)} steps")
+        words.append(f"loss changed by {speed.loss_change:+.4f} in {count(speed.loss_steps)} steps")
     return ["   ".join(words)] if words else []
 
 

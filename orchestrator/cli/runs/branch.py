@@ -20,13 +20,10 @@ from orchestrator.registry.records import Run
 from orchestrator.registry.store import Store
 from orchestrator.states import Trust
 from orchestrator.submission.create_run import check_beginning
-from orchestrator.submission.resume_contract import Rule, config_changes, identity_changes
+from orchestrator.submission.resume_contract import OWN_FOLDER, Rule, config_changes, identity_changes
 from orchestrator.submission.resume_request import current_identity
 from orchestrator.submission.secret_values import with_webhook
 from trainer.contract.config import build
-
-OWN_FOLDER = ("name", "cluster.kind", "cluster.root", "workload.snapshot")
-"""Keys that a run which goes on cannot change, and a new one may: it has a folder of its own."""
 
 
 def branch(
@@ -43,10 +40,6 @@ def branch(
         _warn_of_differences(screen, store, run)
     composed = compose(preset, overrides, environ=os.environ) if preset else recompose(before, overrides)
     check_beginning(composed.config, words)
-    step, steps = chosen.step or 0, composed.config.train.steps
-    if steps <= step:
-        what = f"nothing is left to train: the checkpoint is of step {step}, and train.steps={steps}"
-        raise Precondition(what, where="train.steps", hint=f"train.steps={2 * step}")
     now = composed.data
     if now["data"]["text"] == before["data"]["text"] and not now["data"]["path"]:  # the same text gives the same tokens
         now = {**now, "data": {**now["data"], "path": before["data"]["path"]}}
@@ -57,6 +50,10 @@ def branch(
                 where=f"{change.key}: {change.before} -> {change.now}",
                 hint=f"leave it as it was, or begin without --from {words}",
             )
+    step, steps = chosen.step or 0, composed.config.train.steps
+    if steps <= step:
+        what = f"nothing is left to train: the checkpoint is of step {step}, and train.steps={steps}"
+        raise Precondition(what, where="train.steps", hint=f"type train.steps={2 * step}")
     source = f"{chosen.run or chosen.path}@{chosen.step}"
     return composed, {"checkpoint": chosen.path, "source": source, "step": chosen.step, "optimizer": True}
 

@@ -1,6 +1,7 @@
 """`orch cancel` and `orch resume`: a person's requests, written down for the controller to answer."""
 
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -56,7 +57,7 @@ def resume(screen: Screen, words: tuple[str, ...], no_controller: bool, here: bo
     _check_overrides(overrides)
     for run in runs:
         _warn_of_edited_config(screen, run)
-    change = Change(overrides=overrides, accepted=accept)
+    change = Change(overrides=overrides, accepted=accept, note=screen.note)
     return _request_each(screen, "resume", runs, RunState.RECOVERING, no_controller, here=here, change=change)
 
 
@@ -80,6 +81,7 @@ class Change:
 
     overrides: tuple[str, ...] = ()
     accepted: tuple[str, ...] = ()
+    note: Callable[[str], None] = lambda words: None
 
 
 def _request_each(
@@ -230,7 +232,7 @@ def _changed(store: Any, run: Run, change: Change) -> dict[str, Any]:
     """What the request says of a changed configuration, which is stored; raises what the contract refuses."""
     from orchestrator.submission.resume_request import resume_request  # omegaconf: only here
 
-    return resume_request(store, run, change.overrides, change.accepted)
+    return resume_request(store, run, change.overrides, change.accepted, change.note)
 
 
 def _may_have_job(attempts: list[Any]) -> bool:

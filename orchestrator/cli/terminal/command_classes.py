@@ -151,11 +151,11 @@ class Noun(click.Group):
 
 _RUN = re.compile(r"@last|[\w.-]*-\d+(@\w+)?")
 """How names of runs, and of checkpoints of them, look."""
-_INSTEAD = {
-    ("orch ckpt", word): "orch deletes checkpoints itself, by checkpoint.keep and checkpoint.retention; "
+DELETED_BY_ORCH = (
+    "orch deletes checkpoints itself, by checkpoint.keep and checkpoint.retention; "
     "`orch rm -h` explains how a run is removed with all that it has"
-    for word in ("remove", "delete", "del", "prune", "purge", "erase")
-}
+)
+_INSTEAD = {("orch ckpt", word): DELETED_BY_ORCH for word in ("remove", "delete", "del", "prune", "purge", "erase")}
 """What there is for a verb that is missing on purpose."""
 _REMOVE = {"rm": "remove"}
 """A verb of ours for runs is another program's word for what a group has."""

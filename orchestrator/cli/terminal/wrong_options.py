@@ -11,11 +11,9 @@ _MEANT = {"-n": "--tail", "--lines": "--tail", "--force": "--yes", "-f": "--yes"
 """Options of other programs for what an option of ours does."""
 _OF_SLURM = {
     "-p": "cluster.partition", "-A": "cluster.account", "-N": "cluster.nodes", "-c": "cluster.cpus_per_task",
-    "-C": "cluster.constraint", "-x": "cluster.exclude", "--gpus": "cluster.gpus_per_node",
-    "--ntasks-per-node": "cluster.ranks_per_node", "--nproc-per-node": "cluster.ranks_per_node",
-    "--nproc_per_node": "cluster.ranks_per_node", "--nnodes": "cluster.nodes",
+    "-C": "cluster.constraint", "-x": "cluster.exclude",
 }  # fmt: skip
-"""Options of sbatch and torchrun for a key."""
+"""Short options of sbatch for a key; long ones, and torchrun's, are in `config.keys`."""
 _FOLLOWING = ("-f", "--follow")
 """What `orch submit` has, and verbs have not that act on a run that is there."""
 _SETTING = frozenset({"--set", "--override", "--overrides", "--opt", "--option", "--config", "-o", "-O", "-s", "-D"})
@@ -29,7 +27,8 @@ def what_to_type(error: click.NoSuchOption, words: Sequence[str]) -> str:
     given, value = error.option_name, _value(error.option_name, words)
     options = [option for item in error.ctx.command.params for option in item.opts] if error.ctx else []
     if _MEANT.get(given) in options:
-        return f"did you mean {' '.join(filter(None, (_MEANT[given], value)))}?"
+        shown = "NUMBER" if _MEANT[given] == "--tail" and not value.isdigit() else value
+        return f"did you mean {' '.join(filter(None, (_MEANT[given], shown)))}?"
     if given in _FOLLOWING and (names := [word for word in words[1:] if not word.startswith("-") and "=" not in word]):
         return f"leave it out; `orch events {shlex.quote(names[0])} -f` follows the run"
     if error.ctx is None or not any("KEY=VALUE" in str(item.metavar) for item in error.ctx.command.params):

@@ -33,3 +33,22 @@ def test_the_offered_layout_fits(words: str, tmp_path: Path) -> None:
     layout = config.parallel
     assert offered
     assert math.prod(layout.mesh_sizes(config.cluster.world_size)) == config.cluster.world_size
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "parallel.strategy=ddp",
+        "parallel.strategy=hsdp",
+        "parallel.strategy=zero3 parallel.dp_replicate=2",
+        "parallel.strategy=fsdp parallel.dp_replicate=4",
+        "model.heads=5",
+        "model.heads=3 model.dim=48",
+    ],
+)
+def test_what_a_strategy_needs_is_typed_with_it(words: str, tmp_path: Path) -> None:
+    environ = {"HOME": str(tmp_path), "ORCH_SITE_CONFIG": ""}
+    with pytest.raises(ConfigError) as refused:
+        compose("tiny-gpt", words.split(), environ=environ)
+    offered = refused.value.hint.removeprefix("type ").split()
+    assert compose("tiny-gpt", [*words.split(), *offered], environ=environ)

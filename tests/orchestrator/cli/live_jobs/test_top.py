@@ -132,7 +132,7 @@ def test_speed_and_trend_have_a_line(orch: Type, seeds: Seeds) -> None:
     assert 0 < data["eta_s"] <= 79.0
     third = orch("top", run).out.splitlines()[2]
     assert third.startswith("ETA 1m")
-    assert third.endswith("0.5 s/step   loss -0.2100 in the last 21 steps")
+    assert third.endswith("0.5 s/step   loss changed by -0.2100 in 21 steps")
 
 
 def test_ranks_of_a_generation_that_is_over_are_not_shown(orch: Type, seeds: Seeds) -> None:

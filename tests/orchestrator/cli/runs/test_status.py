@@ -215,6 +215,14 @@ def test_restore_tests_stand_in_nobodys_way(orch: Type, seeds: Seeds) -> None:
     assert [row["run"] for row in orch("status", test, "--json").data] == [test]
 
 
+def test_who_wants_to_remove_a_checkpoint_is_not_offered_to_remove_the_run(orch: Type, seeds: Seeds) -> None:
+    seeds.run("demo")
+    failed = orch("rm", "demo-1@20", "-y")
+    assert failed.code == 3
+    assert "orch deletes checkpoints itself" in failed.err
+    assert "orch rm demo-1" not in failed.err
+
+
 def test_no_such_run_names_near_ones(orch: Type, seeds: Seeds) -> None:
     seeds.run("llama8b")
     for verb in ("status", "show", "wait", "logs", "cancel", "resume"):
@@ -224,9 +232,7 @@ def test_no_such_run_names_near_ones(orch: Type, seeds: Seeds) -> None:
         assert "llama8b-1" in failed.err, verb
 
 
-@pytest.mark.parametrize(
-    "words", ["show {}", "ckpt ls {}", "wait {} --timeout 1", "cancel {}", "rm {} -y", "status {}"]
-)
+@pytest.mark.parametrize("words", ["show {}", "ckpt ls {}", "wait {} --timeout 1", "cancel {}", "status {}"])
 def test_a_checkpoint_where_a_run_is_needed(orch: Type, seeds: Seeds, words: str) -> None:
     seeds.run("demo")
     for step in ("@20", "@latest"):

@@ -165,6 +165,8 @@ class TrainConfig:
     reduced in float32."""
     activation_checkpointing: bool = False
     """Recompute layers in the backward pass instead of keeping their activations (built-in model)."""
+    compile: bool = False
+    """Compile each layer with torch.compile (built-in model); needs a C++ compiler on the nodes, see `orch doctor`."""
     peak_tflops: float = 0.0
     """TFLOP/s that one device can do, of which MFU is the share that the model used; 0: from a table of GPUs."""
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)

@@ -22,7 +22,8 @@ class EventKind(StrEnum):
     PREFLIGHT = "preflight"  # node, name, ok, reason; or of all nodes together: ok, reason, speeds
     FORK_SERVER = "fork_server"  # node, warm (bool), reason, seconds: it is ready, or has died
     GENERATION_STARTED = "generation.started"  # world, nodes
-    GENERATION_FIRST_STEP = "generation.first_step"  # step, seconds (since generation.started)
+    # step, seconds (since generation.started) (, held {parameters, gradients, optimizer: bytes of rank 0; on_host})
+    GENERATION_FIRST_STEP = "generation.first_step"
     GENERATION_ENDED = "generation.ended"  # reason, step, failure (Failure.to_json or null)
     RANK_EXITED = "rank.exited"  # rank, node, exit_code, signal, reason
     DECISION = "decision"  # action, reason

@@ -25,9 +25,24 @@ class MeshSizes(NamedTuple):
     tp: int
 
 
+class Offload(StrEnum):
+    """What is kept in host memory."""
+
+    NONE = "none"
+    OPTIMIZER = "optimizer"  # optimizer state: gradients are copied to the host, new parameters back
+    ALL = "all"  # shards of parameters and gradients, too
+
+
+class Reduce(StrEnum):
+    """When gradients of a step with several micro-batches are reduced."""
+
+    AUTO = "auto"  # `last` with `ddp` and `zero1`, else `each`
+    EACH = "each"  # after each micro-batch: ranks keep shards of them
+    SCATTER = "scatter"  # after each one within a group of shards, between `dp_replicate` groups after the last one
+    LAST = "last"  # after the last micro-batch: ranks keep whole ones until then
+
+
 RESHARD = ("auto", "always", "never")
-OFFLOAD = ("none", "all")
-REDUCE = ("auto", "each", "last")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,25 +56,48 @@ class FsdpConfig:
     prefetch: int = 0
     """Layers that are gathered ahead of the one that computes; 0: as torch does it, one."""
 
-    reduce: str = "auto"
+    reduce: str = Reduce.AUTO
     """Gradients are reduced after `each` micro-batch, which keeps only shards of them, or after the `last` one of a
-    step: less traffic, whole gradients in memory. `auto`: `last` with `ddp` and `zero1`, else `each`."""
+    step: less traffic, whole gradients in memory. `scatter`: shards after each, averaged over `dp_replicate` groups
+    after the last. `auto`: `last` with `ddp` and `zero1`, else `each`."""
 
-    offload: str = "none"
-    """`all` keeps shards of parameters, gradients and optimizer state in host memory, where the optimizer then runs;
-    what a layer needs is copied to the GPU for as long as it computes."""
+    offload: str = Offload.NONE
+    """`optimizer` keeps the optimizer's state in host memory, where it then runs; `all` shards of parameters and
+    gradients too: what a layer needs is copied to the GPU for as long as it computes."""
+
+    wrap: str = "auto"
+    """What is gathered and freed together: classes of modules (`Block,FeedForward`), a number (modules with at least so
+    many parameters), or `auto`: each layer."""
 
     def __post_init__(self) -> None:
-        if self.offload not in OFFLOAD:
-            raise ValueError(f"parallel.fsdp.offload={self.offload}: must be {_one_of(OFFLOAD)}")
-        if self.reduce not in REDUCE:
-            raise ValueError(f"parallel.fsdp.reduce={self.reduce}: must be {_one_of(REDUCE)}")
+        if self.offload not in set(Offload):
+            raise ValueError(f"parallel.fsdp.offload={self.offload}: must be {_one_of(tuple(Offload))}")
+        if self.reduce not in set(Reduce):
+            raise ValueError(f"parallel.fsdp.reduce={self.reduce}: must be {_one_of(tuple(Reduce))}")
+        if not all(word.strip().isidentifier() for word in self.wrap.split(",")) and not self.wrap.isdecimal():
+            raise ValueError(
+                f"parallel.fsdp.wrap={self.wrap}: must be auto, a number of parameters, or names of classes "
+                "(Block,FeedForward): type parallel.fsdp.wrap=auto"
+            )
         if self.reshard_after_forward not in RESHARD:
             raise ValueError(
                 f"parallel.fsdp.reshard_after_forward={self.reshard_after_forward}: must be {_one_of(RESHARD)}"
             )
         if self.prefetch < 0:
             raise ValueError(f"parallel.fsdp.prefetch={self.prefetch}: must be 0 or a number of layers")
+
+
+    @property
+    def on_host(self) -> tuple[str, ...]:
+        """Which states lie in host memory although ranks train on GPUs."""
+        return _ON_HOST[Offload(self.offload)]
+
+
+_ON_HOST = {
+    Offload.NONE: (),
+    Offload.OPTIMIZER: ("optimizer",),
+    Offload.ALL: ("parameters", "gradients", "optimizer"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,11 +165,12 @@ class ParallelConfig:
         return self.fsdp.reshard_after_forward == "always"
 
     @property
-    def reduces_last_only(self) -> bool:
-        """Whether gradients of several micro-batches are added up on each rank before they are reduced."""
-        if self.fsdp.reduce == "auto":
-            return self.strategy in (Strategy.DDP, Strategy.ZERO1)
-        return self.fsdp.reduce == "last"
+    def reduce(self) -> Reduce:
+        """When gradients are reduced, with `auto` decided."""
+        chosen = Reduce(self.fsdp.reduce)
+        if chosen is Reduce.AUTO:
+            return Reduce.LAST if self.strategy in (Strategy.DDP, Strategy.ZERO1) else Reduce.EACH
+        return chosen
 
 
 _ONE_GROUP = (Strategy.ZERO1, Strategy.ZERO2, Strategy.ZERO3, Strategy.FSDP)

@@ -1,12 +1,64 @@
 """Which parts of a model FSDP shards one by one: what it gathers, and frees again, together."""
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from torch import nn
 
 Places = Mapping[int, list[str]]
 """The names of each parameter, by its id: tied ones have several."""
+
+
+class NoSuchModule(ValueError):
+    """`parallel.fsdp.wrap` names a class of which the model has no module."""
+
+
+def chosen_units(model: nn.Module, wrap: str, layers: Sequence[nn.Module]) -> list[nn.Module]:
+    """What `parallel.fsdp.wrap` asks for, inner modules before those around them; `auto`: `layers`.
+
+    A module that shares a parameter with what is outside it (tied embeddings) is never one. Raises NoSuchModule.
+    """
+    if wrap == "auto":
+        return list(layers)
+    places = _places(model)
+    closed = [module for name, module in _inner_first(model) if _is_closed(module, name, places)]
+    if wrap.isdecimal():
+        return _large_units(closed, int(wrap))
+    return _units_of_classes(model, closed, {name.strip() for name in wrap.split(",")})
+
+
+def _units_of_classes(model: nn.Module, closed: Sequence[nn.Module], wanted: set[str]) -> list[nn.Module]:
+    known = sorted({type(module).__name__ for module in model.modules()})
+    if unknown := sorted(wanted - set(known)):
+        raise NoSuchModule(f"parallel.fsdp.wrap: the model has no module of class {unknown[0]}, only {', '.join(known)}")
+    return [module for module in closed if type(module).__name__ in wanted]
+
+
+def _large_units(closed: Sequence[nn.Module], least: int) -> list[nn.Module]:
+    """Modules with at least so many parameters that no unit inside them has."""
+    found: list[nn.Module] = []
+    taken: set[int] = set()
+    for module in closed:
+        own = {id(parameter): parameter.numel() for parameter in module.parameters() if id(parameter) not in taken}
+        if sum(own.values()) >= least:
+            found.append(module)
+            taken |= set(own)
+    return found
+
+
+def _inner_first(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Modules that can be called, by name, without the model itself, in the order in which they were made."""
+    for name, child in model.named_children():
+        yield from ((f"{name}.{inner}", module) for inner, module in _inner_first(child))
+        if not isinstance(child, nn.ModuleList | nn.ModuleDict):
+            yield name, child
+
+
+def _places(model: nn.Module) -> Places:
+    places = defaultdict(list)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        places[id(parameter)].append(name)
+    return places
 
 
 def fsdp_units(model: nn.Module) -> list[nn.Module]:
@@ -15,9 +67,7 @@ def fsdp_units(model: nn.Module) -> list[nn.Module]:
     A child that shares a parameter with what is outside it (tied embeddings) belongs to the whole model too, since FSDP
     manages a parameter once; members of lists within it are units all the same.
     """
-    places = defaultdict(list)
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        places[id(parameter)].append(name)
+    places = _places(model)
     found: list[nn.Module] = []
     for name, child in _children(model):
         found += [child] if _is_closed(child, name, places) else _list_members(child, name, places)

@@ -12,24 +12,16 @@ from torch.utils.checkpoint import checkpoint
 
 from trainer.contract.config import JobConfig, ModelConfig, TrainConfig
 from trainer.contract.model_flops import flops_per_token
+from trainer.contract.model_shapes import padded_vocab_size
 from trainer.contract.token_shards import Index
 from trainer.worker import parallelize
 from trainer.worker.activation_checkpointing import Recompute, for_layer
 from trainer.worker.cross_entropy import summed_cross_entropy
 from trainer.worker.data import Data, StatefulData
-from trainer.worker.data_parallel import offloads
+from trainer.worker.data_parallel import offloads_all
 from trainer.worker.initial_weights import fill
 from trainer.worker.mesh import Layout
 from trainer.worker.workload import BaseWorkload, WorkloadError
-
-VOCAB_MULTIPLE = 64
-"""Rows of the embedding are a multiple of this, in every layout alike, so that ranks share them evenly."""
-
-
-def padded_vocab_size(config: ModelConfig) -> int:
-    """Rows of the embedding: the vocabulary with the padding that is trained along."""
-    return -(-config.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
-
 
 def rotary_table(length: int, width: int, theta: float, device: torch.device) -> torch.Tensor:
     """Cosines and sines of RoFormer (Su et al. 2021), shape [2, length, width / 2], float32."""
@@ -207,7 +199,7 @@ class LlamaWorkload(BaseWorkload):
     def parallelize(self, model: nn.Module, layout: Layout) -> Llama:
         assert isinstance(model, Llama)
         parallelize.shard(model, layout, self.config)
-        model.materialize(layout.device, self.config.train.seed, offload=offloads(self.config))
+        model.materialize(layout.device, self.config.train.seed, offload=offloads_all(self.config))
         return model
 
     def build_data(self, layout: Layout) -> Data | StatefulData:

@@ -89,7 +89,7 @@ def _train(spec: RankSpec, cell: ProgressCell, control: socket.socket, started: 
 
 def _build(made: workload.Workload, layout: mesh.Layout) -> TrainObjects:
     model = made.parallelize(made.build_model(), layout)
-    optimizer = made.build_optimizer(model)
+    optimizer = workload.build_optimizer(made, model)
     scheduler = workload.build_scheduler(made, optimizer)
     data = with_position(made.build_data(layout))
     return TrainObjects(workload=made, model=model, optimizer=optimizer, data=data, layout=layout, scheduler=scheduler)

@@ -9,19 +9,24 @@ from torch import nn
 from torch.optim import optimizer as of_torch
 
 from trainer.contract.config import OptimizerConfig
+from trainer.worker.host_adamw import HostAdamW
 
 _TINY = 1e-150
 """A rate by which no weight moves, in double precision either, and whose square is not zero."""
 
 
-def adamw(model: nn.Module, optimizer: OptimizerConfig) -> torch.optim.Optimizer:
-    """AdamW with weight decay on matrices only: norms and biases are scales, not weights to shrink."""
+def adamw(model: nn.Module, optimizer: OptimizerConfig, *, on_host: bool = False) -> torch.optim.Optimizer:
+    """AdamW with weight decay on matrices only: norms and biases are scales, not weights to shrink.
+
+    `on_host`: its state lies in host memory, where it runs.
+    """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": optimizer.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(
+    kind = HostAdamW if on_host else torch.optim.AdamW
+    return kind(
         [group for group in groups if group["params"]], lr=optimizer.lr, betas=(0.9, 0.95), eps=1e-8, fused=True
     )
 

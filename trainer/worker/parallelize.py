@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -14,7 +15,9 @@ from torch.distributed.tensor.parallel import (
 )
 
 from trainer.contract.config import JobConfig
+from trainer.worker.compilation import compile_forward
 from trainer.worker.data_parallel import share_out
+from trainer.worker.fsdp_units import NoSuchModule
 from trainer.worker.mesh import Layout
 from trainer.worker.workload import WorkloadError, mixed_precision
 
@@ -37,18 +40,24 @@ def check(config: JobConfig) -> None:
 def shard(model: Any, layout: Layout, config: JobConfig) -> None:
     """Shard `model` (a Llama on the meta device) over the mesh in place."""
     if layout.tp.size() > 1:
-        _tensor_parallel(model, layout)
+        tensor_parallel(model, layout.tp)
         model.tie()
+    if config.train.compile:
+        for layer in model.layers:
+            compile_forward(layer)
     # Inputs arrive in the right precision; casting them would round the rotary table.
     policy = replace(mixed_precision(config), cast_forward_inputs=False)
-    share_out(model.layers, model, layout, config, policy)
+    try:
+        share_out(model.layers, model, layout, config, policy)
+    except NoSuchModule as error:
+        raise WorkloadError(str(error)) from error
 
 
-def _tensor_parallel(model: Any, layout: Layout) -> None:
+def tensor_parallel(model: Any, mesh: DeviceMesh) -> None:
     """Activations between layers are split along the sequence, inside them along heads and inner width."""
     parallelize_module(
         model,
-        layout.tp,
+        mesh,
         {
             "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
             "norm": SequenceParallel(),
@@ -57,7 +66,7 @@ def _tensor_parallel(model: Any, layout: Layout) -> None:
         },
     )
     for layer in model.layers:
-        parallelize_module(layer, layout.tp, _layer_plan())
+        parallelize_module(layer, mesh, _layer_plan())
 
 
 def _layer_plan() -> dict[str, ParallelStyle]:

@@ -20,8 +20,9 @@ from trainer.contract.config import JobConfig, WorkloadConfig
 from trainer.contract.ranks.progress import Phase
 from trainer.contract.token_shards import TokensError
 from trainer.worker.data import Data, StatefulData, TokenData
-from trainer.worker.data_parallel import share_out
-from trainer.worker.fsdp_units import fsdp_units
+from trainer.worker.data_parallel import offloads_optimizer, share_out
+from trainer.worker.fsdp_units import NoSuchModule, fsdp_units
+from trainer.worker.host_adamw import HostAdamW
 from trainer.worker.mesh import Layout
 from trainer.worker.metric_values import Mean as Mean
 from trainer.worker.metric_values import Metric
@@ -95,11 +96,14 @@ class BaseWorkload:
         units = fsdp_units(model)
         for unit in (*units, model):
             copy_views(unit)
-        share_out(units, model, layout, self.config, mixed_precision(self.config))
+        try:
+            share_out(units, model, layout, self.config, mixed_precision(self.config))
+        except NoSuchModule as error:
+            raise WorkloadError(str(error)) from error
         return model
 
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        return adamw(model, self.config.optimizer)
+        return adamw(model, self.config.optimizer, on_host=offloads_optimizer(self.config))
 
     def build_data(self, layout: Layout) -> Data | StatefulData:
         if not self.config.data.path:
@@ -172,6 +176,18 @@ def hook(workload: object, name: str) -> Callable[..., Any] | None:
     found = getattr(workload, name, None)
     inherited = getattr(type(workload), name, None) is getattr(BaseWorkload, name)
     return found if callable(found) and not inherited else None
+
+
+def build_optimizer(workload: Workload, model: nn.Module) -> torch.optim.Optimizer:
+    """The workload's optimizer; raises WorkloadError for one of its own that cannot be kept in host memory."""
+    made = workload.build_optimizer(model)
+    config = getattr(workload, "config", None)
+    if isinstance(config, JobConfig) and offloads_optimizer(config) and not isinstance(made, HostAdamW):
+        raise WorkloadError(
+            f"parallel.fsdp.offload=optimizer, but {type(workload).__name__} builds a {type(made).__name__} of its own, "
+            "and only the built-in AdamW can run in host memory: type parallel.fsdp.offload=all"
+        )
+    return made
 
 
 def build_scheduler(workload: object, optimizer: torch.optim.Optimizer) -> Scheduler | None:

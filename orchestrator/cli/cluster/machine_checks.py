@@ -4,6 +4,7 @@ import os
 import secrets
 import shutil
 import sys
+import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
@@ -36,6 +37,7 @@ def machine(root: Path | None) -> Iterator[Check]:
     """Everything that can be known without Slurm."""
     yield python()
     yield from packages()
+    yield compiler()
     home = state_folder()
     yield home
     if home.level != FAIL:
@@ -65,6 +67,19 @@ def packages() -> Iterator[Check]:
         yield Check("packages", FAIL, f"missing: {', '.join(missing)}", f"pip install {' '.join(missing)}")
     if "torch" in found:
         yield Check("torch", OK, f"torch {found['torch']}")
+
+
+def compiler(headers: Path | None = None) -> Check:
+    """What `train.compile` needs on the nodes: a C++ compiler, and the headers of this Python."""
+    word = os.environ.get("CXX", "g++")
+    file = (headers or Path(sysconfig.get_path("include"))) / "Python.h"
+    if shutil.which(word) is None:
+        why, hint = f"there is no {word}", "install it on the nodes: apt-get install g++, dnf install gcc-c++"
+    elif not file.exists():
+        why, hint = f"there is no {file}", "install it on the nodes: apt-get install python3-dev, dnf install python3-devel"
+    else:
+        return Check("compiler", OK, f"{word} and Python.h, for train.compile")
+    return Check("compiler", INFO, f"train.compile=true would fail here: {why}", hint)
 
 
 def _numbers(version: str) -> tuple[int, ...]:

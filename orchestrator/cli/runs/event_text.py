@@ -130,6 +130,16 @@ def _agreed(data: dict[str, Any]) -> str:
     return f"ranks stop together after step {data['step']}{_STOPS.get(data['reason'], '')}"
 
 
+def _held(data: dict[str, Any]) -> str:
+    """What a rank holds of the model's states; an older release has not said it."""
+    if not (held := data.get("held")):
+        return ""
+    parts = (f"{size(held[name])} of {words}" for name, words in _STATES.items())
+    place = f" ({', '.join(_STATES[name] for name in held['on_host'])} in host memory)" if held["on_host"] else ""
+    return f"; rank 0 holds {', '.join(parts)}{place}"
+
+
+_STATES = {"parameters": "parameters", "gradients": "gradients", "optimizer": "optimizer state"}
 _STOPS = {"cancel": ": somebody asked for it", "time_limit": ": the time limit is near"}
 """What ranks are told of a stop; that a signal came tells them no reason."""
 _DESCRIPTIONS: dict[str, Callable[[dict[str, Any]], str]] = {
@@ -137,7 +147,7 @@ _DESCRIPTIONS: dict[str, Callable[[dict[str, Any]], str]] = {
     EventKind.AGENT_LOST: lambda d: f"lost the agent of {d['name']}: {d['reason']}",
     EventKind.PREFLIGHT: lambda d: "" if d["ok"] else f"{_node(d)} failed its checks: {d['reason']}",
     EventKind.GENERATION_STARTED: lambda d: f"ranks start ({d['world']})",
-    EventKind.GENERATION_FIRST_STEP: lambda d: f"trains: step {d['step']} done after {d['seconds']:.1f} s",
+    EventKind.GENERATION_FIRST_STEP: lambda d: f"trains: step {d['step']} done after {d['seconds']:.1f} s{_held(d)}",
     EventKind.GENERATION_ENDED: _ended,
     EventKind.RANK_EXITED: _exited,
     EventKind.DECISION: lambda d: f"decision: {d['action']} ({d['reason']})",

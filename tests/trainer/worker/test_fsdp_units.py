@@ -1,8 +1,9 @@
 """Which parts of a model are sharded one by one."""
 
+import pytest
 from torch import nn
 
-from trainer.worker.fsdp_units import fsdp_units
+from trainer.worker.fsdp_units import NoSuchModule, chosen_units, fsdp_units
 
 
 class Trunk(nn.Module):
@@ -48,3 +49,26 @@ def test_lists_within_lists_are_opened() -> None:
     model = nn.Module()
     model.stages = nn.ModuleList([nn.ModuleList([nn.Linear(2, 2), nn.ReLU()]), nn.ModuleDict({"a": nn.Linear(2, 2)})])
     assert fsdp_units(model) == [model.stages[0][0], model.stages[1]["a"]]
+
+
+def test_units_by_class_come_inner_ones_first() -> None:
+    model = Model(tied=False)
+    chosen = chosen_units(model, "Trunk, Linear", [])
+    assert chosen == [*model.trunk.layers, model.trunk.inner[0][0], model.trunk, model.head, model.blocks["a"]]
+
+
+def test_units_by_size_have_so_many_parameters_of_their_own() -> None:
+    model = Model(tied=False)  # linear 4 x 4 with bias: 20, embedding and head: 32
+    assert chosen_units(model, "32", []) == [model.trunk.embedding, model.trunk, model.head]
+    assert chosen_units(model, "100", []) == []
+    assert chosen_units(model, "auto", [model.head]) == [model.head]
+
+
+def test_what_shares_a_parameter_is_never_chosen() -> None:
+    model = Model(tied=True)
+    assert chosen_units(model, "Trunk,Embedding,Linear", []) == [*model.trunk.layers, model.trunk.inner[0][0], model.blocks["a"]]
+
+
+def test_a_class_that_the_model_does_not_have_is_named() -> None:
+    with pytest.raises(NoSuchModule, match="no module of class Block, only Embedding, Linear"):
+        chosen_units(Model(tied=False), "Linear,Block", [])

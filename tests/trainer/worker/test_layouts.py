@@ -2,6 +2,9 @@
 
 import pytest
 
+from tests.trainer.worker.conftest import hang
+from trainer.contract.outcome import ExitCode
+
 pytestmark = pytest.mark.multi
 
 LAYOUTS = {
@@ -139,3 +142,45 @@ def test_gradients_that_are_reduced_once_a_step_add_up_to_the_same(undisturbed, 
     )
     assert last.losses() == pytest.approx(each.losses(), rel=1e-4)
     assert last.losses() != each.losses()  # sums in another order
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("wrap", ["Block,FeedForward", "3000"])
+def test_what_is_gathered_together_changes_no_bit(undisturbed, wrap):
+    parallel = {"dp_shard": 2, "fsdp": {"wrap": wrap}}
+    one, other = undisturbed(**shape("dp2"), **GENTLE), undisturbed(2, parallel=parallel, **GENTLE)
+    assert other.losses() == one.losses()
+    assert other.final()["weights_digest"] == one.final()["weights_digest"]
+
+
+def test_a_class_that_the_model_does_not_have_ends_the_run_with_those_it_has(make_run):
+    run = make_run(2, parallel={"dp_shard": 2, "fsdp": {"wrap": "Blok"}})
+    assert run.train()["codes"] == [ExitCode.NEVER_RETRY] * 2
+    assert "no module of class Blok, only Attention, Block" in (run.outcome(0, 1).message or "")
+
+
+@pytest.mark.proof
+def test_gradients_averaged_between_groups_once_a_step_add_up_to_the_same(undisturbed):
+    each, scatter = (
+        undisturbed(
+            4,
+            parallel={"strategy": "hsdp", "dp_replicate": 2, "fsdp": {"reduce": when}},
+            train={"dtype": "float32", "micro_batch_size": 1},
+        )
+        for when in ("each", "scatter")
+    )
+    assert scatter.losses() == pytest.approx(each.losses(), rel=1e-4)
+    assert scatter.losses() != each.losses()  # sums in another order
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("name", ["dp2", "tp2"])
+def test_a_compiled_run_is_near_and_restarts_with_the_same_bits(make_run, undisturbed, name):
+    over = {"train": {"dtype": "float32", "compile": True}, "optimizer": {"lr": 1e-3}}
+    plain, calm = undisturbed(**shape(name), **GENTLE), undisturbed(**shape(name), **over)
+    assert calm.losses() == pytest.approx(plain.losses(), rel=1e-5)
+    hurt = make_run(**shape(name), **over, drill=hang(1, step=8))
+    hurt.train_until_killed(1, committed=6)
+    assert hurt.train()["codes"] == [0] * 2, hurt.log()
+    assert hurt.losses() == calm.losses()
+    assert hurt.final()["weights_digest"] == calm.final()["weights_digest"]

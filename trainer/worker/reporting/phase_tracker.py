@@ -9,6 +9,7 @@ import torch.distributed.distributed_c10d as c10d
 from torch import nn
 
 from trainer.contract.ranks.progress import SECTIONS, Phase, ProgressCell
+from trainer.worker.compilation import is_compiled
 from trainer.worker.reporting.work_timer import Stopwatch, exclude_fsdp_waits, stopwatch
 
 _SECTION = {phase: index for index, phase in enumerate(SECTIONS)} | {Phase.COMPILE: SECTIONS.index(Phase.FORWARD)}
@@ -106,16 +107,10 @@ def _report_compilations(tracker: PhaseTracker) -> None:
 
 def phase_tracker(cell: ProgressCell, model: nn.Module, device: torch.device) -> PhaseTracker:
     """The phase tracker of a rank that trains `model` on `device`."""
-    tracker = PhaseTracker(cell, stopwatch(device), compiles=compiles(model))
+    tracker = PhaseTracker(cell, stopwatch(device), compiles=is_compiled(model))
     _current[:] = [tracker]
-    if compiles(model):
+    if is_compiled(model):
         _report_compilations(tracker)
     if device.type != "cpu":  # on the CPU a thread that waits does not run, and is not measured
         exclude_fsdp_waits(model, tracker.pause, tracker.resume)
     return tracker
-
-
-def compiles(model: nn.Module) -> bool:
-    """Whether `model`, or a part of it, has been given to torch.compile."""
-    parts = list(model.modules())
-    return any(type(part).__name__ == "OptimizedModule" or part._compiled_call_impl is not None for part in parts)

@@ -9,6 +9,7 @@ import torch
 from trainer.contract.config import JobConfig
 from trainer.contract.model_flops import peak_flops
 from trainer.contract.ranks.progress import SECTIONS
+from trainer.worker.reporting.traffic import TrafficMeter
 
 
 class StepFigures:
@@ -18,6 +19,11 @@ class StepFigures:
         """`flops_per_step`: model FLOPs of one optimizer step over all ranks, if the workload knows them."""
         self._device, self._world_size, self._flops = device, world_size, flops_per_step
         self._peak = 1e12 * config.train.peak_tflops or _peak(device, config.train.dtype)
+        self._meter, self._bytes = TrafficMeter(), dict[str, int]()
+
+    def step_ended(self) -> None:
+        """Call when the collectives of a step have been given to torch."""
+        self._bytes = self._meter.step_ended() or self._bytes
 
     def of(self, seconds: float, stall: float, sections: Mapping[str, float]) -> dict[str, Any]:
         """`seconds` of the step, of which saves took `stall`; `sections`: this rank's own work in each of them.
@@ -26,7 +32,10 @@ class StepFigures:
         """
         work = {name: round(value, 6) for name, value in sections.items()}
         waiting = max(0.0, seconds - stall - sum(sections.values()))
-        return {"work": work, "waiting": round(waiting, 6), "memory": self._memory(), **self._speed(seconds)}
+        told = {"work": work, "waiting": round(waiting, 6), "memory": self._memory(), **self._speed(seconds)}
+        if self._bytes:  # in one line of a generation: it is the same for all of them
+            told["bytes"], self._bytes = self._bytes, {}
+        return told
 
     def _memory(self) -> dict[str, int]:
         """Peaks since the rank began, in bytes; `resident` is that of the process."""

@@ -14,8 +14,9 @@ from trainer.contract.outcome import ExitCode
 from trainer.contract.ranks.progress import SECTIONS, Phase, ProgressCell, StopReason
 from trainer.contract.save_trouble import short_reason
 from trainer.worker.data import take, unwrapped
-from trainer.worker.data_parallel import reduce_gradients_of_next
+from trainer.worker.data_parallel import choose_reduction
 from trainer.worker.optimizer import set_learning_rate
+from trainer.worker.reporting.held_states import held_states
 from trainer.worker.reporting.metrics import Journal
 from trainer.worker.reporting.phase_tracker import PhaseTracker
 from trainer.worker.reporting.progress_log import ProgressLog
@@ -87,7 +88,7 @@ class Loop:
         self._save_vote = SaveVote.NONE
         self._committed = services.saver.committed_step or 0
         self._vote_ahead = SaveVote.NONE
-        self._reduces_last_only = config.parallel.reduces_last_only
+        self._reduce_when = config.parallel.reduce
         self._last = services.test_until or config.train.steps
         self._validation = Validation(objects, every=config.validation.every, last=config.train.steps)
         self._own_metrics = hook(objects.workload, "metrics")
@@ -134,6 +135,7 @@ class Loop:
         if objects.scheduler is not None and not steps_on_plateau(objects.scheduler):
             objects.scheduler.step()
         self._services.phases.step_ended(step)
+        self._services.figures.step_ended()
         return PendingStep(reduced, position, rate, scale, self._services.phases.last_step, overflowed)
 
     def _overflowed(self, reduced: Reduced) -> bool:
@@ -181,8 +183,8 @@ class Loop:
             if factor != 1.0:
                 loss = loss * factor
             self._services.phases.enter(Phase.BACKWARD)
-            if self._reduces_last_only:
-                reduce_gradients_of_next(objects.model, now=number == len(batches) - 1)
+            if len(batches) > 1:
+                choose_reduction(objects.model, self._reduce_when, is_last=number == len(batches) - 1)
             (loss if scale == 1.0 else loss * scale).backward()
             total += loss.detach()
         return total
@@ -244,7 +246,8 @@ class Loop:
             self._check_best(())
         if self._objects.layout.rank == 0:
             seconds = time.monotonic() - self._services.started
-            self._services.journal.event(EventKind.GENERATION_FIRST_STEP, step=step, seconds=seconds)
+            held = held_states(self._objects.model, self._objects.optimizer, self._config.parallel)
+            self._services.journal.event(EventKind.GENERATION_FIRST_STEP, step=step, seconds=seconds, held=held)
 
     def _read_pending(self) -> StopReason:
         """Read the sums that are still on the device, if any, and report them."""

@@ -10,8 +10,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from trainer.contract.ranks.progress import SECTIONS, Phase, ProgressCell
+from trainer.worker.compilation import compile_forward, is_compiled
 from trainer.worker.reporting import work_timer
-from trainer.worker.reporting.phase_tracker import PhaseTracker, compiles, phase_tracker
+from trainer.worker.reporting.phase_tracker import PhaseTracker, phase_tracker
 from trainer.worker.reporting.work_timer import CpuStopwatch, CudaStopwatch, exclude_fsdp_waits
 from trainer.worker.workload import evaluating
 
@@ -107,11 +108,14 @@ def test_a_shape_that_is_new_is_compiled_in_any_step(world, cell):
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, when it loads its compiler
 def test_a_model_is_compiled_as_a_whole_or_in_part():
-    assert not compiles(nn.Sequential(nn.Linear(2, 2)))
+    assert not is_compiled(nn.Sequential(nn.Linear(2, 2)))
     part = nn.Linear(2, 2)
     part.compile()
-    assert compiles(nn.Sequential(part))
-    assert compiles(torch.compile(nn.Linear(2, 2)))
+    assert is_compiled(nn.Sequential(part))
+    assert is_compiled(torch.compile(nn.Linear(2, 2)))
+    own = nn.Linear(2, 2)
+    compile_forward(own)
+    assert is_compiled(nn.Sequential(own))
 
 
 def test_own_work_is_told_once_a_step_and_the_first_step_is_left_out(world, cell):

@@ -1,0 +1,108 @@
+"""One rank of a bare loop with torch's own DDP, FSDP2 or tensor parallelism around the product's model and data.
+
+    RANK=... WORLD_SIZE=... MASTER_ADDR=... MASTER_PORT=...
+        python -m benchmarks.training.bare_loop RUN_FOLDER FOLDER STRATEGY
+
+What every loop does is in it: micro-batches, clipping by torch's own function, a learning rate that follows a schedule,
+AdamW, and the mean loss of the step over all ranks, read one step later. Nothing else is: no agreement, no figures, no
+checkpoints, and no deterministic kernels. STRATEGY is a key of `WRAPPED`.
+"""
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.recovery.script import tell
+from trainer.contract.config import JobConfig, load
+from trainer.contract.run_dir import RunDir
+from trainer.worker import workload
+from trainer.worker.data import TokenData
+from trainer.worker.llama import Llama
+from trainer.worker.optimizer import adamw, set_learning_rate
+from trainer.worker.parallelize import tensor_parallel
+from trainer.worker.startup import device as devices
+from trainer.worker.training.lr_schedule import learning_rate
+
+_CPU = torch.device("cpu")
+
+
+def _ddp(model: Llama, mesh: DeviceMesh, seed: int) -> nn.Module:
+    model.materialize(_CPU, seed)
+    return DistributedDataParallel(model, process_group=mesh.get_group())
+
+
+def _fsdp(model: Llama, mesh: DeviceMesh, seed: int) -> nn.Module:
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    model.materialize(_CPU, seed)
+    return model
+
+
+def _grad_op(model: Llama, mesh: DeviceMesh, seed: int) -> nn.Module:
+    for module in (*model.layers, model):
+        fully_shard(module, mesh=mesh, reshard_after_forward=False)
+    model.materialize(_CPU, seed)
+    return model
+
+
+def _tp(model: Llama, mesh: DeviceMesh, seed: int) -> nn.Module:
+    tensor_parallel(model, mesh)
+    model.materialize(_CPU, seed)
+    return model
+
+
+WRAPPED: dict[str, Callable[[Llama, DeviceMesh, int], nn.Module]] = {
+    "ddp": _ddp, "zero2": _grad_op, "fsdp": _fsdp, "tp": _tp,
+}  # fmt: skip
+
+
+def main(config: JobConfig, folder: Path, strategy: str) -> None:
+    torch.set_num_threads(devices.threads_per_rank(config.cluster))
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    made = workload.build(config)
+    bare = made.build_model()
+    assert isinstance(bare, Llama)
+    model = WRAPPED[strategy](bare, mesh, config.train.seed)
+    optimizer = adamw(model, config.optimizer)
+    alike = strategy == "tp"
+    data = TokenData(
+        Path(config.data.path), config.train, shuffle=config.data.shuffle, device=_CPU,
+        dp_rank=0 if alike else dist.get_rank(), dp_size=1 if alike else dist.get_world_size(),
+    )  # fmt: skip
+    with (folder / f"rank-{dist.get_rank()}.jsonl").open("a") as lines:
+        step, told = 0, torch.zeros(())
+        while True:
+            step += 1
+            total = torch.zeros(())
+            batches = data.take()
+            for batch in batches:
+                loss = model(batch[:, :-1], batch[:, 1:]) / len(batches)
+                loss.backward()
+                total += loss.detach()
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip_norm)
+            assert isinstance(norm, DTensor | torch.Tensor)
+            set_learning_rate(optimizer, learning_rate(config.optimizer, config.train.steps, step))
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            dist.all_reduce(total)
+            told.item()
+            told = total / dist.get_world_size()
+            tell(lines, step)
+
+
+if __name__ == "__main__":
+    try:
+        main(load(RunDir(Path(sys.argv[1])), attempt=0), Path(sys.argv[2]), sys.argv[3])
+    except RuntimeError:  # the peer has been ended
+        os._exit(1)

@@ -1,0 +1,57 @@
+"""Bytes of a step's collectives, by dimension of the mesh."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.trainer.worker.conftest import Run
+from trainer.contract.config import ModelConfig
+from trainer.contract.model_shapes import parameters
+from trainer.worker.reporting.traffic import TrafficMeter
+
+
+def entry(number: int, group: str, sizes: list[int], dtype: str = "Float", out: list[int] | None = None) -> dict[str, Any]:
+    return {
+        "record_id": number, "process_group": ["1", group], "input_sizes": [sizes], "input_dtypes": [dtype],
+        "output_sizes": [out or sizes], "output_dtypes": [dtype],
+    }  # fmt: skip
+
+
+def meter(*records: list[dict[str, Any]]) -> TrafficMeter:
+    told = iter(records)
+    return TrafficMeter([lambda: json.dumps({"entries": next(told)})])
+
+
+def test_the_second_step_is_measured_and_no_other() -> None:
+    first = [entry(0, "mesh_tp", [100])]
+    second = [*first, entry(1, "mesh_tp", [4, 2], "BFloat16"), entry(2, "mesh_dp_shard", [2], out=[8]), entry(3, "default_pg", [3], "Double")]
+    made = meter(first, second)
+    assert made.step_ended() is None
+    assert made.step_ended() == {"tp": 16, "dp_shard": 32, "world": 24}
+    assert made.step_ended() is None
+
+
+def test_groups_of_others_do_not_count() -> None:
+    made = meter([], [entry(0, "saves", [100])])
+    made.step_ended()
+    assert made.step_ended() == {}
+
+
+def test_a_step_that_the_recorder_has_not_kept_whole_is_not_told() -> None:
+    made = meter([entry(0, "mesh_tp", [1])], [entry(7, "mesh_tp", [1])])
+    made.step_ended()
+    assert made.step_ended() == {}
+
+
+@pytest.mark.multi
+def test_a_real_step_carries_what_fsdp_sends(undisturbed: Callable[..., Run]) -> None:
+    run = undisturbed(2, parallel={"strategy": "zero3", "fsdp": {"reshard_after_forward": "always"}}, train={"steps": 3, "dtype": "float32"})
+    told = [line["bytes"] for line in run.metrics().values() if "bytes" in line]
+    model = ModelConfig(dim=32, layers=2, heads=4, kv_heads=2, ffn_dim=64)
+    count = sum(parameter.elements for parameter in parameters(model))
+    assert len(told) == 1
+    # Gathered for the forward and for the backward pass, then gradients reduced: three times 4 bytes a parameter.
+    assert told[0]["dp_shard"] == 12 * count
+    assert 0 < told[0]["world"] < 1000

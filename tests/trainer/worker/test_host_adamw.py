@@ -1,0 +1,51 @@
+"""AdamW in host memory computes what AdamW computes."""
+
+import pytest
+import torch
+from torch import nn
+
+from trainer.contract.config import JobConfig, OptimizerConfig
+from trainer.contract.parallel_config import FsdpConfig, ParallelConfig
+from trainer.worker.host_adamw import HostAdamW
+from trainer.worker.optimizer import adamw, prime
+from trainer.worker.workload import BaseWorkload, WorkloadError, build_optimizer
+
+
+def trained(*, on_host: bool) -> tuple[list[torch.Tensor], torch.optim.Optimizer]:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.Linear(5, 3))
+    optimizer = adamw(model, OptimizerConfig(lr=0.1), on_host=on_host)
+    prime(optimizer)
+    optimizer.state.clear()
+    for _ in range(5):
+        model(torch.randn(4, 6)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return list(model.parameters()), optimizer
+
+
+def test_the_same_bits_as_adamw() -> None:
+    (device, plain), (host, made) = trained(on_host=False), trained(on_host=True)
+    assert isinstance(made, HostAdamW)
+    assert all(torch.equal(one, other) for one, other in zip(device, host, strict=True))
+    for one, other in zip(device, host, strict=True):
+        assert {key: value.tolist() for key, value in plain.state[one].items()} == {
+            key: value.tolist() for key, value in made.state[other].items()
+        }
+
+
+def test_parameters_without_a_gradient_are_left_alone() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = adamw(model, OptimizerConfig(), on_host=True)
+    optimizer.step()
+    assert not optimizer.state
+
+
+def test_an_optimizer_of_ones_own_is_refused() -> None:
+    class Own(BaseWorkload):
+        def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+            return torch.optim.SGD(model.parameters(), lr=0.1)
+
+    config = JobConfig(parallel=ParallelConfig(fsdp=FsdpConfig(offload="optimizer")))
+    with pytest.raises(WorkloadError, match="Own builds a SGD of its own.*type parallel.fsdp.offload=all"):
+        build_optimizer(Own(config), nn.Linear(2, 2))

@@ -1,0 +1,54 @@
+"""PURE: the parameters of the built-in model, and how tensor parallelism splits them."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+
+from trainer.contract.config import ModelConfig
+
+VOCAB_MULTIPLE = 64
+"""Rows of the embedding are a multiple of this, in every layout alike, so that ranks share them evenly."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parameter:
+    """One parameter: its shape, and the dimension that tensor-parallel ranks share; None: each has all of it."""
+
+    name: str
+    shape: tuple[int, ...]
+    tp_dim: int | None = None
+
+    @property
+    def elements(self) -> int:
+        return prod(self.shape)
+
+
+def padded_vocab_size(config: ModelConfig) -> int:
+    """Rows of the embedding: the vocabulary with the padding that is trained along."""
+    return -(-config.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+
+
+def parameters(config: ModelConfig) -> Iterator[Parameter]:
+    """Of the whole model, in the order of `named_parameters`."""
+    rows = padded_vocab_size(config)
+    yield Parameter(name="embedding.weight", shape=(rows, config.dim), tp_dim=0)
+    for layer in range(config.layers):
+        for parameter in _of_layer(config):
+            yield Parameter(name=f"layers.{layer}.{parameter.name}", shape=parameter.shape, tp_dim=parameter.tp_dim)
+    yield Parameter(name="norm.weight", shape=(config.dim,))
+    if not config.tie_embeddings:
+        yield Parameter(name="output.weight", shape=(rows, config.dim), tp_dim=0)
+
+
+def _of_layer(config: ModelConfig) -> Iterator[Parameter]:
+    width = config.dim // config.heads
+    queries, keys = config.heads * width, config.kv_heads * width
+    yield Parameter(name="attention_norm.weight", shape=(config.dim,))
+    yield Parameter(name="attention.wq.weight", shape=(queries, config.dim), tp_dim=0)
+    yield Parameter(name="attention.wk.weight", shape=(keys, config.dim), tp_dim=0)
+    yield Parameter(name="attention.wv.weight", shape=(keys, config.dim), tp_dim=0)
+    yield Parameter(name="attention.wo.weight", shape=(config.dim, queries), tp_dim=1)
+    yield Parameter(name="ffn_norm.weight", shape=(config.dim,))
+    yield Parameter(name="feed_forward.w1.weight", shape=(config.ffn_dim, config.dim), tp_dim=0)
+    yield Parameter(name="feed_forward.w2.weight", shape=(config.dim, config.ffn_dim), tp_dim=1)
+    yield Parameter(name="feed_forward.w3.weight", shape=(config.ffn_dim, config.dim), tp_dim=0)

@@ -1,0 +1,60 @@
+"""PURE: bytes of parameters, gradients and optimizer state that one rank holds between two steps, and where.
+
+Weights, gradients and both moments of Adam are float32, 16 bytes for each parameter that a rank has a shard of, and the
+step count of each parameter 4 more (Rajbhandari et al. 2020, section 3, count 16 with half-precision weights beside
+float32 ones; here the half-precision ones exist only while a layer computes).
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
+
+from trainer.contract.model_shapes import Parameter
+from trainer.contract.parallel_config import MeshSizes, ParallelConfig
+
+_FLOAT32 = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateBytes:
+    """Bytes on one rank; `gradients` from the backward pass until the optimizer has stepped."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    on_host: tuple[str, ...] = ()
+    """Which of them lie in host memory although the rank trains on a GPU."""
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.gradients + self.optimizer
+
+
+def state_bytes(
+    parameters: Iterable[Parameter], parallel: ParallelConfig, world_size: int, rank: int = 0
+) -> StateBytes:
+    """What `rank` holds; with FSDP2 the last shards of a dimension that does not divide are smaller, or empty."""
+    sizes = parallel.mesh_sizes(world_size)
+    known = list(parameters)
+    elements = sum(prod(local_shape(parameter, sizes, rank)) for parameter in known)
+    return StateBytes(
+        parameters=_FLOAT32 * elements,
+        gradients=_FLOAT32 * elements,
+        optimizer=2 * _FLOAT32 * elements + _FLOAT32 * len(known),
+        on_host=parallel.fsdp.on_host,
+    )
+
+
+def local_shape(parameter: Parameter, sizes: MeshSizes, rank: int) -> tuple[int, ...]:
+    """The part of a parameter that `rank` keeps: its share of `tp_dim`, and of that its share of the first dimension."""
+    shape = list(parameter.shape)
+    if parameter.tp_dim is not None:
+        shape[parameter.tp_dim] = _chunk(shape[parameter.tp_dim], sizes.tp, rank % sizes.tp)
+    shape[0] = _chunk(shape[0], sizes.dp_shard, rank // sizes.tp % sizes.dp_shard)
+    return tuple(shape)
+
+
+def _chunk(length: int, parts: int, index: int) -> int:
+    """As torch.chunk: all chunks but the last ones have the length that is rounded up."""
+    each = -(-length // parts)
+    return max(0, min(each, length - index * each))

@@ -1,0 +1,84 @@
+"""Bytes that the collectives of one step carry, by the dimension of the mesh: read once from torch's flight recorder."""
+
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import _dump_fr_trace_json  # type: ignore[attr-defined]
+
+_MESH = "mesh_"
+_WORLD = "default_pg"
+_SIZES = {
+    "Double": 8, "Long": 8, "Float": 4, "Int": 4, "BFloat16": 2, "Half": 2, "Short": 2, "Byte": 1, "Char": 1, "Bool": 1,
+}  # fmt: skip
+_MEASURED_STEP = 2
+"""Of a generation: the first one sets things up that no later one does."""
+
+
+class TrafficMeter:
+    """Measures the second step of a generation; what it finds holds for every step of the same shape."""
+
+    def __init__(self, dumps: Sequence[Callable[[], str | bytes]] | None = None) -> None:
+        """`dumps`: where records come from; None: torch's recorders of this rank."""
+        self._dumps = _recorders() if dumps is None else dumps
+        self._steps = 0
+        self._marks: list[int] = []
+
+    def step_ended(self) -> dict[str, int] | None:
+        """Call at the end of every step: what was measured when it was the second one, else None.
+
+        Empty when the recorder's buffer does not hold the whole step.
+        """
+        self._steps += 1
+        if self._steps > _MEASURED_STEP:
+            return None
+        records = [_entries(dump()) for dump in self._dumps]
+        if self._steps < _MEASURED_STEP:
+            self._marks = [max((int(entry["record_id"]) for entry in entries), default=-1) for entries in records]
+            return None
+        total: Counter[str] = Counter()
+        for mark, entries in zip(self._marks, records, strict=True):
+            if entries and int(entries[0]["record_id"]) > mark + 1:
+                return {}
+            total += _bytes_by_dimension(entry for entry in entries if int(entry["record_id"]) > mark)
+        return dict(total)
+
+
+def _recorders() -> list[Callable[[], str | bytes]]:
+    """That of gloo, and in builds for GPUs that of NCCL."""
+    nccl = getattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", None)
+    return [_dump_fr_trace_json] if nccl is None else [_dump_fr_trace_json, nccl]
+
+
+def _entries(dump: str | bytes) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads(dump).get("entries", [])
+    return found
+
+
+def _bytes_by_dimension(entries: Any) -> Counter[str]:
+    found: Counter[str] = Counter()
+    for entry in entries:
+        name = _dimension(entry)
+        if name:
+            found[name] += max(_bytes(entry, "input"), _bytes(entry, "output"))
+    return found
+
+
+def _dimension(entry: Mapping[str, Any]) -> str:
+    """`dp_shard`, `tp`, `world`; empty for a group that is none of the mesh, as that of a save."""
+    described = str(entry["process_group"][1])
+    if described == _WORLD:
+        return "world"
+    return described.removeprefix(_MESH) if described.startswith(_MESH) else ""
+
+
+def _bytes(entry: Mapping[str, Any], side: str) -> int:
+    total = 0
+    for sizes, dtype in zip(entry[f"{side}_sizes"], entry[f"{side}_dtypes"], strict=True):
+        elements = 1
+        for size in sizes:
+            elements *= int(size)
+        total += elements * _SIZES.get(str(dtype), 0)
+    return total

@@ -57,8 +57,10 @@ def main() -> int:
     print(_head(), file=said, flush=True)
     rows = []
     for name in chosen:
-        with tempfile.TemporaryDirectory(dir=options.folder, prefix="bench-training-", ignore_cleanup_errors=True) as at:
-            rows.append(measured(name, Path(at), options.turns))
+        with tempfile.TemporaryDirectory(
+            dir=options.folder, prefix="bench-training-", ignore_cleanup_errors=True
+        ) as folder:
+            rows.append(measured(name, Path(folder), options.turns))
         print(_line(rows[-1]), file=said, flush=True)
     if options.json:
         print(json.dumps({"benchmark": "training", "rows": rows}))
@@ -101,7 +103,7 @@ def _head() -> str:
     return (
         f"{cores} cores, torch {version('torch')}, Python {platform.python_version()}, load before "
         f"{os.getloadavg()[0]:.2f}; {_RANKS} ranks on gloo, float32, turns of 2 s in changing order\n\n"
-        f"{'row':6} {'beside torch's':42} {'ratio':>6} {'95 % interval':>16} {'ours ms':>8} {'bare ms':>8} {'pairs':>5}  "
+        f"{'row':6} {'beside':42} {'ratio':>6} {'95 % interval':>16} {'ours ms':>8} {'bare ms':>8} {'pairs':>5}  "
         f"verdict (goal {GOAL:.2f}, must {MUST:.2f})"
     )
 

@@ -86,7 +86,6 @@ class FsdpConfig:
         if self.prefetch < 0:
             raise ValueError(f"parallel.fsdp.prefetch={self.prefetch}: must be 0 or a number of layers")
 
-
     @property
     def on_host(self) -> tuple[str, ...]:
         """Which states lie in host memory although ranks train on GPUs."""

@@ -46,7 +46,7 @@ def state_bytes(
 
 
 def local_shape(parameter: Parameter, sizes: MeshSizes, rank: int) -> tuple[int, ...]:
-    """The part of a parameter that `rank` keeps: its share of `tp_dim`, and of that its share of the first dimension."""
+    """The part of a parameter that `rank` keeps: its share of `tp_dim`, then of the first dimension."""
     shape = list(parameter.shape)
     if parameter.tp_dim is not None:
         shape[parameter.tp_dim] = _chunk(shape[parameter.tp_dim], sizes.tp, rank % sizes.tp)

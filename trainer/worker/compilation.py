@@ -6,7 +6,7 @@ from torch import nn
 
 def compile_forward(module: nn.Module) -> None:
     """Compile what `module` computes, without its hooks: those of FSDP gather and free parameters around it."""
-    module.forward = torch.compile(module.forward, dynamic=False)  # type: ignore[method-assign]
+    module.forward = torch.compile(module.forward, dynamic=False)
 
 
 def is_compiled(model: nn.Module) -> bool:

@@ -30,7 +30,9 @@ def chosen_units(model: nn.Module, wrap: str, layers: Sequence[nn.Module]) -> li
 def _units_of_classes(model: nn.Module, closed: Sequence[nn.Module], wanted: set[str]) -> list[nn.Module]:
     known = sorted({type(module).__name__ for module in model.modules()})
     if unknown := sorted(wanted - set(known)):
-        raise NoSuchModule(f"parallel.fsdp.wrap: the model has no module of class {unknown[0]}, only {', '.join(known)}")
+        raise NoSuchModule(
+            f"parallel.fsdp.wrap: the model has no module of class {unknown[0]}, only {', '.join(known)}"
+        )
     return [module for module in closed if type(module).__name__ in wanted]
 
 

@@ -23,6 +23,7 @@ from trainer.worker.initial_weights import fill
 from trainer.worker.mesh import Layout
 from trainer.worker.workload import BaseWorkload, WorkloadError
 
+
 def rotary_table(length: int, width: int, theta: float, device: torch.device) -> torch.Tensor:
     """Cosines and sines of RoFormer (Su et al. 2021), shape [2, length, width / 2], float32."""
     frequencies = theta ** (-torch.arange(0, width, 2, dtype=torch.float32) / width)

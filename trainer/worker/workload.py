@@ -184,8 +184,8 @@ def build_optimizer(workload: Workload, model: nn.Module) -> torch.optim.Optimiz
     config = getattr(workload, "config", None)
     if isinstance(config, JobConfig) and offloads_optimizer(config) and not isinstance(made, HostAdamW):
         raise WorkloadError(
-            f"parallel.fsdp.offload=optimizer, but {type(workload).__name__} builds a {type(made).__name__} of its own, "
-            "and only the built-in AdamW can run in host memory: type parallel.fsdp.offload=all"
+            f"parallel.fsdp.offload=optimizer, but {type(workload).__name__} builds a {type(made).__name__} of its "
+            "own, and only the built-in AdamW can run in host memory: type parallel.fsdp.offload=all"
         )
     return made
 

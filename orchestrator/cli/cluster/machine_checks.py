@@ -76,7 +76,10 @@ def compiler(headers: Path | None = None) -> Check:
     if shutil.which(word) is None:
         why, hint = f"there is no {word}", "install it on the nodes: apt-get install g++, dnf install gcc-c++"
     elif not file.exists():
-        why, hint = f"there is no {file}", "install it on the nodes: apt-get install python3-dev, dnf install python3-devel"
+        why, hint = (
+            f"there is no {file}",
+            "install it on the nodes: apt-get install python3-dev, dnf install python3-devel",
+        )
     else:
         return Check("compiler", OK, f"{word} and Python.h, for train.compile")
     return Check("compiler", INFO, f"train.compile=true would fail here: {why}", hint)

@@ -11,12 +11,12 @@ SEVEN_BILLION = ModelConfig(vocab_size=32000, dim=4096, layers=32, heads=32, kv_
 
 
 def test_the_parameters_of_a_known_model_are_counted():
-    assert sum(parameter.elements for parameter in parameters(SEVEN_BILLION)) == 6_738_415_616  # as published for Llama 2 7B
+    assert (
+        sum(parameter.elements for parameter in parameters(SEVEN_BILLION)) == 6_738_415_616
+    )  # as published for Llama 2 7B
 
 
-@pytest.mark.parametrize(
-    ("strategy", "share"), [("ddp", 1), ("zero1", 8), ("zero2", 8), ("zero3", 8), ("fsdp", 8)]
-)
+@pytest.mark.parametrize(("strategy", "share"), [("ddp", 1), ("zero1", 8), ("zero2", 8), ("zero3", 8), ("fsdp", 8)])
 def test_sixteen_bytes_for_each_parameter_that_a_rank_has(strategy, share):
     found = state_bytes(parameters(SEVEN_BILLION), ParallelConfig(strategy=strategy), 8)
     steps = 4 * (9 * 32 + 3)

@@ -66,7 +66,11 @@ def test_units_by_size_have_so_many_parameters_of_their_own() -> None:
 
 def test_what_shares_a_parameter_is_never_chosen() -> None:
     model = Model(tied=True)
-    assert chosen_units(model, "Trunk,Embedding,Linear", []) == [*model.trunk.layers, model.trunk.inner[0][0], model.blocks["a"]]
+    assert chosen_units(model, "Trunk,Embedding,Linear", []) == [
+        *model.trunk.layers,
+        model.trunk.inner[0][0],
+        model.blocks["a"],
+    ]
 
 
 def test_a_class_that_the_model_does_not_have_is_named() -> None:

@@ -68,9 +68,7 @@ def test_the_same_arithmetic_gives_the_same_bits(undisturbed: Callable[..., Run]
 
 
 @pytest.mark.parametrize("name", sampled(OTHERS))
-def test_a_killed_rank_changes_no_bit(
-    make_run: Callable[..., Run], undisturbed: Callable[..., Run], name: str
-) -> None:
+def test_a_killed_rank_changes_no_bit(make_run: Callable[..., Run], undisturbed: Callable[..., Run], name: str) -> None:
     calm = undisturbed(**settings(name))
     hurt = make_run(**settings(name), drill=hang(1, step=STEPS - 4))
     codes = hurt.train_until_killed(2, committed=2 * SAVED)["codes"]

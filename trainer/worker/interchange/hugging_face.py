@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from trainer.contract.config import ModelConfig
-from trainer.worker.llama import padded_vocab_size
+from trainer.contract.model_shapes import padded_vocab_size
 
 _OUTSIDE_LAYERS = {
     "embedding.weight": "model.embed_tokens.weight",

@@ -1,4 +1,4 @@
-"""Bytes that the collectives of one step carry, by the dimension of the mesh: read once from torch's flight recorder."""
+"""Bytes that the collectives of one step carry, by the dimension of the mesh: read once from the flight recorder."""
 
 import json
 from collections import Counter

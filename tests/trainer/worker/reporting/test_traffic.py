@@ -12,7 +12,9 @@ from trainer.contract.model_shapes import parameters
 from trainer.worker.reporting.traffic import TrafficMeter
 
 
-def entry(number: int, group: str, sizes: list[int], dtype: str = "Float", out: list[int] | None = None) -> dict[str, Any]:
+def entry(
+    number: int, group: str, sizes: list[int], dtype: str = "Float", out: list[int] | None = None
+) -> dict[str, Any]:
     return {
         "record_id": number, "process_group": ["1", group], "input_sizes": [sizes], "input_dtypes": [dtype],
         "output_sizes": [out or sizes], "output_dtypes": [dtype],
@@ -26,7 +28,12 @@ def meter(*records: list[dict[str, Any]]) -> TrafficMeter:
 
 def test_the_second_step_is_measured_and_no_other() -> None:
     first = [entry(0, "mesh_tp", [100])]
-    second = [*first, entry(1, "mesh_tp", [4, 2], "BFloat16"), entry(2, "mesh_dp_shard", [2], out=[8]), entry(3, "default_pg", [3], "Double")]
+    second = [
+        *first,
+        entry(1, "mesh_tp", [4, 2], "BFloat16"),
+        entry(2, "mesh_dp_shard", [2], out=[8]),
+        entry(3, "default_pg", [3], "Double"),
+    ]
     made = meter(first, second)
     assert made.step_ended() is None
     assert made.step_ended() == {"tp": 16, "dp_shard": 32, "world": 24}
@@ -47,7 +54,11 @@ def test_a_step_that_the_recorder_has_not_kept_whole_is_not_told() -> None:
 
 @pytest.mark.multi
 def test_a_real_step_carries_what_fsdp_sends(undisturbed: Callable[..., Run]) -> None:
-    run = undisturbed(2, parallel={"strategy": "zero3", "fsdp": {"reshard_after_forward": "always"}}, train={"steps": 3, "dtype": "float32"})
+    run = undisturbed(
+        2,
+        parallel={"strategy": "zero3", "fsdp": {"reshard_after_forward": "always"}},
+        train={"steps": 3, "dtype": "float32"},
+    )
     told = [line["bytes"] for line in run.metrics().values() if "bytes" in line]
     model = ModelConfig(dim=32, layers=2, heads=4, kv_heads=2, ffn_dim=64)
     count = sum(parameter.elements for parameter in parameters(model))

@@ -27,4 +27,5 @@ def lines(path: Path) -> list[dict[str, Any]]:
     """The whole lines of a file of JSON lines; none when it is not there."""
     if not path.exists():
         return []
-    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    told = path.read_text().splitlines(keepends=True)
+    return [json.loads(line) for line in told if line.endswith("\n") and line.strip()]

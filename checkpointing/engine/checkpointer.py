@@ -98,7 +98,7 @@ class Checkpointer:
         """How long the last saves took, from the naming to COMMIT."""
 
     def prepare(self, tensors: Mapping[str, Tensor]) -> None:
-        """Do all that is to be done once: plan, memory, record templates, writer; collective.
+        """Do all that is to be done once: plan, memory, record templates, writer; collective. Keeps no tensor.
 
         Raises ValueError on every rank for state that cannot be saved, OSError when there is no memory for it.
         """
@@ -107,6 +107,7 @@ class Checkpointer:
         assert self._saver is not None
         assert self._stager is not None
         self._judge.inspection().inspect(*self._stager.sample())  # its tables are made once
+        self._stager.forget()
         # A writer that fails now reports it at the first save.
         concurrent.futures.wait([self._saver.writer.warm()], _WARM_SECONDS)
 

@@ -42,6 +42,8 @@ class Reduce(StrEnum):
     LAST = "last"  # after the last micro-batch: ranks keep whole ones until then
 
 
+HOST_COPY_BYTES = 64 << 20
+"""Bytes of parameters that an optimizer in host memory copies together, at least."""
 RESHARD = ("auto", "always", "never")
 
 

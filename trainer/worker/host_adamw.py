@@ -7,6 +7,8 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
+from trainer.contract.parallel_config import HOST_COPY_BYTES
+
 
 class HostAdamW(torch.optim.AdamW):
     """AdamW whose state lies in host memory and whose step runs there; parameters and gradients stay where they are.
@@ -22,12 +24,22 @@ class HostAdamW(torch.optim.AdamW):
                 self._step_group(group)
 
     def _step_group(self, group: dict[str, Any]) -> None:
-        parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+        """Some parameters at a time, so that no more than their copies need room beside the state."""
+        some: list[torch.Tensor] = []
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                some.append(parameter)
+            if sum(_local(one).nbytes for one in some) >= HOST_COPY_BYTES:
+                self._step_some(some, group)
+                some = []
+        self._step_some(some, group)
+
+    def _step_some(self, parameters: list[torch.Tensor], group: dict[str, Any]) -> None:
         if not parameters:
             return
         held = [self._state_of(parameter) for parameter in parameters]
         weights = [_on_host(parameter) for parameter in parameters]
-        gradients = [_on_host(parameter.grad) for parameter in parameters]
+        gradients = [_on_host(parameter.grad) for parameter in parameters if parameter.grad is not None]
         if parameters[0].is_cuda:
             torch.cuda.current_stream(parameters[0].device).synchronize()
         adamw(

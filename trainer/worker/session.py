@@ -21,6 +21,7 @@ from trainer.worker.reporting.metrics import Journal
 from trainer.worker.reporting.phase_tracker import phase_tracker
 from trainer.worker.reporting.progress_log import ProgressLog
 from trainer.worker.reporting.step_figures import StepFigures
+from trainer.worker.reporting.traffic import TrafficMeter, groups_of
 from trainer.worker.saved_state.loss_scale import LossScale
 from trainer.worker.saved_state.rng_state import seed_generators
 from trainer.worker.saved_state.train_state import Saver, TrainState
@@ -103,13 +104,17 @@ def train_on(
         spike_detector=SpikeDetector(config.detection.spike),
         started=session.started,
         progress_log=progress_log,
-        figures=StepFigures(
-            config, objects.layout.device, objects.layout.world_size, getattr(objects.workload, "flops_per_step", None)
-        ),
+        figures=_figures(session),
         skip=skip,
         test_until=test_until,
     )
     return Loop(config, objects, state, services).run()
+
+
+def _figures(session: Session) -> StepFigures:
+    objects, layout = session.objects, session.objects.layout
+    flops = getattr(objects.workload, "flops_per_step", None)
+    return StepFigures(session.config, layout.device, layout.world_size, flops, TrafficMeter(groups_of(layout.mesh)))
 
 
 def _progress_log(session: Session) -> ProgressLog:

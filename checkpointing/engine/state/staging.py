@@ -216,6 +216,10 @@ class Stager:
         """Return when no copy reads the caller's tensors any more."""
         self._copier.settle()
 
+    def forget(self) -> None:
+        """Let go of the tensors that were seen last: their owner may drop them."""
+        self._structure.forget()
+
     def close(self) -> None:
         self._copier.close()
         self._structure.forget()

@@ -1,5 +1,7 @@
 """A user's own workload: a model built on the CPU, dropout, its own data, its own optimizer, learned with FSDP."""
 
+import weakref
+
 import torch
 from torch import nn
 
@@ -85,3 +87,25 @@ class Ending(Plane):
         take = data.take
         data.take = lambda: take() if data.consumed < 3 else []
         return data
+
+
+class DroppedState(Plane):
+    """Its optimizer fails when state that it has dropped is still kept by somebody at its first step of training."""
+
+    def build_optimizer(self, model):
+        return WatchedAdam(model.parameters(), lr=0.01)
+
+
+PRIMED = []
+
+
+class WatchedAdam(torch.optim.Adam):
+    """Looks at its second step, the first of training, whether state of the first one, of zero gradients, is gone."""
+
+    def step(self, closure=None):
+        kept = {id(tensor) for held in self.state.values() for tensor in held.values()}
+        if left := [ref for ref in PRIMED if ref() is not None and id(ref()) not in kept]:
+            raise RuntimeError(f"{len(left)} tensors that were dropped are still held")
+        super().step(closure)
+        if not PRIMED:
+            PRIMED.extend(weakref.ref(tensor) for held in self.state.values() for tensor in held.values())

@@ -44,6 +44,12 @@ def test_units_that_return_views_may_be_changed_in_place_and_say_nothing(make_ru
     assert run.losses()[12] < run.losses()[1]
 
 
+def test_state_that_the_optimizer_drops_before_training_is_held_by_nobody(make_run):
+    """It would need its memory twice until the first save."""
+    run = make_run(1, workload={**PLANE, "target": "my_workload:DroppedState"}, train={**TRAIN, "steps": 3})
+    assert run.train()["codes"] == [0], run.log()
+
+
 def test_data_that_ends_is_named_and_never_tried_again(make_run):
     run = make_run(1, workload={**PLANE, "target": "my_workload:Ending"}, train=TRAIN)
     assert run.train()["codes"] == [ExitCode.NEVER_RETRY]

@@ -15,11 +15,18 @@ from trainer.worker.reporting.traffic import TrafficMeter
 class StepFigures:
     """Makes the part of a line of steps.jsonl that says what a step has cost."""
 
-    def __init__(self, config: JobConfig, device: torch.device, world_size: int, flops_per_step: float | None) -> None:
+    def __init__(
+        self,
+        config: JobConfig,
+        device: torch.device,
+        world_size: int,
+        flops_per_step: float | None,
+        meter: TrafficMeter,
+    ) -> None:
         """`flops_per_step`: model FLOPs of one optimizer step over all ranks, if the workload knows them."""
         self._device, self._world_size, self._flops = device, world_size, flops_per_step
         self._peak = 1e12 * config.train.peak_tflops or _peak(device, config.train.dtype)
-        self._meter, self._bytes = TrafficMeter(), dict[str, int]()
+        self._meter, self._bytes = meter, dict[str, int]()
 
     def step_ended(self) -> None:
         """Call when the collectives of a step have been given to torch."""

@@ -2,14 +2,14 @@
 
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch._C._distributed_c10d import _dump_fr_trace_json  # type: ignore[attr-defined]
+from torch.distributed.device_mesh import DeviceMesh
 
-_MESH = "mesh_"
-_WORLD = "default_pg"
 _SIZES = {
     "Double": 8, "Long": 8, "Float": 4, "Int": 4, "BFloat16": 2, "Half": 2, "Short": 2, "Byte": 1, "Char": 1, "Bool": 1,
 }  # fmt: skip
@@ -20,9 +20,12 @@ _MEASURED_STEP = 2
 class TrafficMeter:
     """Measures the second step of a generation; what it finds holds for every step of the same shape."""
 
-    def __init__(self, dumps: Sequence[Callable[[], str | bytes]] | None = None) -> None:
-        """`dumps`: where records come from; None: torch's recorders of this rank."""
-        self._dumps = _recorders() if dumps is None else dumps
+    def __init__(self, groups: Mapping[str, str], dumps: Sequence[Callable[[], str | bytes]] | None = None) -> None:
+        """`groups`: the dimension of each process group by its name; others, as those of saves, do not count.
+
+        `dumps`: where records come from; None: torch's recorders of this rank.
+        """
+        self._groups, self._dumps = groups, _recorders() if dumps is None else dumps
         self._steps = 0
         self._marks: list[int] = []
 
@@ -42,8 +45,24 @@ class TrafficMeter:
         for mark, entries in zip(self._marks, records, strict=True):
             if entries and int(entries[0]["record_id"]) > mark + 1:
                 return {}
-            total += _bytes_by_dimension(entry for entry in entries if int(entry["record_id"]) > mark)
+            total += self._bytes_by_dimension(entry for entry in entries if int(entry["record_id"]) > mark)
         return dict(total)
+
+    def _bytes_by_dimension(self, entries: Iterable[Mapping[str, Any]]) -> Counter[str]:
+        found: Counter[str] = Counter()
+        for entry in entries:
+            if dimension := self._groups.get(str(entry["process_group"][0])):
+                found[dimension] += max(_bytes(entry, "input"), _bytes(entry, "output"))
+        return found
+
+
+def groups_of(mesh: DeviceMesh) -> dict[str, str]:
+    """The dimension of each process group by its name; one that spans all ranks is torch's default group."""
+    groups: list[dist.ProcessGroup] = mesh.get_all_groups()
+    names = mesh.mesh_dim_names or ()
+    found = {str(group.group_name): name for group, name in zip(groups, names, strict=True) if group.size() > 1}
+    world = dist.group.WORLD
+    return found if world is None else {str(world.group_name): "world", **found}
 
 
 def _recorders() -> list[Callable[[], str | bytes]]:
@@ -55,23 +74,6 @@ def _recorders() -> list[Callable[[], str | bytes]]:
 def _entries(dump: str | bytes) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = json.loads(dump).get("entries", [])
     return found
-
-
-def _bytes_by_dimension(entries: Any) -> Counter[str]:
-    found: Counter[str] = Counter()
-    for entry in entries:
-        name = _dimension(entry)
-        if name:
-            found[name] += max(_bytes(entry, "input"), _bytes(entry, "output"))
-    return found
-
-
-def _dimension(entry: Mapping[str, Any]) -> str:
-    """`dp_shard`, `tp`, `world`; empty for a group that is none of the mesh, as that of a save."""
-    described = str(entry["process_group"][1])
-    if described == _WORLD:
-        return "world"
-    return described.removeprefix(_MESH) if described.startswith(_MESH) else ""
 
 
 def _bytes(entry: Mapping[str, Any], side: str) -> int:

@@ -60,6 +60,11 @@ class StateInventory:
             copy.copy_(buffer)
         return self._tensors
 
+    def forget(self) -> None:
+        """Let go of all tensors: what the optimizer drops must not be kept alive here until the next save."""
+        self._tensors, self._extra, self._states = {}, {}, []
+        self._seen, self._slots, self._empty, self._copies = [], [], [], []
+
     def _is_unchanged(self) -> bool:
         if not self._tensors or self._scattered or len(self._optimizer.state) != len(self._states):
             return False

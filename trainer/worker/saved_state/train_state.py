@@ -167,6 +167,7 @@ class TrainState:
         )
         if restored is None:
             self._optimizer_state.reset()
+            self._inventory.forget()
             return
         self._check_identity(restored.extra)
         if changes := differences(restored.extra.get("software"), self._software):

@@ -5,12 +5,13 @@ import torch
 
 from trainer.contract.config import JobConfig, TrainConfig
 from trainer.worker.reporting.step_figures import StepFigures, section_seconds
+from trainer.worker.reporting.traffic import TrafficMeter
 
 WORK = section_seconds([100_000_000, 200_000_000, 300_000_000, 50_000_000])
 
 
 def figures(flops: float | None = None, **train: float) -> StepFigures:
-    return StepFigures(JobConfig(train=TrainConfig(**train)), torch.device("cpu"), 4, flops)
+    return StepFigures(JobConfig(train=TrainConfig(**train)), torch.device("cpu"), 4, flops, TrafficMeter({}, []))
 
 
 def test_what_is_neither_work_nor_a_save_is_waiting():

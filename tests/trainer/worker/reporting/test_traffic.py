@@ -16,23 +16,24 @@ def entry(
     number: int, group: str, sizes: list[int], dtype: str = "Float", out: list[int] | None = None
 ) -> dict[str, Any]:
     return {
-        "record_id": number, "process_group": ["1", group], "input_sizes": [sizes], "input_dtypes": [dtype],
+        "record_id": number, "process_group": [group, "its description"],
+        "input_sizes": [sizes], "input_dtypes": [dtype],
         "output_sizes": [out or sizes], "output_dtypes": [dtype],
     }  # fmt: skip
 
 
 def meter(*records: list[dict[str, Any]]) -> TrafficMeter:
     told = iter(records)
-    return TrafficMeter([lambda: json.dumps({"entries": next(told)})])
+    return TrafficMeter({"0": "world", "1": "tp", "2": "dp_shard"}, [lambda: json.dumps({"entries": next(told)})])
 
 
 def test_the_second_step_is_measured_and_no_other() -> None:
-    first = [entry(0, "mesh_tp", [100])]
+    first = [entry(0, "1", [100])]
     second = [
         *first,
-        entry(1, "mesh_tp", [4, 2], "BFloat16"),
-        entry(2, "mesh_dp_shard", [2], out=[8]),
-        entry(3, "default_pg", [3], "Double"),
+        entry(1, "1", [4, 2], "BFloat16"),
+        entry(2, "2", [2], out=[8]),
+        entry(3, "0", [3], "Double"),
     ]
     made = meter(first, second)
     assert made.step_ended() is None
@@ -41,13 +42,13 @@ def test_the_second_step_is_measured_and_no_other() -> None:
 
 
 def test_groups_of_others_do_not_count() -> None:
-    made = meter([], [entry(0, "saves", [100])])
+    made = meter([], [entry(0, "7", [100])])
     made.step_ended()
     assert made.step_ended() == {}
 
 
 def test_a_step_that_the_recorder_has_not_kept_whole_is_not_told() -> None:
-    made = meter([entry(0, "mesh_tp", [1])], [entry(7, "mesh_tp", [1])])
+    made = meter([entry(0, "1", [1])], [entry(7, "1", [1])])
     made.step_ended()
     assert made.step_ended() == {}
 
@@ -63,6 +64,6 @@ def test_a_real_step_carries_what_fsdp_sends(undisturbed: Callable[..., Run]) ->
     model = ModelConfig(dim=32, layers=2, heads=4, kv_heads=2, ffn_dim=64)
     count = sum(parameter.elements for parameter in parameters(model))
     assert len(told) == 1
-    # Gathered for the forward and for the backward pass, then gradients reduced: three times 4 bytes a parameter.
-    assert told[0]["dp_shard"] == 12 * count
-    assert 0 < told[0]["world"] < 1000
+    # Gathered for the forward and for the backward pass, then gradients reduced: three times 4 bytes a parameter,
+    # and the few numbers on which all ranks agree.
+    assert 12 * count < told[0]["dp_shard"] < 12 * count + 1000

@@ -22,14 +22,6 @@ from trainer.worker.initial_weights import fill
 from trainer.worker.mesh import Layout
 from trainer.worker.workload import BaseWorkload, WorkloadError
 
-VOCAB_MULTIPLE = 64
-"""Rows of the embedding are a multiple of this, in every layout alike, so that ranks share them evenly."""
-
-
-def padded_vocab_size(config: ModelConfig) -> int:
-    """Rows of the embedding: the vocabulary with the padding that is trained along."""
-    return -(-config.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
-
 
 def rotary_table(length: int, width: int, theta: float, device: torch.device) -> torch.Tensor:
     """Cosines and sines of RoFormer (Su et al. 2021), shape [2, length, width / 2], float32."""
@@ -115,7 +107,7 @@ class Llama(nn.Module):
     def __init__(self, config: ModelConfig, train: TrainConfig) -> None:
         super().__init__()
         self.config, self.seq_len, self.loss_chunks = config, train.seq_len, train.loss_chunks
-        rows = padded_vocab_size(config)
+        rows = config.embedding_rows
         self.embedding = nn.Embedding(rows, config.dim)
         self.layers = nn.ModuleList(
             [Block(config, recompute=for_layer(number, train)) for number in range(config.layers)]

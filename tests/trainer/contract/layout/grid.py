@@ -33,6 +33,8 @@ USUAL: dict[str, tuple[Any, ...]] = {
     "train.loss_chunks": (1, 1, 1, 2, 4),
 }
 """Sizes of which most fit each other."""
+SPLIT = ("model.heads", "model.kv_heads", "model.dim", "model.ffn_dim", "train.seq_len")
+"""What tensor parallelism splits."""
 ODD: dict[str, tuple[Any, ...]] = {
     "cluster.nodes": (3, 5, 6, 7, 16),
     "cluster.ranks_per_node": (3, 5, 6, 7),
@@ -43,7 +45,7 @@ ODD: dict[str, tuple[Any, ...]] = {
     "model.kv_heads": (1, 3, 5, 6, 16),
     "model.dim": (7, 30, 48, 100, 130, 5120),
     "model.ffn_dim": (1, 63, 191, 11008),
-    "model.vocab_size": (1, 100, 50257),
+    "model.vocab_size": (1, 100, 6720, 26880, 50257),
     "train.batch_size": (1, 7, 15, 100, 1000),
     "train.micro_batch_size": (3, 5, 16, 1000),
     "train.seq_len": (1, 33, 127, 1000, 4095),
@@ -52,11 +54,17 @@ ODD: dict[str, tuple[Any, ...]] = {
 
 
 def drawn(rng: Random, most_odd: int = 6) -> dict[str, Any]:
-    """The values of one layout of at most `MOST_RANKS` ranks; every other one has up to `most_odd` odd sizes."""
+    """The values of one layout of at most `MOST_RANKS` ranks; every other one has up to `most_odd` odd sizes.
+
+    Nodes and model of one in four are made for its `tp`.
+    """
     while True:
         values = {key: rng.choice(choices) for key, choices in USUAL.items()}
         for key in rng.sample(sorted(ODD), max(0, rng.randint(-most_odd, most_odd))):
             values[key] = rng.choice(ODD[key])
+        if rng.random() < 0.25:
+            tp = values["parallel.tp"]
+            values |= {key: tp * values[key] for key in SPLIT} | {"cluster.ranks_per_node": tp}
         if values["cluster.nodes"] * values["cluster.ranks_per_node"] <= MOST_RANKS:
             return values
 

@@ -16,6 +16,7 @@ from orchestrator.config.run_config import RunConfig
 from orchestrator.errors import ConfigError
 from trainer.contract.config import build, digest_of
 from trainer.contract.drill_config import DrillEvent
+from trainer.contract.layout.fixes import MayChange
 
 DEFAULT = "default"
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})", re.ASCII)
@@ -58,12 +59,18 @@ def compose(
 
 
 def recompose(
-    data: dict[str, Any], overrides: Sequence[str], *, environ: Mapping[str, str] = os.environ, checked: bool = True
+    data: dict[str, Any],
+    overrides: Sequence[str],
+    *,
+    environ: Mapping[str, str] = os.environ,
+    checked: bool = True,
+    may_change: MayChange = lambda key: True,
 ) -> Composed:
     """The config of a submitted run with overrides; raises ConfigError as `compose` does.
 
     Its text was tokenized into `data.path` and its code copied when it was submitted: neither is looked for again.
-    Keys that this orch does not know any more are left out. `checked` is False for what was taken before.
+    Keys that this orch does not know any more are left out. `checked` is False for what was taken before. Where
+    sizes do not fit, others are offered of the keys that `may_change`.
     """
     gone = {("data", "text")} if data.get("data", {}).get("path") else set()
     gone |= {("workload", "path")} if data.get("workload", {}).get("snapshot") else set()
@@ -72,7 +79,7 @@ def recompose(
         for path, value in _values(data, RunConfig, ())
         if path not in gone
     ]
-    composed = _composed([*found, *layers.from_overrides(overrides)], environ, checked=checked)
+    composed = _composed([*found, *layers.from_overrides(overrides)], environ, checked=checked, may_change=may_change)
     composed = without_secrets(composed) if overrides else composed
     whole = dict(composed.data)
     for section, name in gone:
@@ -111,7 +118,12 @@ def _literal(value: Any) -> Any:
 
 
 def _composed(
-    assignments: Sequence[Assignment], environ: Mapping[str, str], *, checked: bool = True, source: str = ""
+    assignments: Sequence[Assignment],
+    environ: Mapping[str, str],
+    *,
+    checked: bool = True,
+    source: str = "",
+    may_change: MayChange = lambda key: True,
 ) -> Composed:
     values, origins = _applied(assignments)
     folders = {item.path: item.folder for item in assignments}
@@ -119,7 +131,7 @@ def _composed(
     data = _absolute(_resolved(values, origins), origins, environ, folders)
     config = _built(data, origins)
     if checked:
-        validation.check(config, origins, source)
+        validation.check(config, origins, source, may_change)
     data = _plain(asdict(config))
     return Composed(
         config=config,

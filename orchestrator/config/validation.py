@@ -15,7 +15,8 @@ from orchestrator.near_words import did_you_mean, nearest
 from orchestrator.scheduler.job_environment import is_always_passed
 from orchestrator.scheduler.slurm import cluster_values
 from trainer.contract.config import WorkloadConfig
-from trainer.contract.parallel_config import Strategy
+from trainer.contract.layout.check import refusal
+from trainer.contract.layout.fixes import MayChange
 from trainer.contract.secrets.run_secrets import is_name
 
 BUILT_IN = WorkloadConfig().target
@@ -33,9 +34,12 @@ Complaint = tuple[str, str]
 """What does not fit, beginning with the keys it is about, and what to type."""
 
 
-def check(config: RunConfig, origins: Origins, source: str = "") -> None:
-    """Raise ConfigError for the first thing that does not fit; `source` is the file that might have said it."""
-    for what, hint in _complaints(config):
+def check(config: RunConfig, origins: Origins, source: str = "", may_change: MayChange = lambda key: True) -> None:
+    """Raise ConfigError for the first thing that does not fit; `source` is the file that might have said it.
+
+    Other sizes are offered of the keys that `may_change`.
+    """
+    for what, hint in _complaints(config, may_change):
         raise refused(what, origins, hint, f"not set in {source}" if source else _DEFAULTS)
 
 
@@ -76,19 +80,18 @@ def _usual(what: str, origins: Origins) -> str:
     return f"leave {key[0]} out, or give another value" if typed else f"~{key[0]} takes its default"
 
 
-def _complaints(config: RunConfig) -> Iterator[Complaint]:
+def _complaints(config: RunConfig, may_change: MayChange) -> Iterator[Complaint]:
     yield from _too_large(asdict(config), ())
     yield from _no_text(asdict(config), ())
     yield from _names(config)
     yield from _program(config)
-    yield from _sizes(config)
+    if misfit := refusal(config, may_change):
+        yield misfit.what, misfit.hint
+    yield from _ranks(config)
     yield from _cluster(config)
     yield from _pauses(config)
     yield from _restore_tests(config)
-    if not config.command:
-        yield from _batch(config)
-    if not config.command and config.workload.target == BUILT_IN:
-        yield from _model(config)
+    if config.trains_built_in_workload:
         yield from _data(config)
 
 
@@ -185,11 +188,7 @@ def _restore_tests(config: RunConfig) -> Iterator[Complaint]:
         )
 
 
-def _sizes(config: RunConfig) -> Iterator[Complaint]:
-    try:
-        config.parallel.mesh_sizes(config.cluster.world_size)
-    except ValueError as error:
-        yield str(error), _fitting_layout(config)
+def _ranks(config: RunConfig) -> Iterator[Complaint]:
     cluster = config.cluster
     if cluster.spare_nodes and cluster.nodes == 1:
         yield (
@@ -201,28 +200,6 @@ def _sizes(config: RunConfig) -> Iterator[Complaint]:
     for event in config.drill.events:
         if not 0 <= event.rank < world:
             yield f"drill.events: rank={event.rank} is not one of the {world} ranks", f"rank: {world - 1}"
-
-
-def _fitting_layout(config: RunConfig) -> str:
-    """What to type so that the sizes multiply to the ranks that there are; the largest `tp` that can be."""
-    world, layout = config.cluster.world_size, config.parallel
-    uses_model = not config.command and config.workload.target == BUILT_IN
-    cut = [world, *(_cut_by_tp(config).values() if uses_model else ())]
-    tp = next(size for size in range(min(layout.tp, world), 0, -1) if all(whole % size == 0 for whole in cut))
-    replicas = layout.dp_replicate if world // tp % layout.dp_replicate == 0 else 1
-    strategy = layout.strategy
-    if strategy == Strategy.DDP:  # one stands for all ranks
-        replicas = 1
-    elif strategy == Strategy.HSDP and replicas == 1:
-        replicas = next((count for count in range(2, world // tp + 1) if world // tp % count == 0), 1)
-        strategy = strategy if replicas > 1 else Strategy.FSDP
-    words = [
-        f"parallel.strategy={strategy}" if strategy != layout.strategy else "",
-        f"parallel.tp={tp}" if tp != layout.tp else "",
-        f"parallel.dp_replicate={replicas}" if replicas != layout.dp_replicate else "",
-        "parallel.dp_shard=0" if layout.dp_shard else "",
-    ]
-    return f"type {' '.join(filter(None, words))} (dp_shard=0 takes all ranks that are left)"
 
 
 def _cluster(config: RunConfig) -> Iterator[Complaint]:
@@ -257,47 +234,6 @@ def _pauses(config: RunConfig) -> Iterator[Complaint]:
                 f"recovery.{name}={seconds:g}: must be at most {LONGEST_PAUSE} seconds, which is a week",
                 f"~recovery.{name} takes its default",
             )
-
-
-def _batch(config: RunConfig) -> Iterator[Complaint]:
-    train = config.train
-    ranks = config.parallel.data_parallel_size(config.cluster.world_size)
-    if train.batch_size % ranks:
-        fits = max(ranks, train.batch_size // ranks * ranks)
-        yield (
-            f"train.batch_size={train.batch_size}: must be a multiple of the {ranks} data-parallel ranks "
-            f"(parallel.dp_replicate x dp_shard)",
-            f"train.batch_size={fits}",
-        )
-    micro = train.micro_batch_size
-    if micro < 0 or (micro and train.batch_size // ranks % micro):
-        share = train.batch_size // ranks
-        yield (
-            f"train.micro_batch_size={micro}: must divide the {share} sequences of each data-parallel rank",
-            "train.micro_batch_size=0 takes the whole share at once",
-        )
-
-
-def _model(config: RunConfig) -> Iterator[Complaint]:
-    """Tensor parallelism cuts heads, the feed-forward and the vocabulary, sequence parallel norms cut the sequence."""
-    tp = config.parallel.tp
-    for key, size in _cut_by_tp(config).items():
-        if size % tp:
-            yield (
-                f"{key}={size}: must be a multiple of parallel.tp={tp}",
-                f"{key}={max(tp, size // tp * tp)}, or parallel.tp=1",
-            )
-
-
-def _cut_by_tp(config: RunConfig) -> dict[str, int]:
-    model = config.model
-    return {
-        "model.heads": model.heads,
-        "model.kv_heads": model.kv_heads,
-        "model.dim": model.dim,
-        "model.ffn_dim": model.ffn_dim,
-        "train.seq_len": config.train.seq_len,
-    }
 
 
 def _data(config: RunConfig) -> Iterator[Complaint]:

@@ -80,6 +80,7 @@ CONFIG: Mapping[str, Term] = {
     "parallel.dp_replicate": _SUMS,
     "parallel.dp_shard": _SUMS,
     "parallel.tp": _SUMS,
+    "parallel.tp_across_nodes": HARMLESS,
     "parallel.fsdp.reshard_after_forward": HARMLESS,
     "parallel.fsdp.prefetch": HARMLESS,
     "parallel.fsdp.reduce": _SUMS,

@@ -107,13 +107,7 @@ def _recomposed(data: dict[str, Any], overrides: Sequence[str], anew: bool) -> C
     if not anew:
         there, now = recompose(data, [], checked=False).data, recompose(data, overrides, checked=False).data
         refuse([one for one in config_changes(there, now) if one.key not in (DATA_PATH, DATA_TEXT)])
-    try:
-        return recompose(data, overrides)
-    except ConfigError as error:
-        key = error.hint.partition("=")[0]
-        if not anew and rule_of(key) is Rule.REFUSED:
-            error.hint = f"{key} cannot change in a run that has trained; choose other sizes of cluster and parallel"
-        raise
+    return recompose(data, overrides, may_change=lambda key: anew or rule_of(key) is not Rule.REFUSED)
 
 
 def _check_code(run: Run, config: RunConfig, anew: bool) -> None:

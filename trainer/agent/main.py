@@ -265,7 +265,7 @@ class Agent:
         give_up = time.monotonic() + _CONNECT_SECONDS
         hello = Hello(
             protocol=PROTOCOL, release=installed_release(), node=identity.node, name=identity.name,
-            attempt=self._attempt.number,
+            attempt=self._attempt.number, switches=identity.switches,
         )  # fmt: skip
         while True:
             try:

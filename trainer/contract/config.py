@@ -82,6 +82,10 @@ class ClusterShape:
         return self.nodes + self.spare_nodes
 
 
+VOCABULARY_MULTIPLE = 64
+"""Rows of the embedding are a multiple of this, in every layout alike, so that ranks can share them evenly."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """The built-in Llama-style decoder."""
@@ -109,18 +113,11 @@ class ModelConfig:
         for name in ("vocab_size", "dim", "layers", "heads", "kv_heads", "ffn_dim"):
             if getattr(self, name) < 1:
                 raise ValueError(f"model.{name}={getattr(self, name)}: must be at least 1")
-        if self.dim % self.heads or self.heads % self.kv_heads:
-            raise ValueError(
-                f"model: heads={self.heads} must divide dim={self.dim}, kv_heads={self.kv_heads} must divide heads"
-                f"{self._fitting()}"
-            )
-        if (self.dim // self.heads) % 2:
-            raise ValueError(f"model: dim/heads = {self.dim // self.heads} must be even for the rotary embedding")
 
-    def _fitting(self) -> str:
-        """The nearest number of heads that would fit, as the end of a message."""
-        fits = [n for n in range(self.kv_heads, self.dim, self.kv_heads) if not self.dim % n and not self.dim // n % 2]
-        return f": type model.heads={min(fits, key=lambda n: abs(n - self.heads))}" if fits else ""
+    @property
+    def embedding_rows(self) -> int:
+        """The vocabulary with the padding that is trained along."""
+        return -(-self.vocab_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
 
 
 KEEP = ("nothing", "products")
@@ -174,13 +171,11 @@ class TrainConfig:
     """Pieces of each sequence whose logits exist one after the other (built-in model): less memory, computed twice."""
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch_size", "seq_len"):
+        for name in ("steps", "batch_size", "seq_len", "loss_chunks"):
             if getattr(self, name) < 1:
                 raise ValueError(f"train.{name}={getattr(self, name)}: must be at least 1")
         if not 0 <= self.peak_tflops < float("inf"):
             raise ValueError(f"train.peak_tflops={self.peak_tflops}: must be 0 or more")
-        if self.loss_chunks < 1 or self.seq_len % self.loss_chunks:
-            raise ValueError(f"train.loss_chunks={self.loss_chunks}: must divide train.seq_len={self.seq_len}")
         if self.micro_batch_size < 0:
             raise ValueError(f"train.micro_batch_size={self.micro_batch_size}: must be 0 or more")
         if self.dtype not in DTYPES:
@@ -351,7 +346,9 @@ def build(kind: Any, value: Any) -> Any:
     """Turn plain JSON data into the dataclass `kind`, nested ones included; unknown keys are ignored."""
     if is_dataclass(kind):
         hints = typing.get_type_hints(kind)
-        known = {item.name for item in fields(kind)} & set(value)
+        known = [
+            item.name for item in fields(kind) if item.name in value
+        ]  # in order: the first error is always the same
         return typing.cast(Any, kind)(**{name: build(hints[name], value[name]) for name in known})
     origin = typing.get_origin(kind)
     if origin is tuple:

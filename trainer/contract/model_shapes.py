@@ -6,10 +6,6 @@ from math import prod
 
 from trainer.contract.config import ModelConfig
 
-VOCAB_MULTIPLE = 64
-"""Rows of the embedding are a multiple of this, in every layout alike, so that ranks share them evenly."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Parameter:
     """One parameter: its shape, and the dimension that tensor-parallel ranks share; None: each has all of it."""
@@ -23,14 +19,9 @@ class Parameter:
         return prod(self.shape)
 
 
-def padded_vocab_size(config: ModelConfig) -> int:
-    """Rows of the embedding: the vocabulary with the padding that is trained along."""
-    return -(-config.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
-
-
 def parameters(config: ModelConfig) -> Iterator[Parameter]:
     """Of the whole model, in the order of `named_parameters`."""
-    rows = padded_vocab_size(config)
+    rows = config.embedding_rows
     yield Parameter(name="embedding.weight", shape=(rows, config.dim), tp_dim=0)
     for layer in range(config.layers):
         for parameter in _of_layer(config):

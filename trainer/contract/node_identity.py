@@ -18,6 +18,7 @@ class NodeIdentity:
     nodes: int
     name: str
     restarts: int = 0
+    switches: tuple[str, ...] = ()  # that lead to the node, the top one first, as far as the scheduler tells
 
 
 def local_job_id(pid: int) -> str:
@@ -47,5 +48,13 @@ def discover(environ: Mapping[str, str] = os.environ) -> NodeIdentity:
             nodes=int(environ.get("SLURM_NNODES", "1")),
             name=environ.get("SLURMD_NODENAME", f"node-{environ['SLURM_NODEID']}"),
             restarts=int(environ.get("SLURM_RESTART_COUNT") or 0),
+            switches=_switches(environ),
         )
     raise RuntimeError("not inside a job: neither SLURM_JOB_ID nor SUBMITIT_LOCAL_JOB_ID is set")
+
+
+def _switches(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """`s0.s4.node7` with the pattern `switch.switch.node` are two switches; a node's own name may have dots in it."""
+    address = environ.get("SLURM_TOPOLOGY_ADDR", "")
+    levels = environ.get("SLURM_TOPOLOGY_ADDR_PATTERN", "").count(".")
+    return tuple(address.split(".", levels)[:levels]) if address.count(".") >= levels else ()

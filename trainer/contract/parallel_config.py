@@ -115,28 +115,19 @@ class ParallelConfig:
     """Ranks that share parameters, gradients and optimizer state (FSDP); 0: all remaining ranks, with `ddp` one."""
 
     tp: int = 1
-    """Ranks that share each layer's matrices (tensor parallelism); keep it within a node."""
+    """Ranks that share each layer's matrices (tensor parallelism); they must divide `cluster.ranks_per_node`."""
+
+    tp_across_nodes: bool = False
+    """Allow a `tp` that reaches over several nodes: every layer then waits for the network between them."""
 
     fsdp: FsdpConfig = field(default_factory=FsdpConfig)
 
     def __post_init__(self) -> None:
         if self.strategy not in set(Strategy):
             raise ValueError(f"parallel.strategy={self.strategy}: must be {_one_of(tuple(Strategy))}")
-        if self.dp_replicate < 1 or self.tp < 1 or self.dp_shard < 0:
-            raise ValueError("parallel: dp_replicate and tp must be at least 1, dp_shard at least 0 (0: all left)")
-        if self.strategy in _ONE_GROUP and self.dp_replicate > 1:
-            raise ValueError(
-                f"parallel.strategy={self.strategy} has one replica, but parallel.dp_replicate={self.dp_replicate}: "
-                "type parallel.dp_replicate=1 parallel.dp_shard=0"
-            )
-        if self.strategy == Strategy.HSDP and self.dp_replicate == 1:
-            raise ValueError(
-                "parallel.strategy=hsdp needs replicas, 2 or more: type parallel.dp_replicate=2 parallel.dp_shard=0"
-            )
-        if self.strategy == Strategy.DDP and self.dp_shard > 1:
-            raise ValueError(
-                f"parallel.strategy=ddp shards nothing, but parallel.dp_shard={self.dp_shard}: type parallel.dp_shard=0"
-            )
+        for name, least in (("dp_replicate", 1), ("dp_shard", 0), ("tp", 1)):
+            if (size := getattr(self, name)) < least:
+                raise ValueError(f"parallel.{name}={size}: must be at least {least}: type parallel.{name}={least}")
 
     def mesh_sizes(self, world_size: int) -> MeshSizes:
         """All sizes, with what is left open filled in; raises ValueError when they do not multiply to `world_size`."""
@@ -174,7 +165,8 @@ class ParallelConfig:
         return chosen
 
 
-_ONE_GROUP = (Strategy.ZERO1, Strategy.ZERO2, Strategy.ZERO3, Strategy.FSDP)
+ONE_GROUP = (Strategy.ZERO1, Strategy.ZERO2, Strategy.ZERO3, Strategy.FSDP)
+"""Strategies without replicas: all data-parallel ranks share one copy."""
 
 
 def _one_of(words: tuple[str, ...]) -> str:

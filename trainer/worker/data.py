@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from trainer.contract.config import TrainConfig
+from trainer.contract.layout.problems import batch_problems
 from trainer.contract.token_shards import Index
 
 _ROUNDS = 6
@@ -146,26 +147,18 @@ class TokenData:
     ) -> None:
         """Raises ValueError when tokens, batch and ranks do not fit together."""
         self._stream = TokenStream(folder)
-        self._seq_len, self._batch_size, self._micro = train.seq_len, train.batch_size, train.micro_batch_size
+        for problem in batch_problems(train, dp_size):
+            raise ValueError(problem.what)
+        self._seq_len, self._batch_size = train.seq_len, train.batch_size
+        self._micro = train.micro_batch_size or train.batch_size // dp_size
         self._seed, self._shuffle = train.seed, shuffle
         self._dp_rank, self._dp_size, self._device = dp_rank, dp_size, device
         self.sequences = (len(self._stream) - 1) // train.seq_len
         self.consumed = 0
         self.fingerprint = self._stream.index.fingerprint
         self.tokens_per_step = train.batch_size * train.seq_len
-        self._check(folder)
-
-    def _check(self, folder: Path) -> None:
         if not self.sequences:
             raise ValueError(f"{folder} holds {len(self._stream)} tokens, too few for one of {self._seq_len} + 1")
-        if self._batch_size % self._dp_size:
-            raise ValueError(
-                f"train.batch_size={self._batch_size} must be a multiple of dp_replicate x dp_shard = {self._dp_size}"
-            )
-        share = self._batch_size // self._dp_size
-        self._micro = self._micro or share
-        if share % self._micro:
-            raise ValueError(f"train.micro_batch_size={self._micro} must divide the {share} sequences of each rank")
 
     def number(self, position: int) -> int:
         """Which sequence stands at `position` of the endless global order: one permutation for every epoch."""

@@ -12,7 +12,6 @@ from torch.utils.checkpoint import checkpoint
 
 from trainer.contract.config import JobConfig, ModelConfig, TrainConfig
 from trainer.contract.model_flops import flops_per_token
-from trainer.contract.model_shapes import padded_vocab_size
 from trainer.contract.token_shards import Index
 from trainer.worker import parallelize
 from trainer.worker.activation_checkpointing import Recompute, for_layer
@@ -108,7 +107,7 @@ class Llama(nn.Module):
     def __init__(self, config: ModelConfig, train: TrainConfig) -> None:
         super().__init__()
         self.config, self.seq_len, self.loss_chunks = config, train.seq_len, train.loss_chunks
-        rows = padded_vocab_size(config)
+        rows = config.embedding_rows
         self.embedding = nn.Embedding(rows, config.dim)
         self.layers = nn.ModuleList(
             [Block(config, recompute=for_layer(number, train)) for number in range(config.layers)]

@@ -15,6 +15,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from trainer.contract.config import JobConfig
+from trainer.contract.layout.check import refusal
 from trainer.worker.compilation import compile_forward
 from trainer.worker.data_parallel import share_out
 from trainer.worker.fsdp_units import NoSuchModule
@@ -23,23 +24,9 @@ from trainer.worker.workload import WorkloadError, mixed_precision
 
 
 def check(config: JobConfig) -> None:
-    """Raise WorkloadError when tensor parallelism cannot split the model or the sequence evenly."""
-    tp = config.parallel.tp
-    splits = {
-        "model.heads": config.model.heads,
-        "model.kv_heads": config.model.kv_heads,
-        "model.ffn_dim": config.model.ffn_dim,
-        "model.dim": config.model.dim,
-        "train.seq_len": config.train.seq_len,
-    }
-    for name, size in splits.items():
-        if size % tp:
-            raise WorkloadError(f"{name}={size} must be a multiple of parallel.tp={tp}")
-    if config.train.compile and tp > 1:
-        raise WorkloadError(
-            f"train.compile=true with parallel.tp={tp}: torch 2.13 computes other gradients for compiled layers whose "
-            "matrices are shared (losses were off by 6e-3 after 8 steps): type train.compile=false"
-        )
+    """Raise WorkloadError for sizes that the ranks cannot share, as submit does."""
+    if refused := refusal(config):
+        raise WorkloadError(str(refused))
 
 
 def shard(model: Any, layout: Layout, config: JobConfig) -> None:

@@ -164,14 +164,14 @@ def _metrics_of_line(line: bytes) -> StepMetrics | None:
         return StepMetrics(
             attempt=fields["attempt"], generation=fields["generation"], step=fields["step"], loss=fields.get("loss"),
             tokens_per_s=fields.get("tokens_per_s"), time=fields["time"], seconds=fields.get("seconds"),
-            mfu=fields.get("mfu"), shares=_shares(fields),
+            mfu=fields.get("mfu"), shares=shares_of_step(fields),
         )  # fmt: skip
     except (ValueError, KeyError, TypeError):
         return None
 
 
-def _shares(fields: Mapping[str, Any]) -> dict[str, float]:
-    """None of a line of an older orch."""
+def shares_of_step(fields: Mapping[str, Any]) -> dict[str, float]:
+    """Where the time of a step went, from its line in steps.jsonl; empty for one of an older orch."""
     if "work" not in fields or not fields["seconds"]:
         return {}
     parts = {**fields["work"], "waiting": fields["waiting"], "saving": fields.get("stall", 0.0)}

@@ -24,6 +24,7 @@ from orchestrator.cli.runs.restore_test_tables import (
     say_restore_tests,
 )
 from orchestrator.cli.runs.status import one_row, public, say_last_lines, warn_of_bad_tests, warn_without_controller
+from orchestrator.cli.runs.training_figures import figures_json, figures_of_run, figures_words
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Column, Screen, count, decimal, host_list, iso, progress, size, span
 from orchestrator.home import registry_path
@@ -92,6 +93,7 @@ def _document(
         "data": identity.get("data"),
         "imported": identity.get("imported"),
         "run_dir": run.run_dir,
+        "figures": figures_json(figures_of_run(RunDir(Path(run.run_dir)))),
         "created_at": iso(run.created_at),
         "transitions": [
             {
@@ -192,6 +194,7 @@ def _head(screen: Screen, run: Run, row: dict[str, Any], own_test: RestoreTest |
         "run": f"{run.name}  {run.state}" + (f"  {run.reason}" if run.reason else ""),
         **(own_lines(own_test) if own_test else {}),
         "step": f"{progress(run.step, run.total_steps, ' of ')}   loss {decimal(row['loss'])}",
+        **figures_words(figures_of_run(RunDir(Path(run.run_dir)))),
         "created": f"{screen.when(run.created_at)}   updated {span(row['age_s'])} ago",
         "tags": ", ".join(run.tags),
         "config": run.config_digest[:12] + _compared_with(run),

@@ -1,13 +1,14 @@
-"""Sizes that do not multiply to the ranks: what is offered fits when it is typed."""
+"""Sizes that do not fit: what a refusal says to type is accepted when it is typed."""
 
-import math
-import re
 from pathlib import Path
+from random import Random
 
 import pytest
 
 from orchestrator.config.compose import compose
 from orchestrator.errors import ConfigError
+from tests.trainer.contract.layout.grid import drawn, ways, words
+from trainer.contract.layout.check import refusal
 
 WRONG = (
     "parallel.tp=3", "parallel.tp=8", "parallel.dp_shard=3", "parallel.dp_shard=0 parallel.tp=3",
@@ -20,35 +21,48 @@ WRONG = (
     "parallel.strategy=hsdp parallel.dp_replicate=2 parallel.dp_shard=0 cluster.nodes=1 cluster.ranks_per_node=3 "
     "train.batch_size=36",
     "parallel.tp=6 cluster.nodes=3 train.batch_size=36", "cluster.nodes=3 train.batch_size=36",
+    "parallel.strategy=ddp", "parallel.strategy=hsdp", "parallel.strategy=zero3 parallel.dp_replicate=2",
+    "parallel.strategy=fsdp parallel.dp_replicate=4", "model.heads=5", "model.heads=3 model.dim=48",
+    "parallel.tp=4 parallel.dp_shard=1", "train.loss_chunks=7 train.batch_size=3 model.kv_heads=3",
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("words", WRONG)
-def test_the_offered_layout_fits(words: str, tmp_path: Path) -> None:
-    environ = {"HOME": str(tmp_path), "ORCH_SITE_CONFIG": ""}
-    with pytest.raises(ConfigError, match="but cluster.nodes x cluster.ranks_per_node = ") as refused:
-        compose("tiny-gpt", words.split(), environ=environ)
-    offered = re.findall(r"parallel\.\w+=\w+", refused.value.hint)
-    config = compose("tiny-gpt", [*words.split(), *offered], environ=environ).config
-    layout = config.parallel
-    assert offered
-    assert math.prod(layout.mesh_sizes(config.cluster.world_size)) == config.cluster.world_size
+def refused(typed: list[str], environ: dict[str, str]) -> ConfigError | None:
+    try:
+        config = compose("tiny-gpt", typed, environ=environ).config
+    except ConfigError as error:
+        return error
+    assert refusal(config) is None
+    return None
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        "parallel.strategy=ddp",
-        "parallel.strategy=hsdp",
-        "parallel.strategy=zero3 parallel.dp_replicate=2",
-        "parallel.strategy=fsdp parallel.dp_replicate=4",
-        "model.heads=5",
-        "model.heads=3 model.dim=48",
-    ],
-)
-def test_what_a_strategy_needs_is_typed_with_it(words: str, tmp_path: Path) -> None:
-    environ = {"HOME": str(tmp_path), "ORCH_SITE_CONFIG": ""}
-    with pytest.raises(ConfigError) as refused:
-        compose("tiny-gpt", words.split(), environ=environ)
-    offered = refused.value.hint.removeprefix("type ").split()
-    assert compose("tiny-gpt", [*words.split(), *offered], environ=environ)
+@pytest.fixture
+def environ(tmp_path: Path) -> dict[str, str]:
+    return {"HOME": str(tmp_path), "ORCH_SITE_CONFIG": ""}
+
+
+@pytest.mark.parametrize("typed", WRONG)
+def test_what_is_offered_is_accepted(typed: str, environ: dict[str, str]) -> None:
+    error = refused(typed.split(), environ)
+    assert error is not None
+    assert "override #" in error.where
+    for way in ways(error.hint):
+        assert refused([*typed.split(), *way], environ) is None, way
+
+
+@pytest.mark.parametrize("count", [12, pytest.param(400, marks=pytest.mark.proof)])
+def test_random_layouts_are_mended_by_what_is_offered(count: int, environ: dict[str, str]) -> None:
+    rng = Random(18)
+    accepted = mended = 0
+    for _ in range(count):
+        typed = words(drawn(rng, most_odd=4))
+        error = refused(typed, environ)
+        if error is None:
+            accepted += 1
+            continue
+        assert "\n" not in error.what
+        for way in ways(error.hint):
+            assert refused([*typed, *way], environ) is None, (typed, way)
+        mended += 1
+    assert accepted
+    assert mended

@@ -19,6 +19,24 @@ def test_on_a_slurm_node():
     )
 
 
+@pytest.mark.parametrize(
+    ("address", "pattern", "switches"),
+    [
+        ("s0.s4.node7", "switch.switch.node", ("s0", "s4")),
+        ("s[0-1].s4.node7", "switch.switch.node", ("s[0-1]", "s4")),
+        ("s0.gpu7.site.example", "switch.node", ("s0",)),
+        ("gpu7.site.example", "node", ()),  # no plugin for the topology
+        ("node7", "switch.switch.node", ()),
+        ("s0.s4.node7", "", ()),
+        ("", "", ()),
+    ],
+)
+def test_the_switches_that_lead_to_a_slurm_node(address, pattern, switches):
+    environ = {"SLURM_TOPOLOGY_ADDR": address, "SLURM_TOPOLOGY_ADDR_PATTERN": pattern}
+    identity = discover({"SLURM_JOB_ID": "77", "SLURM_NODEID": "1", **environ})
+    assert identity.switches == switches
+
+
 def test_a_requeued_job_is_told():
     identity = discover({"SLURM_JOB_ID": "77", "SLURM_NODEID": "0", "SLURM_RESTART_COUNT": "2"})
     assert identity.restarts == 2

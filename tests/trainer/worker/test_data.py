@@ -97,7 +97,7 @@ def test_sequences_cross_shard_borders(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("over", "message"),
     [
-        ({"batch_size": 9, "dp_size": 2}, "must be a multiple of dp_replicate x dp_shard = 2"),
+        ({"batch_size": 9, "dp_size": 2}, "must be a multiple of the 2 data-parallel ranks"),
         ({"micro_batch_size": 3}, "must divide the 8 sequences"),
         ({"seq_len": 10**9}, "too few"),
     ],

@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 
-from trainer.contract.config import JobConfig, ModelConfig, TrainConfig, WorkloadConfig
+from trainer.contract.config import ClusterShape, JobConfig, ModelConfig, TrainConfig, WorkloadConfig
 from trainer.contract.parallel_config import ParallelConfig
 from trainer.worker import workload
 from trainer.worker.initial_weights import generator
@@ -61,13 +61,19 @@ def test_a_users_module_comes_after_ours(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("model", "train", "message"),
     [
-        (ModelConfig(heads=4, kv_heads=1), TrainConfig(), "model.kv_heads=1 must be a multiple of parallel.tp=2"),
-        (ModelConfig(), TrainConfig(seq_len=33), "train.seq_len=33 must be a multiple of parallel.tp=2"),
+        (ModelConfig(heads=4, kv_heads=1), TrainConfig(), "model.kv_heads=1: must be a multiple of parallel.tp=2"),
+        (
+            ModelConfig(),
+            TrainConfig(seq_len=33),
+            "train.seq_len=33: must be a multiple of parallel.tp=2; .*: type train.seq_len=32",
+        ),
     ],
 )
 def test_what_tensor_parallelism_cannot_split_is_refused(model, train, message):
     with pytest.raises(WorkloadError, match=message):
-        workload.build(JobConfig(model=model, train=train, parallel=ParallelConfig(tp=2)))
+        workload.build(
+            JobConfig(cluster=ClusterShape(ranks_per_node=2), model=model, train=train, parallel=ParallelConfig(tp=2))
+        )
 
 
 def test_without_data_the_remedy_is_said():

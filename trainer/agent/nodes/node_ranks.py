@@ -2,10 +2,14 @@
 
 Node rank n runs the global ranks from n x ranks_per_node on, on whichever node that is. Nodes without a node rank are
 spares: they wait with a warm fork server until they replace a node.
+
+Nodes under one switch have neighbouring node ranks: the ranks of a shard group, which are neighbours, then exchange
+their data through as few switches as can be.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 LEADER = 0
 """The node whose agent is the coordinator: it has node rank 0, and no spare can replace it."""
@@ -23,14 +27,38 @@ class Replacement:
     instead: int
 
 
-def assign_node_ranks_to(count: int, fit: Collection[int]) -> tuple[NodeRanks | None, str]:
-    """The first assignment: the leader, then the lowest nodes; None when there are too few."""
+Switches = Mapping[int, tuple[str, ...]]
+"""Node -> the switches that lead to it, the top one first; none where that is not known."""
+
+
+def assign_node_ranks_to(
+    count: int, fit: Collection[int], switches: Switches = MappingProxyType({})
+) -> tuple[NodeRanks | None, str]:
+    """The first assignment: the leader, the nodes next to it in the network, then others; None when there are too few.
+
+    Of nodes that are equally near, and where no switches are known, the lowest ones come first.
+    """
     if LEADER not in fit:
         return None, f"node {LEADER}, which leads the job, cannot train"
     if len(fit) < count:
         return None, f"{len(fit)} node(s) can train, {count} are needed"
-    chosen = sorted(fit)[:count]
+    chosen = sorted(fit, key=_by_switch(fit, switches))[:count]
     return dict(enumerate(chosen)), f"{count} of {len(fit)} node(s) that can train have a node rank"
+
+
+def _by_switch(nodes: Collection[int], switches: Switches) -> Callable[[int], tuple[int, ...]]:
+    """A key to sort nodes by: those under a switch stand together, switches in the order of their lowest nodes."""
+    lowest: dict[tuple[str, ...], int] = {}
+    for node in sorted(nodes):
+        path = switches.get(node, ())
+        for depth in range(1, len(path) + 1):
+            lowest.setdefault(path[:depth], node)
+
+    def key(node: int) -> tuple[int, ...]:
+        path = switches.get(node, ())
+        return *(lowest[path[:depth]] for depth in range(1, len(path) + 1)), node
+
+    return key
 
 
 def replacements(

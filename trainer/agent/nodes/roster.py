@@ -41,6 +41,7 @@ class Member:
     gone: int = 0  # newest generation of which nothing is left on this node
     lost: str = ""  # why it is lost
     machine: str = ""  # identity of the machine it runs on, where that is known
+    switches: tuple[str, ...] = ()  # that lead to it, the top one first
     ahead: float = 0.0  # seconds by which its clock is ahead of the coordinator's, network delay included
     excluded: str = ""  # why its node must not train, although its agent answers
     progress: ProgressReport = _NOTHING_REPORTED  # the newest one
@@ -76,7 +77,9 @@ class Roster:
             return _NO_PLACE
         member = self.members.get(node)
         if member is None:
-            self.members[node] = Member(node=node, name=name, peer=peer, last_message_at=time.monotonic())
+            self.members[node] = Member(
+                node=node, name=name, peer=peer, last_message_at=time.monotonic(), switches=hello.switches
+            )
             self._deliver(node, AgentJoined())
             return ""
         if member.has_sent or member.lost:
@@ -157,7 +160,8 @@ class Roster:
 
     def assign_node_ranks(self) -> str:
         """Assign node ranks and send them, if there are enough nodes; returns the reason."""
-        node_ranks, reason = assign_node_ranks_to(self._wanted, [member.node for member in self._usable()])
+        switches = {member.node: member.switches for member in self._usable()}
+        node_ranks, reason = assign_node_ranks_to(self._wanted, list(switches), switches)
         if node_ranks is None:
             return reason
         self.node_ranks, self._assigned = node_ranks, True

@@ -39,6 +39,7 @@ class Hello:
     node: int = -1
     name: str = ""
     attempt: int = 0
+    switches: tuple[str, ...] = ()  # that lead to the agent's node, the top one first
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from trainer.contract.config import ModelConfig
-from trainer.contract.model_shapes import padded_vocab_size
 
 _OUTSIDE_LAYERS = {
     "embedding.weight": "model.embed_tokens.weight",
@@ -54,7 +53,7 @@ def config_json(config: ModelConfig, *, seq_len: int, dtype: str) -> dict[str, A
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "vocab_size": padded_vocab_size(config),
+        "vocab_size": config.embedding_rows,
         "hidden_size": config.dim,
         "intermediate_size": config.ffn_dim,
         "num_hidden_layers": config.layers,
@@ -100,7 +99,7 @@ def mismatches(theirs: Mapping[str, Any], config: ModelConfig) -> Iterator[tuple
             yield f"its {key} is {value}, model.{field} is {mine}", f"model.{field}={said}"
     # A vocabulary without its padding is one with it.
     vocabulary = theirs.get("vocab_size")
-    if isinstance(vocabulary, int) and not config.vocab_size <= vocabulary <= padded_vocab_size(config):
+    if isinstance(vocabulary, int) and not config.vocab_size <= vocabulary <= config.embedding_rows:
         said = f"its vocab_size is {vocabulary}, model.vocab_size is {config.vocab_size}"
         yield said, f"model.vocab_size={vocabulary}"
 

@@ -135,6 +135,20 @@ def test_speed_and_trend_have_a_line(orch: Type, seeds: Seeds) -> None:
     assert third.endswith("0.5 s/step   loss changed by -0.2100 in 21 steps")
 
 
+def test_mfu_and_where_the_time_of_a_step_went_have_their_words(orch: Type, seeds: Seeds) -> None:
+    run = training(seeds, [rank(0)])
+    place = seeds.root / run / "attempts/001/metrics/steps.jsonl"
+    line = {
+        "attempt": 1, "generation": 2, "step": 121, "loss": 2.25, "tokens_per_s": 81000.4, "time": time.time(),
+        "seconds": 0.5, "stall": 0.05, "mfu": 0.4125, "waiting": 0.1,
+        "work": {"data": 0.001, "forward": 0.1, "backward": 0.2, "optimizer": 0.049},
+    }  # fmt: skip
+    place.write_text(dump_line(line) + "\n")
+    lines = orch("top", run).out.splitlines()
+    assert lines[1] == "step 121 of 200 (60 %)   loss 2.2500   81000 tokens/s   MFU 41.2 %"
+    assert "rank 0: forward 20 %, backward 40 %, optimizer 10 %, waiting 20 %, saving 10 %" in lines
+
+
 def test_ranks_of_a_generation_that_is_over_are_not_shown(orch: Type, seeds: Seeds) -> None:
     run = training(seeds, [rank(0)], generation=1)
     assert orch("top", run, "--json").data["ranks"] == []

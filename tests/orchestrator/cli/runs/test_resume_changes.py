@@ -183,7 +183,7 @@ def test_what_the_registry_does_not_know_may_be_kept_all_the_same(
 @pytest.mark.parametrize(
     ("words", "hint"),
     [
-        (["cluster.nodes=3"], "train.batch_size cannot change in a run that has trained"),
+        (["cluster.nodes=3"], "type cluster.nodes=2, or cluster.nodes=4"),
         (["train.batch_size=7"], "leave it as it was"),
     ],
 )

@@ -8,6 +8,7 @@ from trainer.agent.control.peer_timeout import AGENT_TIMEOUT_SECONDS, STALLED_TI
 from trainer.agent.nodes.node_ranks import Replacement, assign_node_ranks_to, replacements
 from trainer.agent.nodes.roster import LATE_SECONDS, Member, Roster
 from trainer.contract.messages.agents import Fault, NodeRank, ProgressReport, StartGeneration, ToAgent
+from trainer.contract.messages.greeting import Hello
 
 FAULT = Fault(check="open files", reason="few", shared=False)
 
@@ -33,6 +34,40 @@ class Told:
 )
 def test_the_first_seating(count, fit, node_ranks, reason):
     assert assign_node_ranks_to(count, fit) == (node_ranks, reason)
+
+
+TREE = {0: ("top", "s1"), 1: ("top", "s2"), 2: ("top", "s1"), 3: ("top", "s2")}
+TWO_LEVELS = {0: ("a", "a1"), 1: ("b", "b1"), 2: ("a", "a2"), 3: ("b", "b2"), 4: ("a", "a1"), 5: ("b", "b1")}
+
+
+@pytest.mark.parametrize(
+    ("count", "fit", "switches", "order"),
+    [
+        (4, {0, 1, 2, 3}, TREE, [0, 2, 1, 3]),
+        (3, {0, 1, 2, 3}, TREE, [0, 2, 1]),  # the spare is alone under its switch
+        (2, {0, 1, 3}, TREE, [0, 1]),
+        (6, {0, 1, 2, 3, 4, 5}, TWO_LEVELS, [0, 4, 2, 1, 5, 3]),
+        (5, {0, 1, 2, 4, 5}, TWO_LEVELS, [0, 4, 2, 1, 5]),
+        (3, {0, 1, 2}, {}, [0, 1, 2]),
+        (4, {0, 1, 2, 3}, {0: ("top", "s1"), 2: ("top", "s1")}, [0, 2, 1, 3]),  # of two nodes nothing is known
+        (3, {0, 1, 2}, {0: ("x", "same"), 1: ("y", "same"), 2: ("x", "same")}, [0, 2, 1]),  # names within one switch
+    ],
+)
+def test_nodes_under_one_switch_have_neighbouring_node_ranks(count, fit, switches, order):
+    node_ranks, _ = assign_node_ranks_to(count, fit, switches)
+    assert node_ranks == dict(enumerate(order))
+
+
+def test_the_order_by_switches_is_what_agents_say_when_they_greet():
+    made = Roster(4, 1, lambda *_: None, node_ranks=3)
+    for node, path in TREE.items():
+        assert made.admit(Hello(node=node, name=f"n{node}", attempt=1, switches=path), Told()) == ""
+        made.members[node].faults = []
+    made.assign_node_ranks()
+    assert made.node_ranks == {0: 0, 1: 2, 2: 1}
+    made.members[2].lost = "its connection ended"
+    made.replace_nodes()
+    assert made.node_ranks == {0: 0, 1: 3, 2: 1}  # a spare replaces one node; the others keep their node ranks
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,108 @@
+"""How well the newest steps of a run use its devices: speed, MFU, where the time goes, memory; medians of many."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from statistics import median
+from typing import Any
+
+from orchestrator.cli.runs.run_reader import RECENT_STEPS, file_size, shares_of_step
+from orchestrator.cli.terminal.render import count, size
+from trainer.contract.config import load
+from trainer.contract.logs.line_file import read_new_lines
+from trainer.contract.run_dir import AttemptDir, RunDir
+
+_LINE_BYTES = 4096
+"""More than a line of steps.jsonl is long, unless a workload has dozens of metrics: then fewer steps are looked at."""
+_LEAST_SHARE = 0.005
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingFigures:
+    """Medians over the newest `steps` of one generation; None for what nobody knows.
+
+    `shares` of a step's time and `memory` (peaks in bytes) are those of rank 0, where these lines are written.
+    """
+
+    steps: int
+    tokens_per_s_per_rank: float | None = None
+    tflops_per_rank: float | None = None
+    mfu: float | None = None
+    shares: Mapping[str, float] = field(default_factory=dict)
+    memory: Mapping[str, int] = field(default_factory=dict)
+
+
+def training_figures(lines: Sequence[Mapping[str, Any]], world_size: int) -> TrainingFigures | None:
+    """Those of lines of steps.jsonl, oldest first; None without any."""
+    if not lines:
+        return None
+    newest = lines[-1].get("generation")
+    own = [line for line in lines if line.get("generation") == newest][-RECENT_STEPS:]
+    speed = _median([line.get("tokens_per_s") for line in own])
+    shares = [shares_of_step(line) for line in own]
+    return TrainingFigures(
+        steps=len(own),
+        tokens_per_s_per_rank=speed / world_size if speed is not None else None,
+        tflops_per_rank=_median([line.get("tflops_per_rank") for line in own]),
+        mfu=_median([line.get("mfu") for line in own]),
+        shares={name: median(one.get(name, 0.0) for one in shares if one) for one in shares[-1:] for name in one},
+        memory=dict(own[-1].get("memory") or {}),
+    )
+
+
+def figures_of_run(place: RunDir) -> TrainingFigures | None:
+    """Those of the newest attempt that has trained; None where there is none, or its files cannot be read."""
+    try:
+        for attempt in reversed(place.all_attempts()):
+            if lines := _newest_lines(attempt):
+                return training_figures(lines, _world_size(place, attempt))
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+    return None
+
+
+def figures_json(figures: TrainingFigures | None) -> dict[str, Any] | None:
+    """As programs see them."""
+    return None if figures is None else asdict(figures)
+
+
+def figures_words(figures: TrainingFigures | None) -> dict[str, str]:
+    """The lines of `orch show`, by what stands before them; shares below half a percent are left out."""
+    if figures is None:
+        return {}
+    speed = figures.tokens_per_s_per_rank
+    words = [f"{count(round(speed))} tokens/s per rank"] if speed is not None else []
+    words += [f"{figures.tflops_per_rank:.3g} TFLOP/s per rank"] if figures.tflops_per_rank is not None else []
+    words += [f"MFU {100 * figures.mfu:.1f} %"] if figures.mfu is not None else []
+    parts = [f"{name} {100 * share:.0f} %" for name, share in figures.shares.items() if share >= _LEAST_SHARE]
+    peaks = [f"{name} {size(peak)}" for name, peak in figures.memory.items()]
+    steps = f"median of {figures.steps} steps" if figures.steps > 1 else "one step"
+    return {
+        "speed": "   ".join([*words, f"({steps})"]) if words else "",
+        "time": f"{', '.join(parts)} of a step of rank 0" if parts else "",
+        "memory": f"{', '.join(peaks)} at most on rank 0" if peaks else "",
+    }
+
+
+def _newest_lines(attempt: AttemptDir) -> list[dict[str, Any]]:
+    start = max(0, file_size(attempt.metrics) - RECENT_STEPS * _LINE_BYTES)
+    found = (_fields(line) for line in read_new_lines(attempt.metrics, start)[0])
+    return [line for line in found if line is not None]
+
+
+def _fields(line: bytes) -> dict[str, Any] | None:
+    """None for what was torn by a kill, or begins before the part that is read."""
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) and "step" in found else None
+
+
+def _world_size(place: RunDir, attempt: AttemptDir) -> int:
+    return load(place, attempt.number).cluster.world_size
+
+
+def _median(values: Sequence[Any]) -> float | None:
+    known = [value for value in values if isinstance(value, int | float)]
+    return median(known) if known else None

@@ -1,0 +1,135 @@
+"""Layouts that do not fit are refused with sizes that do, and only these."""
+
+import math
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from tests.trainer.contract.layout.grid import drawn, job, typed, ways
+from trainer.contract.config import ClusterShape, JobConfig, ModelConfig, TrainConfig, WorkloadConfig
+from trainer.contract.layout.check import refusal
+from trainer.contract.parallel_config import ParallelConfig
+
+CONFIGS = 10_000
+
+
+def can_train(config: JobConfig) -> bool:
+    """The same question, asked of the shapes that ranks would have."""
+    layout, model, train, cluster = config.parallel, config.model, config.train, config.cluster
+    world, replicas, tp = cluster.nodes * cluster.ranks_per_node, layout.dp_replicate, layout.tp
+    if world % tp:
+        return False
+    groups, shards = world // tp, layout.dp_shard
+    meshes = {
+        "ddp": replicas in (1, groups) and shards in (0, 1),
+        "hsdp": replicas > 1 and replicas * (shards or groups // replicas) == groups,
+        "auto": replicas * (shards or groups // replicas) == groups,
+    }
+    if not meshes.get(layout.strategy, replicas == 1 and (shards or groups) == groups):
+        return False
+    share, rest = divmod(train.batch_size, groups)
+    rows = math.ceil(model.vocab_size / 64) * 64
+    return (
+        rest == 0
+        and share % (train.micro_batch_size or share) == 0
+        and (layout.tp_across_nodes or cluster.ranks_per_node % tp == 0)
+        and model.dim % (2 * model.heads) == 0
+        and model.heads % model.kv_heads == 0
+        and train.seq_len % train.loss_chunks == 0
+        and all(size % tp == 0 for size in (model.kv_heads, model.ffn_dim, train.seq_len, rows))
+    )
+
+
+def test_every_refusal_names_sizes_that_fit() -> None:
+    rng = Random(16)
+    accepted = 0
+    for _ in range(CONFIGS):
+        config = job(drawn(rng))
+        refused = refusal(config)
+        assert (refused is None) is can_train(config), config
+        if refused is None:
+            accepted += 1
+            assert math.prod(config.parallel.mesh_sizes(config.cluster.world_size)) == config.cluster.world_size
+            continue
+        assert "\n" not in str(refused)
+        for way in ways(refused.hint):  # not in three turns: in one
+            fixed = typed(config, way)
+            assert can_train(fixed), (refused.hint, config)
+            assert refusal(fixed) is None
+    assert 0.1 * CONFIGS < accepted < 0.7 * CONFIGS  # the grid holds both
+
+
+@pytest.mark.parametrize("count", [200, pytest.param(2000, marks=pytest.mark.proof)])
+def test_a_run_that_has_trained_is_offered_no_other_model_and_batch(count: int) -> None:
+    rng = Random(17)
+    free = ("parallel.", "cluster.", "train.micro_batch_size", "train.loss_chunks")
+    offers = 0
+    for _ in range(count):
+        config = job(drawn(rng, most_odd=2))
+        refused = refusal(config, lambda key: key.startswith(free))
+        for way in ways(refused.hint) if refused is not None and refused.fixes else ():
+            assert all(word.startswith(free) for word in way)
+            assert can_train(typed(config, way)), (way, config)
+            offers += 1
+    assert offers > count // 10
+
+
+def of(cluster: dict[str, int], parallel: dict[str, object], **sections: object) -> JobConfig:
+    return JobConfig(cluster=ClusterShape(**cluster), parallel=ParallelConfig(**parallel), **sections)  # type: ignore[arg-type]
+
+
+SMALL = {"nodes": 2, "ranks_per_node": 2}
+
+
+@pytest.mark.parametrize(
+    ("config", "what", "hint"),
+    [
+        (of(SMALL, {"strategy": "zero1", "dp_replicate": 2}), "zero1 has one replica", "type parallel.dp_replicate=1"),
+        (of(SMALL, {"strategy": "hsdp"}), "hsdp needs 2 replicas or more", "type parallel.dp_replicate=2"),
+        (of(SMALL, {"strategy": "ddp", "dp_shard": 2}), "ddp shards nothing", "type parallel.dp_shard=0"),
+        (
+            of(SMALL, {"dp_shard": 3}),
+            "parallel.dp_replicate=1 x dp_shard=3 x tp=1 = 3, but cluster.nodes x cluster.ranks_per_node = 4",
+            "type parallel.dp_shard=0",
+        ),
+        (
+            of(SMALL, {"tp": 4}, model=ModelConfig(kv_heads=4)),
+            "parallel.tp=4 reaches across nodes of cluster.ranks_per_node=2",
+            "type parallel.tp=2, or parallel.tp_across_nodes=true",
+        ),
+        (
+            of({"ranks_per_node": 2}, {"tp": 2, "dp_shard": 1}, model=ModelConfig(kv_heads=1)),
+            "model.kv_heads=1: must be a multiple of parallel.tp=2; parallel.tp may be 1",
+            "type parallel.tp=1 parallel.dp_shard=0, or model.kv_heads=2",
+        ),
+        (
+            of({"ranks_per_node": 3}, {"tp": 3}, model=ModelConfig(heads=6, kv_heads=3, dim=96)),
+            "train.seq_len=128: must be a multiple of parallel.tp=3; "
+            "model.vocab_size=257: its 320 rows must be a multiple of parallel.tp=3",
+            "",
+        ),
+        (
+            of({}, {}, model=ModelConfig(heads=3), train=TrainConfig(loss_chunks=3)),
+            "train.loss_chunks=3: must divide train.seq_len=128; model.kv_heads=2: must divide model.heads=3; "
+            "model.heads=3: must divide model.dim=128",
+            "type train.loss_chunks=2 model.heads=4",
+        ),
+    ],
+)
+def test_a_refusal_says_what_does_not_fit_and_what_to_type(config: JobConfig, what: str, hint: str) -> None:
+    refused = refusal(config)
+    assert refused is not None
+    assert what in refused.what
+    assert refused.hint == (hint or refused.hint)
+
+
+def test_orch_does_not_judge_what_it_does_not_split() -> None:
+    odd = of(SMALL, {"tp": 4, "dp_shard": 1}, model=ModelConfig(heads=1, kv_heads=1), train=TrainConfig(batch_size=7))
+    assert refusal(odd) is not None
+    assert refusal(replace(odd, command=("python", "train.py"))) is None
+    own = replace(odd, workload=WorkloadConfig(target="my_module:Mine"))
+    refused = refusal(own)
+    assert refused is not None
+    assert "model.kv_heads" not in str(refused)
+    assert "parallel.tp=4 reaches across nodes" in str(refused)

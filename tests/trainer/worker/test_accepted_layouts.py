@@ -1,0 +1,77 @@
+"""Layouts that submit accepts are built by real ranks, and compute what one rank computes."""
+
+from random import Random
+from typing import Any
+
+import pytest
+
+from tests.trainer.contract.layout.grid import drawn, job
+from trainer.contract.layout.check import refusal
+from trainer.worker.llama import LlamaWorkload
+
+pytestmark = pytest.mark.multi
+
+SMALL: dict[str, tuple[Any, ...]] = {
+    "cluster.nodes": (1,),
+    "cluster.ranks_per_node": (2, 3, 4),
+    "model.heads": (2, 4, 6),
+    "model.kv_heads": (1, 2, 3, 4),
+    "model.dim": (24, 32, 48),
+    "model.ffn_dim": (3, 6, 10, 64),
+    "model.vocab_size": (257, 300, 330),
+    "train.batch_size": (6, 8, 12),
+    "train.micro_batch_size": (0, 1, 2, 3),
+    "train.seq_len": (9, 12, 16, 18),
+    "train.loss_chunks": (1, 2, 3),
+}
+"""Sizes of models that are built in no time, many of which split into odd parts."""
+
+
+def accepted(count: int) -> list[dict[str, Any]]:
+    """The first of the random layouts that are accepted."""
+    rng, found = Random(19), []
+    while len(found) < count:
+        values = drawn(rng, most_odd=3) | {key: rng.choice(choices) for key, choices in SMALL.items()}
+        if refusal(job(values)) is None:
+            found.append(values)
+    return found
+
+
+def nested(values: dict[str, Any]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for key, value in values.items():
+        *sections, name = key.split(".")
+        branch = tree
+        for section in sections:
+            branch = branch.setdefault(section, {})
+        branch[name] = value
+    return tree
+
+
+SAMPLE = accepted(40)
+
+
+def name_of(values: dict[str, Any]) -> str:
+    """`hsdp-2x2x1` and so on."""
+    config = job(values)
+    sizes = config.parallel.mesh_sizes(config.cluster.world_size)
+    return f"{config.parallel.strategy}-{'x'.join(map(str, sizes))}"
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        pytest.param(values, id=name_of(values), marks=pytest.mark.proof if at else ())
+        for at, values in enumerate(SAMPLE)
+    ],
+)
+def test_ranks_of_an_accepted_layout_train(undisturbed, make_run, values):
+    LlamaWorkload(job(values))
+    over = nested(values)
+    world = over.pop("cluster")["ranks_per_node"]
+    over["train"] |= {"steps": 1, "dtype": "float32"}
+    run = make_run(world, **over)
+    assert run.train()["codes"] == [0] * world, run.log()
+    whole = undisturbed(1, model=over["model"], train={**over["train"], "micro_batch_size": 0, "loss_chunks": 1})
+    assert run.losses()[1] == pytest.approx(whole.losses()[1], rel=1e-4)
+    assert run.metrics()[1]["grad_norm"] == pytest.approx(whole.metrics()[1]["grad_norm"], rel=1e-3)

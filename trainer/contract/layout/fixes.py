@@ -1,0 +1,217 @@
+"""PURE: which other sizes would fit: few keys, near what was asked for."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+from trainer.contract.config import VOCABULARY_MULTIPLE, JobConfig, ModelConfig, TrainConfig
+from trainer.contract.parallel_config import ONE_GROUP, ParallelConfig, Strategy
+
+Fix = dict[str, Any]
+"""Keys and their values, to be typed together."""
+MayChange = Callable[[str], bool]
+"""Whether a key may have another value: a run that has trained keeps its sizes."""
+
+_PARALLEL, _MODEL, _TRAIN = "parallel.", "model.", "train."
+_SPLIT = (_MODEL, "train.seq_len")
+_MODEL_WEIGHT = 3.0
+"""Another model is another experiment; another layout is not."""
+_ACROSS = "parallel.tp_across_nodes"
+_ACROSS_COST = 3.0
+"""Of steps that wait for the network in every layer."""
+
+
+def fixes(config: JobConfig, may_change: MayChange, *, second: bool) -> list[Fix]:
+    """Ways to make the config fit, the best one first; each is enough alone. Empty: none is known.
+
+    `second`: also the best one that changes other keys. Where the sizes of model and batch may not change, only other
+    numbers of nodes may be left.
+    """
+    found = _ranked(config, may_change)
+    if not found:
+        return _other_nodes(config, may_change)
+    others = [fix for fix in found[1:] if not fix.keys() & found[0].keys()]
+    return [found[0], *others[: int(second)]]
+
+
+def workable_tp(config: JobConfig) -> list[int]:
+    """Sizes of `parallel.tp` for which neither the model nor the sequence has to change."""
+    possible = [tp for tp in _divisors(config.cluster.world_size) if _within_node(config, tp)]
+    return [tp for tp in possible if not any(key.startswith(_SPLIT) for key in _sizes(config, tp))]
+
+
+def _ranked(config: JobConfig, may_change: MayChange) -> list[Fix]:
+    possible = [fix for fix in _candidates(config) if all(map(may_change, fix))]
+    return sorted(possible, key=lambda fix: _cost(fix, config))
+
+
+def _candidates(config: JobConfig) -> Iterator[Fix]:
+    """One for each size of `tp` that divides the ranks: all other sizes follow from it."""
+    layout, world = config.parallel, config.cluster.world_size
+    for tp in _divisors(world):
+        across = {} if _within_node(config, tp) else {_ACROSS: True}
+        if not across or tp == layout.tp:
+            yield {
+                **_changed(_PARALLEL, tp=(layout.tp, tp)),
+                **_replicas_and_shards(layout, world // tp),
+                **across,
+                **_sizes(config, tp),
+            }
+
+
+def _other_nodes(config: JobConfig, may_change: MayChange) -> list[Fix]:
+    """The next smaller and the next larger number of nodes on which the sizes fit."""
+    cluster = config.cluster
+    least = 2 if cluster.spare_nodes else 1  # the node that leads the job has no spare
+    ways = []
+    for numbers in (range(cluster.nodes - 1, least - 1, -1), range(cluster.nodes + 1, 2 * cluster.nodes + 1)):
+        for nodes in numbers:
+            if found := _ranked(replace(config, cluster=replace(cluster, nodes=nodes)), may_change):
+                ways.append({"cluster.nodes": nodes, **found[0]})
+                break
+    return ways
+
+
+def _within_node(config: JobConfig, tp: int) -> bool:
+    """Whether the ranks of a tensor-parallel group are on one node, or need not be."""
+    return bool(config.command) or config.parallel.tp_across_nodes or config.cluster.ranks_per_node % tp == 0
+
+
+def _replicas_and_shards(layout: ParallelConfig, ranks: int) -> Fix:
+    """What of strategy, replicas and shards must change for so many data-parallel ranks."""
+    strategy = layout.strategy
+    if strategy == Strategy.HSDP and ranks == 1:
+        strategy = Strategy.FSDP
+    options = [
+        _changed(
+            _PARALLEL,
+            strategy=(layout.strategy, str(strategy)),
+            dp_replicate=(layout.dp_replicate, replicas),
+            dp_shard=(layout.dp_shard, shards),
+        )
+        for replicas in {layout.dp_replicate, *_divisors(ranks)}
+        for shards in {layout.dp_shard, 0}
+        if _multiply(strategy, replicas, shards, ranks)
+    ]
+    return min(options, key=lambda fix: _distance(fix, vars(layout), _PARALLEL))
+
+
+def _multiply(strategy: str, replicas: int, shards: int, ranks: int) -> bool:
+    """Whether replicas x shards are so many ranks, in a way that the strategy can have; 0 shards: all that are left."""
+    if strategy == Strategy.DDP:
+        return shards <= 1 and replicas in (1, ranks)
+    if (strategy in ONE_GROUP and replicas > 1) or (strategy == Strategy.HSDP and replicas == 1):
+        return False
+    return ranks % replicas == 0 and shards in (0, ranks // replicas)
+
+
+def _sizes(config: JobConfig, tp: int) -> Fix:
+    """What of model, batch and sequence must change for this size of `tp`."""
+    if config.command:
+        return {}
+    split = tp if config.trains_built_in_workload else 1
+    sizes = {**_batch(config.train, config.cluster.world_size // tp), **_sequence(config.train, split)}
+    sizes |= _heads(config.model, split)
+    if not config.trains_built_in_workload:
+        return sizes
+    compiles = config.train.compile
+    return {**sizes, **_widths(config.model, split), **_changed(_TRAIN, compile=(compiles, compiles and split == 1))}
+
+
+def _batch(train: TrainConfig, ranks: int) -> Fix:
+    batch, micro = train.batch_size, train.micro_batch_size
+    if batch % ranks:
+        keeps_micro = ranks * micro
+        batch = _nearest_multiple(batch, keeps_micro if 0 < keeps_micro <= 2 * batch else ranks)
+    share = batch // ranks
+    fitting = _largest_divisor(share, micro) if micro else 0
+    return _changed(_TRAIN, batch_size=(train.batch_size, batch), micro_batch_size=(micro, fitting))
+
+
+def _sequence(train: TrainConfig, split: int) -> Fix:
+    length, chunks = train.seq_len, train.loss_chunks
+    if length % split:
+        keeps_chunks = math.lcm(split, chunks)
+        length = _nearest_multiple(length, keeps_chunks if keeps_chunks <= 2 * length else split)
+    fitting = _largest_divisor(length, chunks)
+    return _changed(_TRAIN, seq_len=(train.seq_len, length), loss_chunks=(chunks, fitting))
+
+
+def _heads(model: ModelConfig, split: int) -> Fix:
+    """Heads that `split` ranks can share; among them the fewest changes of heads, key and value heads, and width."""
+    kv_heads, width = model.kv_heads, model.dim
+    if not (kv_heads % split or model.heads % kv_heads or width % (2 * model.heads)):
+        return {}
+    near = (_nearest_multiple(model.heads, unit) for unit in (split, math.lcm(split, kv_heads)))
+    shared = {model.heads, *_divisors(width), *near}
+    options = []
+    for heads in (number for number in shared if number % split == 0):
+        fitting = [number for number in _divisors(heads) if number % split == 0]
+        options.append(
+            _changed(
+                _MODEL,
+                heads=(model.heads, heads),
+                kv_heads=(kv_heads, kv_heads if kv_heads in fitting else min(fitting, key=_near(kv_heads))),
+                dim=(width, width if width % (2 * heads) == 0 else _nearest_multiple(width, 2 * heads)),
+            )
+        )
+    return min(options, key=lambda fix: _distance(fix, vars(model), _MODEL))
+
+
+def _widths(model: ModelConfig, split: int) -> Fix:
+    """The feed-forward's width, and a vocabulary that is never smaller: the data has its tokens."""
+    ffn_dim = model.ffn_dim if model.ffn_dim % split == 0 else _nearest_multiple(model.ffn_dim, split)
+    vocabulary = model.vocab_size
+    if model.embedding_rows % split:
+        rows = math.lcm(VOCABULARY_MULTIPLE, split)
+        vocabulary = -(-vocabulary // rows) * rows
+    return _changed(_MODEL, ffn_dim=(model.ffn_dim, ffn_dim), vocab_size=(model.vocab_size, vocabulary))
+
+
+def _changed(section: str, **values: tuple[Any, Any]) -> Fix:
+    """Of names with their values before and now, those that differ."""
+    return {f"{section}{name}": now for name, (before, now) in values.items() if before != now}
+
+
+def _cost(fix: Fix, config: JobConfig) -> float:
+    return _ACROSS_COST * (_ACROSS in fix) + sum(
+        weight * _distance(fix, vars(getattr(config, section.rstrip("."))), section)
+        for section, weight in ((_PARALLEL, 1.0), (_TRAIN, 1.0), (_MODEL, _MODEL_WEIGHT))
+    )
+
+
+def _distance(fix: Fix, before: Mapping[str, Any], section: str) -> float:
+    """One for each key of this section, and how far its number is from what was asked for, in octaves."""
+    names = [key.removeprefix(section) for key in fix if key.startswith(section)]
+    return sum(1.0 + _octaves(before[name], fix[f"{section}{name}"]) for name in names)
+
+
+def _octaves(before: Any, now: Any) -> float:
+    is_size = isinstance(now, int) and not isinstance(now, bool) and before > 0 and now > 0
+    return abs(math.log2(now / before)) if is_size else 0.0
+
+
+def _near(wanted: int) -> Callable[[int], float]:
+    return lambda number: abs(math.log2(number / wanted))
+
+
+def _nearest_multiple(number: int, unit: int) -> int:
+    """The nearest one that is not 0; the smaller one of two."""
+    return max(unit, (number + (unit - 1) // 2) // unit * unit)
+
+
+def _largest_divisor(whole: int, most: int) -> int:
+    return max(number for number in _divisors(whole) if number <= most)
+
+
+@cache
+def _divisors(whole: int) -> tuple[int, ...]:
+    small = [number for number in range(1, math.isqrt(whole) + 1) if whole % number == 0]
+    return tuple(sorted({*small, *(whole // number for number in small)}))
+
+
+def typed(fix: Fix) -> str:
+    """As a user types it."""
+    return " ".join(f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in fix.items())

@@ -1,0 +1,106 @@
+"""PURE: what of a model, a batch and a sequence does not fit the ranks that share them."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from trainer.contract.config import JobConfig, ModelConfig, TrainConfig
+from trainer.contract.parallel_config import ONE_GROUP, ParallelConfig, Strategy
+
+
+class Problem(NamedTuple):
+    """One thing that does not fit; `what` begins with the key and the value that it is about."""
+
+    what: str
+    of_tp: bool = False
+    """Whether another `parallel.tp` would do as well as other sizes."""
+
+
+def problems(config: JobConfig) -> list[Problem]:
+    """Everything that does not fit; empty: ranks can be started.
+
+    A program of the user's own takes neither batches nor a model from orch, and a workload of his own splits it itself.
+    """
+    layout, world = config.parallel, config.cluster.world_size
+    found = [*_strategy(layout), *_product(layout, world)]
+    if config.command:
+        return found
+    if not found:
+        found += batch_problems(config.train, layout.data_parallel_size(world))
+    found += [*_nodes(config), *_chunks(config.train), *_heads(config.model)]
+    return [*found, *_split(config)] if config.trains_built_in_workload else found
+
+
+def batch_problems(train: TrainConfig, ranks: int) -> list[Problem]:
+    """Whether every one of so many data-parallel ranks can have the same share of each batch."""
+    if train.batch_size % ranks:
+        return [
+            Problem(
+                f"train.batch_size={train.batch_size}: must be a multiple of the {ranks} data-parallel ranks "
+                "(parallel.dp_replicate x dp_shard)"
+            )
+        ]
+    share, micro = train.batch_size // ranks, train.micro_batch_size
+    if micro and share % micro:
+        what = f"train.micro_batch_size={micro}: must divide the {share} sequences of each data-parallel rank"
+        return [Problem(what)]
+    return []
+
+
+def _strategy(layout: ParallelConfig) -> Iterator[Problem]:
+    if layout.strategy in ONE_GROUP and layout.dp_replicate > 1:
+        yield Problem(f"parallel.strategy={layout.strategy} has one replica, but dp_replicate={layout.dp_replicate}")
+    if layout.strategy == Strategy.HSDP and layout.dp_replicate == 1:
+        yield Problem("parallel.strategy=hsdp needs 2 replicas or more, but dp_replicate=1")
+    if layout.strategy == Strategy.DDP and layout.dp_shard > 1:
+        yield Problem(f"parallel.strategy=ddp shards nothing, but dp_shard={layout.dp_shard}")
+
+
+def _product(layout: ParallelConfig, world: int) -> Iterator[Problem]:
+    try:
+        layout.mesh_sizes(world)
+    except ValueError as error:
+        yield Problem(str(error), of_tp=world % layout.tp != 0)
+
+
+def _nodes(config: JobConfig) -> Iterator[Problem]:
+    """The ranks of one tensor-parallel group exchange activations several times in every layer."""
+    tp, ranks = config.parallel.tp, config.cluster.ranks_per_node
+    if ranks % tp and config.cluster.world_size % tp == 0 and not config.parallel.tp_across_nodes:
+        what = f"parallel.tp={tp} reaches across nodes of cluster.ranks_per_node={ranks}, over a network that slows it"
+        yield Problem(what, of_tp=True)
+
+
+def _chunks(train: TrainConfig) -> Iterator[Problem]:
+    if train.seq_len % train.loss_chunks:
+        yield Problem(f"train.loss_chunks={train.loss_chunks}: must divide train.seq_len={train.seq_len}")
+
+
+def _heads(model: ModelConfig) -> Iterator[Problem]:
+    if model.heads % model.kv_heads:
+        yield Problem(f"model.kv_heads={model.kv_heads}: must divide model.heads={model.heads}")
+    if model.dim % model.heads:
+        yield Problem(f"model.heads={model.heads}: must divide model.dim={model.dim}")
+    elif (width := model.dim // model.heads) % 2:
+        yield Problem(f"model.dim / model.heads = {width}: must be even for the rotary embedding")
+
+
+def _split(config: JobConfig) -> Iterator[Problem]:
+    """Tensor parallelism splits heads, the feed-forward and the vocabulary; norms between them split the sequence."""
+    model, tp = config.model, config.parallel.tp
+    sizes = {
+        "model.heads": model.heads,
+        "model.kv_heads": model.kv_heads,
+        "model.dim": model.dim,
+        "model.ffn_dim": model.ffn_dim,
+        "train.seq_len": config.train.seq_len,
+    }
+    for key, size in sizes.items():
+        if size % tp:
+            yield Problem(f"{key}={size}: must be a multiple of parallel.tp={tp}", of_tp=True)
+    if (rows := model.embedding_rows) % tp:
+        what = f"model.vocab_size={model.vocab_size}: its {rows} rows must be a multiple of parallel.tp={tp}"
+        yield Problem(what, of_tp=True)
+    if config.train.compile and tp > 1:
+        # Losses were off by 6e-3 after 8 steps, with the same weights and data.
+        what = f"train.compile=true with parallel.tp={tp}: torch 2.13 computes other gradients for compiled layers"
+        yield Problem(what, of_tp=True)

@@ -6,6 +6,7 @@ from math import prod
 
 from trainer.contract.config import ModelConfig
 
+
 @dataclass(frozen=True, kw_only=True)
 class Parameter:
     """One parameter: its shape, and the dimension that tensor-parallel ranks share; None: each has all of it."""

@@ -7,15 +7,7 @@ import pytest
 from orchestrator.cli.runs.event_text import describe_event, progress_line
 from trainer.contract.events import Event, EventKind
 
-HELD = {"parameters": 4 << 20, "gradients": 4 << 20, "optimizer": 8 << 20}
 SAID: list[tuple[EventKind, dict[str, Any], str]] = [
-    (EventKind.GENERATION_FIRST_STEP, {"step": 1, "seconds": 2.5}, "trains: step 1 done after 2.5 s"),
-    (EventKind.GENERATION_FIRST_STEP, {"step": 1, "seconds": 2.5, "held": {**HELD, "on_host": []}},
-     "trains: step 1 done after 2.5 s; rank 0 holds 4.0 MiB of parameters, 4.0 MiB of gradients, 8.0 MiB of "
-     "optimizer state"),
-    (EventKind.GENERATION_FIRST_STEP, {"step": 1, "seconds": 2.5, "held": {**HELD, "on_host": ["optimizer"]}},
-     "trains: step 1 done after 2.5 s; rank 0 holds 4.0 MiB of parameters, 4.0 MiB of gradients, 8.0 MiB of "
-     "optimizer state (optimizer state in host memory)"),
     (EventKind.CHECKPOINT_COMMITTED, {"step": 20, "name": "a", "bytes": 1 << 20, "seconds": 0.52},
      "saved step 20 (1.0 MiB, 0.5 s)"),
     (EventKind.CHECKPOINT_COMMITTED, {"step": 20, "name": "a", "bytes": 1 << 20, "seconds": 0.52, "stall": 0.0123},
@@ -118,3 +110,21 @@ NOTICED: list[tuple[EventKind, dict[str, Any], str]] = [
 def test_what_watchers_notice_is_told(kind: EventKind, data: dict[str, Any], words: str) -> None:
     event = Event(time=1.0, source="coordinator", seq=1, kind=kind, attempt=1, generation=2, data=data)
     assert describe_event(event) == f"attempt 1 generation 2: {words}"
+
+
+HELD = {"parameters": 4 << 20, "gradients": 4 << 20, "optimizer": 8 << 20}
+FIRST: list[tuple[dict[str, Any], str]] = [
+    ({"step": 1, "seconds": 2.5}, "trains: step 1 done after 2.5 s"),
+    ({"step": 1, "seconds": 2.5, "held": {**HELD, "on_host": []}},
+     "trains: step 1 done after 2.5 s; rank 0 holds 4.0 MiB of parameters, 4.0 MiB of gradients, 8.0 MiB of "
+     "optimizer state"),
+    ({"step": 1, "seconds": 2.5, "held": {**HELD, "on_host": ["optimizer"]}},
+     "trains: step 1 done after 2.5 s; rank 0 holds 4.0 MiB of parameters, 4.0 MiB of gradients, 8.0 MiB of "
+     "optimizer state (optimizer state in host memory)"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("data", "text"), FIRST)
+def test_the_first_step_says_what_a_rank_holds(data: dict[str, Any], text: str) -> None:
+    event = Event(time=1.0, kind=EventKind.GENERATION_FIRST_STEP, source="rank-00000", attempt=1, data=data)
+    assert describe_event(event) == text

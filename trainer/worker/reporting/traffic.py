@@ -10,9 +10,13 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import _dump_fr_trace_json  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 
+from trainer.worker.reporting.stderr_best_effort import write_stderr
+
 _SIZES = {
     "Double": 8, "Long": 8, "Float": 4, "Int": 4, "BFloat16": 2, "Half": 2, "Short": 2, "Byte": 1, "Char": 1, "Bool": 1,
 }  # fmt: skip
+_UNREADABLE = (KeyError, IndexError, TypeError, ValueError, RuntimeError)
+"""What a record of another torch raises: a figure must not end training."""
 _MEASURED_STEP = 2
 """Of a generation: the first one sets things up that no later one does."""
 
@@ -37,7 +41,13 @@ class TrafficMeter:
         self._steps += 1
         if self._steps > _MEASURED_STEP:
             return None
-        records = [_entries(dump()) for dump in self._dumps]
+        try:
+            return self._measured([_entries(dump()) for dump in self._dumps])
+        except _UNREADABLE as error:
+            write_stderr(f"orch: bytes of a step's collectives are not known: {type(error).__name__}: {error}")
+            return {}
+
+    def _measured(self, records: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, int] | None:
         if self._steps < _MEASURED_STEP:
             self._marks = [max((int(entry["record_id"]) for entry in entries), default=-1) for entries in records]
             return None

@@ -15,7 +15,7 @@ MayChange = Callable[[str], bool]
 """Whether a key may have another value: a run that has trained keeps its sizes."""
 
 _PARALLEL, _MODEL, _TRAIN = "parallel.", "model.", "train."
-_SPLIT = (_MODEL, "train.seq_len")
+_SPLIT = (_MODEL, "train.seq_len", "train.compile")
 _MODEL_WEIGHT = 3.0
 """Another model is another experiment; another layout is not."""
 _ACROSS = "parallel.tp_across_nodes"

@@ -20,6 +20,7 @@ from trainer.worker.optimizer import set_learning_rate
 from trainer.worker.reporting.metrics import Journal
 from trainer.worker.reporting.phase_tracker import phase_tracker
 from trainer.worker.reporting.progress_log import ProgressLog
+from trainer.worker.reporting.rank_comparison import RankComparison
 from trainer.worker.reporting.step_figures import StepFigures
 from trainer.worker.reporting.traffic import TrafficMeter, groups_of
 from trainer.worker.saved_state.loss_scale import LossScale
@@ -114,7 +115,8 @@ def train_on(
 def _figures(session: Session) -> StepFigures:
     objects, layout = session.objects, session.objects.layout
     flops = getattr(objects.workload, "flops_per_step", None)
-    return StepFigures(session.config, layout.device, layout.world_size, flops, TrafficMeter(groups_of(layout.mesh)))
+    meter = TrafficMeter(groups_of(layout.mesh))
+    return StepFigures(session.config, layout.device, layout.world_size, flops, meter, RankComparison())
 
 
 def _progress_log(session: Session) -> ProgressLog:

@@ -9,6 +9,7 @@ import torch
 from trainer.contract.config import JobConfig
 from trainer.contract.model_flops import peak_flops
 from trainer.contract.ranks.progress import SECTIONS
+from trainer.worker.reporting.rank_comparison import RankComparison
 from trainer.worker.reporting.traffic import TrafficMeter
 
 
@@ -22,24 +23,29 @@ class StepFigures:
         world_size: int,
         flops_per_step: float | None,
         meter: TrafficMeter,
+        comparison: RankComparison,
     ) -> None:
         """`flops_per_step`: model FLOPs of one optimizer step over all ranks, if the workload knows them."""
         self._device, self._world_size, self._flops = device, world_size, flops_per_step
         self._peak = 1e12 * config.train.peak_tflops or _peak(device, config.train.dtype)
         self._meter, self._bytes = meter, dict[str, int]()
+        self._comparison = comparison
 
     def step_ended(self) -> None:
         """Call when the collectives of a step have been given to torch."""
         self._bytes = self._meter.step_ended() or self._bytes
 
-    def of(self, seconds: float, stall: float, sections: Mapping[str, float]) -> dict[str, Any]:
+    def of(self, step: int, seconds: float, stall: float, sections: Mapping[str, float]) -> dict[str, Any]:
         """`seconds` of the step, of which saves took `stall`; `sections`: this rank's own work in each of them.
 
-        What is left of the step is `waiting`: for peers, collectives that nothing hides, and the host.
+        What is left of the step is `waiting`: for peers, collectives that nothing hides, and the host. All ranks call
+        it for the same steps: some of them compare the ranks.
         """
         work = {name: round(value, 6) for name, value in sections.items()}
-        waiting = max(0.0, seconds - stall - sum(sections.values()))
-        told = {"work": work, "waiting": round(waiting, 6), "memory": self._memory(), **self._speed(seconds)}
+        waiting, memory = max(0.0, seconds - stall - sum(sections.values())), self._memory()
+        told = {"work": work, "waiting": round(waiting, 6), "memory": memory, **self._speed(seconds)}
+        if ranks := self._comparison.add(step, {**sections, "waiting": waiting}, memory):
+            told["ranks"] = ranks
         if self._bytes:  # in one line of a generation: it is the same for all of them
             told["bytes"], self._bytes = self._bytes, {}
         return told

@@ -278,7 +278,7 @@ class Loop:
         values = {"loss": result.loss, "grad_norm": result.grad_norm, "lr": pending.rate, "seconds": seconds}
         speed = {} if tokens is None else {"tokens_per_s": tokens / seconds}
         more: dict[str, Any] = {"metrics": own} if own else {}
-        more |= self._services.figures.of(seconds, self._stall, section_seconds(pending.work))
+        more |= self._services.figures.of(result.step, seconds, self._stall, section_seconds(pending.work))
         if self._train_state.loss_scale.is_dynamic:
             more |= {"loss_scale": pending.loss_scale, "overflowed": pending.overflowed}
         self._services.journal.step(result.step, **values, **speed, stall=self._stall, **more)

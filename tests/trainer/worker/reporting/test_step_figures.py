@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from trainer.contract.config import JobConfig, TrainConfig
+from trainer.worker.reporting.rank_comparison import RankComparison
 from trainer.worker.reporting.step_figures import StepFigures, section_seconds
 from trainer.worker.reporting.traffic import TrafficMeter
 
@@ -11,11 +12,18 @@ WORK = section_seconds([100_000_000, 200_000_000, 300_000_000, 50_000_000])
 
 
 def figures(flops: float | None = None, **train: float) -> StepFigures:
-    return StepFigures(JobConfig(train=TrainConfig(**train)), torch.device("cpu"), 4, flops, TrafficMeter({}, []))
+    return StepFigures(
+        JobConfig(train=TrainConfig(**train)),
+        torch.device("cpu"),
+        4,
+        flops,
+        TrafficMeter({}, []),
+        RankComparison(lambda row: [list(row)]),
+    )
 
 
 def test_what_is_neither_work_nor_a_save_is_waiting():
-    found = figures().of(1.0, 0.1, WORK)
+    found = figures().of(1, 1.0, 0.1, WORK)
     assert found["work"] == {"data": 0.1, "forward": 0.2, "backward": 0.3, "optimizer": 0.05}
     assert found["waiting"] == pytest.approx(0.25)
     assert found["memory"]["resident"] > 1 << 20
@@ -23,10 +31,10 @@ def test_what_is_neither_work_nor_a_save_is_waiting():
 
 
 def test_work_that_overlaps_leaves_no_negative_wait():
-    assert figures().of(0.5, 0.0, WORK)["waiting"] == 0.0
+    assert figures().of(1, 0.5, 0.0, WORK)["waiting"] == 0.0
 
 
 def test_model_flops_are_shared_by_the_ranks_and_mfu_is_their_share_of_the_peak():
-    assert figures(8e12).of(2.0, 0.0, WORK)["tflops_per_rank"] == pytest.approx(1.0)
-    assert figures(8e12, peak_tflops=4.0).of(2.0, 0.0, WORK)["mfu"] == pytest.approx(0.25)
-    assert "mfu" not in figures(8e12).of(2.0, 0.0, WORK)  # nobody knows what this CPU can do
+    assert figures(8e12).of(1, 2.0, 0.0, WORK)["tflops_per_rank"] == pytest.approx(1.0)
+    assert figures(8e12, peak_tflops=4.0).of(1, 2.0, 0.0, WORK)["mfu"] == pytest.approx(0.25)
+    assert "mfu" not in figures(8e12).of(1, 2.0, 0.0, WORK)  # nobody knows what this CPU can do

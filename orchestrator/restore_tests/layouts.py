@@ -22,6 +22,8 @@ def with_layout(data: dict[str, Any], layout: str) -> dict[str, Any]:
         left = nodes * ranks // tp
         replicas = parallel["dp_replicate"] if left % parallel["dp_replicate"] == 0 else 1
         strategy = parallel.get("strategy", Strategy.AUTO)
+        if strategy == Strategy.DDP:  # one stands for all ranks
+            replicas = 1
         if strategy == Strategy.HSDP and replicas == 1:
             strategy = Strategy.AUTO
         parallel |= {"strategy": str(strategy), "tp": tp, "dp_replicate": replicas, "dp_shard": 0}

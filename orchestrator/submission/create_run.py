@@ -1,5 +1,6 @@
 """`orch submit`, up to the point where the controller takes over: everything is checked before anything is written."""
 
+import math
 import os
 import socket
 import tempfile
@@ -196,13 +197,15 @@ def _check_fit(config: RunConfig, index: Index, path: str) -> None:
         raise ConfigError(
             f"model.vocab_size={config.model.vocab_size}, but the data has {index.vocab_size} kinds of tokens",
             where=path,
-            hint=f"model.vocab_size={index.vocab_size}",
+            hint=f"type model.vocab_size={index.vocab_size}",
         )
     if index.tokens <= config.train.seq_len:
+        unit = math.lcm(config.parallel.tp, config.train.loss_chunks)
+        longest = (index.tokens - 1) // unit * unit
         raise ConfigError(
             f"train.seq_len={config.train.seq_len}, but the data has only {index.tokens} tokens",
             where=path,
-            hint="more text, or a smaller train.seq_len",
+            hint=f"type train.seq_len={longest}, or give more text" if longest else "give more text",
         )
 
 

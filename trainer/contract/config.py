@@ -69,7 +69,8 @@ class ClusterShape:
         if self.gpus_per_node not in (0, self.ranks_per_node):
             raise ValueError(
                 f"cluster.gpus_per_node={self.gpus_per_node}: must be 0 or equal cluster.ranks_per_node"
-                f"={self.ranks_per_node}, one GPU for each rank"
+                f"={self.ranks_per_node}, one GPU for each rank: type cluster.gpus_per_node={self.ranks_per_node}"
+                + (f", or cluster.ranks_per_node={self.gpus_per_node}" if self.gpus_per_node > 0 else "")
             )
 
     @property

@@ -254,7 +254,11 @@ WRONG_OVERRIDES = [
     ("checkpoint.tiers=[{path: $NOPE/a}]", "there is no variable NOPE here", "export NOPE=..."),
     ("checkpoint.tiers=/a", "must be a list of mappings", "checkpoint.tiers=["),
     ("cluster.kind=pbs", "must be auto, local or slurm", "leave cluster.kind out"),
-    ("cluster.gpus_per_node=1", "must be 0 or equal cluster.ranks_per_node", "leave cluster.gpus_per_node out"),
+    (
+        "cluster.gpus_per_node=1",
+        "must be 0 or equal cluster.ranks_per_node",
+        "type cluster.gpus_per_node=2, or cluster.ranks_per_node=1",
+    ),
     ("parallel.dp_shard=3", "3 x tp=2 = 6, but cluster.nodes x cluster.ranks_per_node = 4", "parallel.dp_shard=0"),
     ("train.batch_size=15", "multiple of the 2 data-parallel ranks", "train.batch_size=14"),
     ("train.micro_batch_size=3", "must divide the 8 sequences", "type train.micro_batch_size=2"),

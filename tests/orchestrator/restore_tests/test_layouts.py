@@ -6,6 +6,8 @@ import pytest
 
 from orchestrator.config.run_config import ClusterConfig, RunConfig
 from orchestrator.restore_tests.layouts import rank_count, with_layout
+from trainer.contract.layout.check import refusal
+from trainer.contract.parallel_config import ParallelConfig
 
 DATA: dict[str, Any] = {
     "cluster": {"nodes": 8, "ranks_per_node": 8, "gpus_per_node": 8, "spare_nodes": 1, "partition": "gpu"},
@@ -38,3 +40,10 @@ def test_tensor_parallelism_and_replicas_stay_as_far_as_they_fit(
 def test_cpus_stay_cpus() -> None:
     data = {**DATA, "cluster": {**DATA["cluster"], "gpus_per_node": 0}}
     assert with_layout(data, "2")["cluster"]["gpus_per_node"] == 0
+
+
+def test_replicas_of_ddp_are_all_ranks_of_the_test() -> None:
+    parallel = {"strategy": "ddp", "dp_replicate": 2, "dp_shard": 0, "tp": 1}
+    made = with_layout({"cluster": {**DATA["cluster"], "gpus_per_node": 0}, "parallel": parallel}, "4")
+    config = RunConfig(cluster=ClusterConfig(nodes=1, ranks_per_node=4), parallel=ParallelConfig(**made["parallel"]))
+    assert refusal(config) is None

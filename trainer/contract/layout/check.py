@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from trainer.contract.config import JobConfig
 from trainer.contract.layout.fixes import Fix, MayChange, fixes, typed, workable_tp
-from trainer.contract.layout.problems import problems
+from trainer.contract.layout.problems import Problem, batch_problems, problems
 
 SHOWN = 3
 """Problems that a message spells out; the keys to type mend all of them."""
@@ -31,13 +31,23 @@ def refusal(config: JobConfig, may_change: MayChange = lambda key: True) -> Refu
     found = problems(config)
     if not found:
         return None
+    of_tp = any(problem.of_tp for problem in found)
+    ways = fixes(config, may_change, second=of_tp)
+    found += [problem for problem in _then(config, ways) if problem not in found]
     words = [problem.what for problem in found[:SHOWN]]
     if len(found) > SHOWN:
         words.append(f"and {len(found) - SHOWN} more")
-    of_tp = any(problem.of_tp for problem in found)
     if of_tp and (sizes := workable_tp(config)):
         words.append(f"parallel.tp may be {_one_of(sizes)}")
-    return Refusal(what="; ".join(words), fixes=tuple(fixes(config, may_change, second=of_tp)))
+    return Refusal(what="; ".join(words), fixes=tuple(ways))
+
+
+def _then(config: JobConfig, ways: list[Fix]) -> list[Problem]:
+    """What of the batch does not fit the data-parallel ranks that the first way leads to."""
+    if config.command or not ways or "cluster.nodes" in ways[0]:
+        return []
+    tp = ways[0].get("parallel.tp", config.parallel.tp)
+    return batch_problems(config.train, config.cluster.world_size // tp)
 
 
 def _one_of(sizes: list[int]) -> str:

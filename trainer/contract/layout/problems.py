@@ -85,8 +85,13 @@ def _heads(model: ModelConfig) -> Iterator[Problem]:
 
 
 def _split(config: JobConfig) -> Iterator[Problem]:
-    """Tensor parallelism splits heads, the feed-forward and the vocabulary; norms between them split the sequence."""
+    """Tensor parallelism splits heads, the feed-forward and the vocabulary; norms between them split the sequence.
+
+    Nothing is said of a `tp` that cannot be had at all.
+    """
     model, tp = config.model, config.parallel.tp
+    if config.cluster.world_size % tp:
+        return
     sizes = {
         "model.heads": model.heads,
         "model.kv_heads": model.kv_heads,

@@ -110,6 +110,13 @@ SMALL = {"nodes": 2, "ranks_per_node": 2}
             "",
         ),
         (
+            of(SMALL, {"tp": 3}, train=TrainConfig(batch_size=7), model=ModelConfig(kv_heads=3)),
+            "parallel.dp_replicate=1 x dp_shard=1 x tp=3 = 3, but cluster.nodes x cluster.ranks_per_node = 4; "
+            "model.kv_heads=3: must divide model.heads=4; "
+            "train.batch_size=7: must be a multiple of the 2 data-parallel ranks (parallel.dp_replicate x dp_shard)",
+            "type parallel.tp=2 train.batch_size=6 model.kv_heads=4",
+        ),
+        (
             of({}, {}, model=ModelConfig(heads=3), train=TrainConfig(loss_chunks=3)),
             "train.loss_chunks=3: must divide train.seq_len=128; model.kv_heads=2: must divide model.heads=3; "
             "model.heads=3: must divide model.dim=128",

@@ -1,0 +1,40 @@
+"""Data that a model and its sequences do not fit is refused before anything is written, with sizes that fit it."""
+
+from pathlib import Path
+
+import pytest
+
+from orchestrator.config.compose import compose
+from orchestrator.errors import ConfigError
+from orchestrator.submission.create_run import prepare_data
+from tests.trainer.contract.layout.grid import ways
+from trainer.contract import token_shards
+
+
+def check(tokens: Path, folder: Path, *typed: str) -> None:
+    words = ["~data.text", f"data.path={tokens}", *typed]
+    composed = compose("tiny-gpt", words, environ={"HOME": str(folder), "ORCH_SITE_CONFIG": ""})
+    prepare_data(composed.config, composed.data, folder)
+
+
+@pytest.mark.parametrize(
+    ("typed", "what", "hint"),
+    [
+        ("model.vocab_size=200", "has 257 kinds of tokens", "type model.vocab_size=257"),
+        # 100 bytes and a separator: the last token of a sequence is only a target; tp=2 and five chunks divide 100
+        (
+            "train.seq_len=160 train.loss_chunks=5",
+            "train.seq_len=160, but the data has only 101 tokens",
+            "type train.seq_len=100",
+        ),
+    ],
+)
+def test_sizes_that_fit_the_data_are_offered(tmp_path: Path, typed: str, what: str, hint: str) -> None:
+    (tmp_path / "text").write_bytes(b"x" * 100)
+    token_shards.prepare([tmp_path / "text"], tmp_path / "tokens")
+    with pytest.raises(ConfigError, match=what) as refused:
+        check(tmp_path / "tokens", tmp_path, *typed.split())
+    offered = refused.value.hint.removesuffix(", or give more text")
+    assert offered == hint
+    fits = "train.seq_len=20" if "vocab" in typed else ""
+    check(tmp_path / "tokens", tmp_path, *typed.split(), *fits.split(), *ways(offered)[0])

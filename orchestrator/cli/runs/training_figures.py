@@ -15,13 +15,17 @@ from trainer.contract.run_dir import AttemptDir, RunDir
 _LINE_BYTES = 4096
 """More than a line of steps.jsonl is long, unless a workload has dozens of metrics: then fewer steps are looked at."""
 _LEAST_SHARE = 0.005
+_LEAST_SECONDS = 0.001
+_SECTIONS = ("data", "forward", "backward", "optimizer")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingFigures:
     """Medians over the newest `steps` of one generation; None for what nobody knows.
 
-    `shares` of a step's time and `memory` (peaks in bytes) are those of rank 0, where these lines are written.
+    `shares` of a step's time and `memory` (peaks in bytes) are those of rank 0, where these lines are written. `ranks`
+    compares all ranks, by figure: least, median, most, and whose that is. `traffic` is bytes of a step's collectives by
+    dimension of the mesh.
     """
 
     steps: int
@@ -30,6 +34,8 @@ class TrainingFigures:
     mfu: float | None = None
     shares: Mapping[str, float] = field(default_factory=dict)
     memory: Mapping[str, int] = field(default_factory=dict)
+    ranks: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    traffic: Mapping[str, int] = field(default_factory=dict)
 
 
 def training_figures(lines: Sequence[Mapping[str, Any]], world_size: int) -> TrainingFigures | None:
@@ -47,6 +53,8 @@ def training_figures(lines: Sequence[Mapping[str, Any]], world_size: int) -> Tra
         mfu=_median([line.get("mfu") for line in own]),
         shares={name: median(one.get(name, 0.0) for one in shares if one) for one in shares[-1:] for name in one},
         memory=dict(own[-1].get("memory") or {}),
+        ranks=_newest(own, "ranks"),
+        traffic=_newest(own, "bytes"),
     )
 
 
@@ -81,7 +89,25 @@ def figures_words(figures: TrainingFigures | None) -> dict[str, str]:
         "speed": "   ".join([*words, f"({steps})"]) if words else "",
         "time": f"{', '.join(parts)} of a step of rank 0" if parts else "",
         "memory": f"{', '.join(peaks)} at most on rank 0" if peaks else "",
+        "ranks": _slowest(figures.ranks),
+        "traffic": f"{', '.join(_traffic(figures.traffic))} in each step of rank 0" if figures.traffic else "",
     }
+
+
+def _slowest(ranks: Mapping[str, Mapping[str, float]]) -> str:
+    """The rank with the most work in each section that matters, and how much more than the median that is."""
+    told = {name: one for name, one in ranks.items() if name in _SECTIONS and one["median"] >= _LEAST_SECONDS}
+    parts = [f"{name} rank {one['rank']:.0f} ({one['most'] / one['median']:.2f} x)" for name, one in told.items()]
+    return f"slowest, beside the median of all: {', '.join(parts)}" if parts else ""
+
+
+def _traffic(traffic: Mapping[str, int]) -> list[str]:
+    return [f"{name} {size(total)}" for name, total in traffic.items()]
+
+
+def _newest(lines: Sequence[Mapping[str, Any]], key: str) -> dict[str, Any]:
+    """What the newest line that has it says; lines of older releases have none."""
+    return next((dict(line[key]) for line in reversed(lines) if line.get(key)), {})
 
 
 def _newest_lines(attempt: AttemptDir) -> list[dict[str, Any]]:

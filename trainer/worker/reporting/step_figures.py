@@ -28,12 +28,13 @@ class StepFigures:
         """`flops_per_step`: model FLOPs of one optimizer step over all ranks, if the workload knows them."""
         self._device, self._world_size, self._flops = device, world_size, flops_per_step
         self._peak = 1e12 * config.train.peak_tflops or _peak(device, config.train.dtype)
-        self._meter, self._bytes = meter, dict[str, int]()
+        self._meter, self._bytes, self._tells_bytes = meter, dict[str, int](), False
         self._comparison = comparison
 
     def step_ended(self) -> None:
         """Call when the collectives of a step have been given to torch."""
-        self._bytes = self._meter.step_ended() or self._bytes
+        if (found := self._meter.step_ended()) is not None:
+            self._bytes, self._tells_bytes = found, True
 
     def of(self, step: int, seconds: float, stall: float, sections: Mapping[str, float]) -> dict[str, Any]:
         """`seconds` of the step, of which saves took `stall`; `sections`: this rank's own work in each of them.
@@ -46,8 +47,9 @@ class StepFigures:
         told = {"work": work, "waiting": round(waiting, 6), "memory": memory, **self._speed(seconds)}
         if ranks := self._comparison.add(step, {**sections, "waiting": waiting}, memory):
             told["ranks"] = ranks
-        if self._bytes:  # in one line of a generation: it is the same for all of them
-            told["bytes"], self._bytes = self._bytes, {}
+        # Not in every line: it is the same for all steps of a generation.
+        if self._bytes and (self._tells_bytes or ranks):
+            told["bytes"], self._tells_bytes = self._bytes, False
         return told
 
     def _memory(self) -> dict[str, int]:

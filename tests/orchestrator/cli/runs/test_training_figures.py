@@ -49,6 +49,18 @@ def test_a_generation_before_it_is_no_measure() -> None:
     assert figures_words(figures)["speed"].endswith("(one step)")
 
 
+def test_all_ranks_are_compared_and_traffic_is_told_by_dimension() -> None:
+    forward = {"least": 0.1, "median": 0.2, "most": 0.5, "rank": 3}
+    idle = {"least": 0.0, "median": 0.0, "most": 0.0, "rank": 0}
+    older = line(50, ranks={"forward": {**forward, "rank": 1}}, bytes={"tp": 1})
+    newer = line(100, ranks={"forward": forward, "data": idle, "waiting": forward}, bytes={"tp": 1 << 20, "world": 72})
+    figures = training_figures([older, newer, line(101)], world_size=4)
+    assert figures is not None
+    words = figures_words(figures)
+    assert words["ranks"] == "slowest, beside the median of all: forward rank 3 (2.50 x)"
+    assert words["traffic"] == "tp 1.0 MiB, world 72 B in each step of rank 0"
+
+
 def test_what_nobody_knows_is_left_out() -> None:
     """A workload without `flops_per_step` and `tokens_per_step`, on a device that is in no table."""
     bare = {"attempt": 1, "generation": 1, "step": 3, "loss": 1.0, "time": 1.0, "seconds": 1.0}

@@ -256,9 +256,15 @@ class MemoryStore:
         self._check(epoch, run)
         self._runs[run] = replace(self._runs[run], updated_at=now, **changes)
 
-    def add_attempt(self, run: str, *, nonce: str, excluded: tuple[str, ...], epoch: int, now: float) -> Attempt:
+    def add_attempt(
+        self, run: str, *, nonce: str, excluded: tuple[str, ...], epoch: int, now: float,
+        reason: str = "next attempt", **changes: Any,
+    ) -> Attempt:  # fmt: skip
         self._check(epoch, run)
-        return self._intent(run, len(self.attempts(run)) + 1, nonce, excluded, epoch, now)
+        number = len(self.attempts(run)) + 1
+        made = replace(self._intent(run, number, nonce, excluded, epoch, now), **changes)
+        self._attempts[run, number] = made
+        return made
 
     def put_generation(self, generation: Generation, *, epoch: int) -> None:
         self._check(epoch, generation.run)

@@ -38,6 +38,7 @@ class ModelJob:
     ended: float | None = None
     accounted_at: float = 0.0
     agents: ModelAgents | None = None
+    reason: str = "None"
 
     @property
     def live(self) -> bool:
@@ -144,6 +145,11 @@ class ModelSlurm:
         self._answer("out_of_service")
         return frozenset()
 
+    def usable_nodes(self, asked: Resources, without: frozenset[str]) -> int | None:
+        """What `orchestrator.scheduler.slurm.usable_nodes` asks sinfo for."""
+        self._answer("usable_nodes")
+        return len(set(self.nodes) - self.down - without - {*asked.exclude} | ({*asked.avoided} - without - self.down))
+
     def cancel(self, job_id: str) -> None:
         self._answer(f"cancel {job_id}")
         for job in self.jobs:
@@ -172,7 +178,7 @@ class ModelSlurm:
         told: dict[str, Any] = dict(
             job_id=job.job_id, name=job.spec.name, state=job.state, submit_time=slurm_time(job.submitted),
             comment=job.spec.comment, nodes=job.nodes, restarts=job.restarts, held=job.held and job.state == "PENDING",
-            end_time=job.started + job.limit if job.started is not None else None, reason="None", files=job.files,
+            end_time=job.started + job.limit if job.started is not None else None, reason=job.reason, files=job.files,
         )  # fmt: skip
         status = JobStatus(**told | job.shown)
         if job.ended is not None or tags(status):
@@ -240,8 +246,9 @@ class ModelSlurm:
         busy = {node for other in self.jobs if other.live for node in other.nodes if other is not job}
         free = [node for node in self.nodes if node not in busy | self.down | set(job.spec.resources.exclude)]
         if len(free) < job.spec.resources.nodes:
+            job.reason = "Resources"
             return
-        job.state, job.started = "RUNNING", self.clock.now
+        job.state, job.started, job.reason = "RUNNING", self.clock.now, "None"
         job.nodes = tuple(free[: job.spec.resources.nodes])
         job.agents = ModelAgents(job.spec, job.job_id, job.nodes, job.restarts, self.clock)
         self.agents_of.setdefault(job.spec.comment.partition(":")[2].partition("/")[0], []).append(job.agents)

@@ -152,12 +152,20 @@ class MemoryStore:
         )  # fmt: skip
         return self._runs[name], self._intent(name, 1, nonce, (), 0, now)
 
-    def _intent(self, run: str, n: int, nonce: str, excluded: tuple[str, ...], epoch: int, now: float) -> Attempt:
+    def _intent(
+        self, run: str, n: int, nonce: str, excluded: tuple[str, ...], epoch: int, now: float,
+        reason: str = "first attempt",
+    ) -> Attempt:  # fmt: skip
         self._attempts[run, n] = Attempt(
             run=run, number=n, state=AttemptState.INTENT, nonce=nonce, job_name=f"orch-{run}-{n}-{nonce}",
             epoch=epoch, excluded=excluded, intent_at=now, scheduler=self._runs[run].scheduler,
             config_digest=self._runs[run].config_digest,
         )  # fmt: skip
+        self._transitions.append(
+            Transition(
+                run=run, kind="attempt", subject=str(n), before="", after=AttemptState.INTENT, reason=reason, time=now
+            )  # fmt: skip
+        )
         return self._attempts[run, n]
 
     def add_user_request(self, run: str, verb: str, args: dict[str, Any], now: float) -> int:
@@ -262,7 +270,7 @@ class MemoryStore:
     ) -> Attempt:  # fmt: skip
         self._check(epoch, run)
         number = len(self.attempts(run)) + 1
-        made = replace(self._intent(run, number, nonce, excluded, epoch, now), **changes)
+        made = replace(self._intent(run, number, nonce, excluded, epoch, now, reason), **changes)
         self._attempts[run, number] = made
         return made
 

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -21,7 +22,7 @@ PATIENCE = 120.0
 
 
 def elastic(*, steps: int = 400, every: int = 5, spares: int = 0, **recovery: Any) -> dict[str, Any]:
-    data = config(steps=steps, every=every, patience=PATIENCE, **recovery)
+    data = config(steps=steps, every=every, **{"patience": PATIENCE, **recovery})
     data["cluster"] |= {"nodes": 4, "min_nodes": 2, "spare_nodes": spares}
     data["train"] |= {"batch_size": 24}
     return data
@@ -53,8 +54,14 @@ def smaller(tmp_path: Path, **kwargs: Any) -> World:
     world = world_on_four(tmp_path, **kwargs)
     training(world, 12)
     lose_a_node(world)
-    world.turns(200, 2.0, lambda: len(world.slurm.jobs) == 3 and bool(world.slurm.running()))
+    until_smaller(world)
     return world
+
+
+def until_smaller(world: World) -> None:
+    """Go on until the third job trains, and the run says so."""
+    world.turns(200, 2.0, lambda: len(world.slurm.jobs) == 3 and world.run.state is RunState.RUNNING)
+    world.turns(2)
 
 
 def test_after_patience_a_run_goes_on_with_the_nodes_there_are_and_grows_back(tmp_path: Path) -> None:
@@ -91,6 +98,7 @@ def test_a_node_that_is_back_before_patience_is_over_makes_no_smaller_attempt(tm
     training(world, 12)
     lose_a_node(world)
     world.turns(20, 2.0)
+    assert world.run.reason.endswith("after 2m00s of this the next job asks for fewer nodes")
     world.slurm.down.clear()
     assert world.finish().state is RunState.SUCCEEDED
     assert asked(world) == [4, 4]
@@ -101,7 +109,7 @@ def test_spare_nodes_are_given_up_before_nodes_that_train(tmp_path: Path) -> Non
     world.slurm.nodes.append("n5")
     training(world, 12)
     lose_a_node(world)
-    world.turns(200, 2.0, lambda: len(world.slurm.jobs) == 3 and bool(world.slurm.running()))
+    until_smaller(world)
     assert asked(world) == [5, 5, 4]
     assert "with 0 of 1 spare node: 1 node was missing" in world.run.reason
 
@@ -110,7 +118,7 @@ def test_jobs_of_other_people_are_waited_for_no_longer_than_for_nodes_that_are_d
     world = world_on_four(tmp_path)
     other = world.slurm.add_foreign()
     other.nodes = ("n1",)
-    world.turns(200, 2.0, lambda: bool([job for job in world.slurm.running() if job is not other]))
+    until_smaller(world)
     assert [job.spec.resources.nodes for job in world.slurm.jobs if job is not other] == [4, 3]
     assert "4 nodes were not free for 2m" in world.run.reason
 
@@ -206,7 +214,7 @@ class ElasticTrace(Trace):
     """Bad weather over a run that may be smaller: nodes come and go, too."""
 
     def __init__(self, root: Path, seed: int, monkeypatch: Any, store: Any = None) -> None:
-        super().__init__(root, seed, monkeypatch, store, elastic)
+        super().__init__(root, seed, monkeypatch, store, partial(elastic, patience=30.0))
 
     def _fault(self) -> None:
         super()._fault()
@@ -244,10 +252,9 @@ def assert_sizes_are_sound(world: World, words: str) -> None:
     assert full == 4, words
 
 
-@pytest.mark.parametrize("block", range(4))
-def test_fifty_seeds_of_nodes_that_come_and_go(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    smaller_attempts = sum(live(seed, monkeypatch) for seed in range(block * 12, block * 12 + 12))
-    assert smaller_attempts, "no trace of the block was ever smaller: it proves nothing"
+def test_nodes_that_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    smaller_attempts = [live(seed, monkeypatch) for seed in range(16)]
+    assert len([count for count in smaller_attempts if count]) >= 4, "traces that are never smaller prove nothing"
 
 
 @pytest.mark.proof
@@ -260,5 +267,5 @@ def test_one_seed_on_the_real_registry(tmp_path: Path, monkeypatch: pytest.Monke
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("block", range(20))
 def test_two_thousand_seeds(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    for seed in range(1000 + block * 100, 1000 + block * 100 + 100):
-        live(seed, monkeypatch)
+    smaller_attempts = [live(seed, monkeypatch) for seed in range(1000 + block * 100, 1000 + block * 100 + 100)]
+    assert len([count for count in smaller_attempts if count]) >= 20

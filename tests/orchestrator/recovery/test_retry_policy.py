@@ -240,7 +240,10 @@ def test_every_decision_has_a_reason_and_a_pause_within_bounds(
     }
 
 
-@given(histories, st.sampled_from([kind for kind in FailureKind if TRAITS[kind].budget is not Budget.PERSON]))
+COUNTED = [kind for kind in FailureKind if TRAITS[kind].budget is not Budget.PERSON and not TRAITS[kind].never_counts]
+
+
+@given(histories, st.sampled_from(COUNTED))
 def test_attempts_that_get_nowhere_come_to_a_stop(history: list[EndedAttempt], kind: FailureKind) -> None:
     stuck = [past(n, kind, None, ago=25.0 - n) for n in range(25)]
     assert after(*history, *stuck).action in (Action.HOLD, Action.FAIL)

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from orchestrator.config.run_config import RunConfig
@@ -49,13 +49,13 @@ def smaller_world(config: RunConfig, nodes: int) -> WorldSize | None:
 
     A rank has no more sequences in a forward pass than in the full world; tensor parallelism stays.
     """
-    parallel = _smaller_mesh(config, nodes * config.cluster.ranks_per_node)
+    ranks, idle = divmod(nodes * config.cluster.ranks_per_node, config.parallel.tp)
+    if idle or config.train.batch_size % ranks:
+        return None
+    parallel = _smaller_mesh(config, ranks)
     if parallel is None:
         return None
-    ranks = replace(config.parallel, **parallel).data_parallel_size(nodes * config.cluster.ranks_per_node)
-    share, rest = divmod(config.train.batch_size, ranks)
-    if rest:
-        return None
+    share = config.train.batch_size // ranks
     overrides = {"cluster.nodes": nodes, "cluster.spare_nodes": 0, "train.micro_batch_size": _micro(config, share)}
     return WorldSize(nodes=nodes, overrides=overrides | {f"parallel.{key}": value for key, value in parallel.items()})
 
@@ -67,16 +67,15 @@ def _micro(config: RunConfig, share: int) -> int:
     return next(size for size in range(min(most, share), 0, -1) if share % size == 0)
 
 
-def _smaller_mesh(config: RunConfig, world: int) -> dict[str, Any] | None:
-    """What changes in `parallel` for so many ranks: no size grows, and replicas are given up before shards are."""
+def _smaller_mesh(config: RunConfig, ranks: int) -> dict[str, Any] | None:
+    """What changes in `parallel` for so many data-parallel ranks: no size grows, replicas are given up before shards."""
     parallel = config.parallel
     full = parallel.mesh_sizes(config.cluster.world_size)
-    ranks, rest = divmod(world, parallel.tp)
-    if rest:
-        return None
     for shards in range(min(full.dp_shard, ranks), 0, -1):
         replicas, rest = divmod(ranks, shards)
-        if not rest and replicas <= full.dp_replicate:
+        if replicas > full.dp_replicate:
+            return None  # and fewer shards would need still more
+        if not rest:
             return _changed(parallel, replicas, shards)
     return None
 

@@ -9,19 +9,22 @@ Lines = dict[int, list[dict[str, Any]]]
 
 
 def recorded(record: Path, run: str) -> Lines:
-    """By the beginning of each batch: a line of each rank that trained it last, by data-parallel rank."""
+    """By the beginning of each batch: a line of each data-parallel rank that trained it last, in their order.
+
+    Ranks of one tensor-parallel group must have read, and drawn, the same.
+    """
     newest: dict[int, tuple[int, int]] = {}
-    found: Lines = {}
+    found: dict[int, dict[int, dict[str, Any]]] = {}
     for path in record.glob(f"{run}-*.jsonl"):
         attempt, restart, _ = path.name.removeprefix(f"{run}-").split(".", 2)
         order = int(attempt), int(restart)
         for line in map(json.loads, path.read_text().splitlines()):
             position = line["position"]
             if order > newest.get(position, (0, 0)):
-                newest[position], found[position] = order, []
+                newest[position], found[position] = order, {}
             if order == newest[position]:
-                found[position].append(line)
-    return {position: sorted(found[position], key=lambda line: line["dp_rank"]) for position in sorted(found)}
+                assert found[position].setdefault(line["dp_rank"], line) == line
+    return {position: [ranks[rank] for rank in sorted(ranks)] for position, ranks in sorted(found.items())}
 
 
 def assert_every_sample_once(lines: Lines, calm: Lines, steps: int, batch: int) -> None:

@@ -14,7 +14,7 @@ ELASTIC = [
     f"train.steps={STEPS}", f"train.batch_size={BATCH}", "train.dtype=float32", "train.seq_len=32", "model.layers=1",
     "checkpoint.every=5",
 ]  # fmt: skip
-BOUND = 1e-4
+BOUND = 1e-5
 """Largest relative difference of a step's loss from that of the undisturbed run, in float32."""
 
 

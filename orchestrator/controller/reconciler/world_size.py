@@ -62,8 +62,8 @@ def size_note(view: RunView, full: RunConfig, job: JobStatus) -> str:
     """What people are told of the size of the newest attempt, and of the end of a wait for nodes."""
     world = view.last.smaller_world
     words = [on_nodes(world)] if world else []
-    smaller = any(size.all_nodes < view.config.cluster.all_nodes for size in world_sizes(full))
-    if smaller and job.state == "PENDING" and waits_for_nodes(job.reason):
+    waits = bool(full.cluster.min_nodes) and job.state == "PENDING" and waits_for_nodes(job.reason)
+    if waits and any(size.all_nodes < view.config.cluster.all_nodes for size in world_sizes(full)):
         words.append(f"after {span(full.recovery.patience)} of this the next job asks for fewer nodes")
     return "; ".join(words)
 

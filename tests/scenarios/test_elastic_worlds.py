@@ -154,7 +154,7 @@ def test_sinfo_alone_without_an_answer_gives_up_no_wait_either(tmp_path: Path) -
 
     usable, world.controller.usable_nodes = world.controller.usable_nodes, silent
     world.turns(100, 5.0)
-    assert asked(world) == [4]
+    assert [(job.spec.resources.nodes, job.live) for job in world.slurm.jobs] == [(4, True)]
     world.controller.usable_nodes = usable
     training(world, 5)
     assert asked(world) == [4, 3]
@@ -208,6 +208,24 @@ def test_a_controller_may_be_killed_at_any_point_of_it(
     training(world, 5)
     assert not kills
     assert asked(world) == [4, 3]
+
+
+def test_a_successor_cancels_at_once_what_was_given_up_before(tmp_path: Path) -> None:
+    """Its clock has not seen the wait: the request to stop that was written before the cancel says enough."""
+    world = world_on_four(tmp_path)
+    world.slurm.down = {"n1"}
+
+    def lost(job_id: str) -> None:
+        raise SlurmUnreachable("scancel failed")
+
+    world.slurm.cancel = lost
+    world.turns(100, 2.0, lambda: "scancel failed" in world.run.reason)
+    assert [job.live for job in world.slurm.jobs] == [True]
+    del world.slurm.cancel
+    world.start_controller()
+    world.turns(5, 2.0)
+    assert asked(world) == [4, 3]
+    assert world.clock.now - world.attempts[0].intent_at < 2 * PATIENCE
 
 
 class ElasticTrace(Trace):

@@ -90,8 +90,8 @@ def compare(tmp_path: Path, make_run: Any, sizes: tuple[int, int, int], steps: i
     return max(abs(found[step]["loss"] - line["loss"]) / line["loss"] for step, line in expected.items())
 
 
-def test_two_nodes_then_one_then_two(tmp_path: Path, make_run: Any) -> None:
-    assert compare(tmp_path, make_run, (2, 1, 2), 9, elastic(tmp_path, 2, 9, {})) <= BOUND
+def test_three_nodes_then_two_then_three(tmp_path: Path, make_run: Any) -> None:
+    assert compare(tmp_path, make_run, (3, 2, 3), 9, elastic(tmp_path, 3, 9, {})) <= BOUND
 
 
 LAYOUTS = [

@@ -23,6 +23,7 @@ class LastAttempt:
     asked: int  # nodes, spare ones included
     kind: FailureKind | None = None
     reason: str = ""  # of its failure
+    refused_for: float = 0.0  # seconds since the scheduler began to refuse jobs of this size
 
 
 def give_up_waiting(
@@ -37,7 +38,7 @@ def give_up_waiting(
         return ""
     smaller = [size for size in sizes if size.all_nodes < asked]
     # A smaller job would wait just as long.
-    if not smaller or (usable is not None and smaller[-1].all_nodes > usable):
+    if not _fits(smaller, usable):
         return ""
     return f"{_missing(asked, usable)} for {span(waited)} (recovery.patience={patience:g})"
 
@@ -49,16 +50,27 @@ def _missing(asked: int, usable: int | None) -> str:
     return f"{_nodes(asked - usable)} {'was' if asked - usable == 1 else 'were'} missing"
 
 
-def next_size(sizes: Sequence[WorldSize], last: LastAttempt, usable: int | None) -> SizeChoice:
+def needs_choice(sizes: Sequence[WorldSize], last: LastAttempt) -> bool:
+    """Whether it has to be asked what is in service: after most full attempts the next one is full."""
+    shrinks = last.kind in (FailureKind.NODES_MISSING, FailureKind.SUBMIT_DEFERRED)
+    return len(sizes) > 1 and (shrinks or last.asked < sizes[0].all_nodes)
+
+
+def next_size(sizes: Sequence[WorldSize], last: LastAttempt, usable: int | None, patience: float) -> SizeChoice:
     """What the next attempt asks for, after `last`.
 
-    `sizes` and `usable` as for `give_up_waiting`.
+    `sizes`, `usable` and `patience` as for `give_up_waiting`.
     """
     full = sizes[0]
     # It was given up for want of nodes: whatever is free by now, the next one asks for less.
     if last.kind is FailureKind.NODES_MISSING:
         smaller = [size for size in sizes if size.all_nodes < last.asked] or [sizes[-1]]
         return SizeChoice(size=_largest(smaller, usable), reason=last.reason)
+    # Where nodes are gone from the partition, a job of so many is not even queued.
+    short = last.kind is FailureKind.SUBMIT_DEFERRED and usable is not None and usable < last.asked
+    if short and last.refused_for >= patience and _fits(sizes, usable):
+        lasts = f"{_missing(last.asked, usable)} for {span(last.refused_for)}, and such a job is refused"
+        return SizeChoice(size=_largest(sizes, usable), reason=f"{lasts} (recovery.patience={patience:g})")
     # Nodes that went lost a moment ago may be back before `recovery.patience` is over.
     if last.asked >= full.all_nodes or len(sizes) == 1:
         return SizeChoice(size=full)
@@ -68,6 +80,11 @@ def next_size(sizes: Sequence[WorldSize], last: LastAttempt, usable: int | None)
         return SizeChoice(size=full, reason=f"all {_nodes(full.all_nodes)} again{said}")
     missing = full.all_nodes - (usable or 0)
     return SizeChoice(size=size, reason=f"{_nodes(missing)} {'is' if missing == 1 else 'are'} still missing")
+
+
+def _fits(sizes: Sequence[WorldSize], usable: int | None) -> bool:
+    """Whether the smallest of these sizes could start."""
+    return bool(sizes) and (usable is None or sizes[-1].all_nodes <= usable)
 
 
 def _largest(sizes: Sequence[WorldSize], usable: int | None) -> WorldSize:

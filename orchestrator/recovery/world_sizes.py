@@ -68,7 +68,7 @@ def _micro(config: RunConfig, share: int) -> int:
 
 
 def _smaller_mesh(config: RunConfig, ranks: int) -> dict[str, Any] | None:
-    """What changes in `parallel` for so many data-parallel ranks: no size grows, replicas are given up before shards."""
+    """What changes in `parallel` for so many data-parallel ranks: no size grows, replicas shrink before shards."""
     parallel = config.parallel
     full = parallel.mesh_sizes(config.cluster.world_size)
     for shards in range(min(full.dp_shard, ranks), 0, -1):

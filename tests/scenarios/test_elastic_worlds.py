@@ -11,6 +11,8 @@ import pytest
 
 from orchestrator.controller import failpoints
 from orchestrator.errors import SlurmUnreachable
+from orchestrator.scheduler.interface import JobSpec
+from orchestrator.scheduler.slurm.refusals import submit_error
 from orchestrator.states import RunState
 from tests.scenarios.test_traces import MEMORY
 from tests.scenarios.trace import Trace
@@ -208,6 +210,34 @@ def test_a_controller_may_be_killed_at_any_point_of_it(
     training(world, 5)
     assert not kills
     assert asked(world) == [4, 3]
+
+
+def test_nodes_that_are_gone_from_the_partition_for_good_are_done_without(tmp_path: Path) -> None:
+    """A job of more nodes than there are is not queued: sbatch refuses it."""
+    world = world_on_four(tmp_path, backoff=10.0, backoff_max=40.0)
+    training(world, 12)
+    (job,) = world.slurm.running()
+    world.slurm.nodes.remove("n4")
+    submit = world.slurm.submit
+
+    def refusing(spec: JobSpec) -> str | None:
+        if spec.resources.nodes > len(world.slurm.nodes):
+            raise submit_error(
+                "sbatch: error: Batch job submission failed: Requested node configuration is not available"
+            )
+        return submit(spec)
+
+    world.slurm.submit = refusing
+    world.slurm.fail_node(job, zombie=False)
+    world.slurm.down.clear()
+    world.turns(300, 2.0, lambda: bool(world.slurm.running()))
+    world.turns(2)
+    assert asked(world) == [4, 3]
+    refused = [attempt.failure["kind"] for attempt in world.attempts[1:-1] if attempt.failure]
+    assert set(refused) == {"submit_deferred"}
+    assert "on 3 of 4 nodes: 1 node was missing for 2m" in world.run.reason
+    assert "such a job is refused" in world.run.reason
+    assert world.finish().state is RunState.SUCCEEDED
 
 
 def test_a_successor_cancels_at_once_what_was_given_up_before(tmp_path: Path) -> None:

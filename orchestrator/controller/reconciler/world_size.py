@@ -14,7 +14,7 @@ from orchestrator.controller.reconciler.running_jobs import end_job
 from orchestrator.controller.run_dirs.collect_evidence import GAVE_UP
 from orchestrator.controller.run_view import RunView, stored_config
 from orchestrator.errors import SlurmUnreachable
-from orchestrator.recovery.elastic_policy import LastAttempt, give_up_waiting, next_size
+from orchestrator.recovery.elastic_policy import LastAttempt, give_up_waiting, needs_choice, next_size
 from orchestrator.recovery.evidence import Evidence
 from orchestrator.recovery.smaller_world import asked_nodes, on_nodes, smaller_world
 from orchestrator.recovery.world_sizes import full_size, resized, world_sizes
@@ -74,13 +74,12 @@ def next_world(actor: Actor, view: RunView, usable_nodes: UsableNodes) -> dict[s
     Its config is stored. Raises SlurmUnreachable.
     """
     sizes, full = world_sizes(view.config), full_size(view.config)
-    last = _last(view, full.all_nodes)
-    whole = last.asked >= full.all_nodes and last.kind is not FailureKind.NODES_MISSING
-    if len(sizes) == 1 or whole:
+    last = _last(view, full.all_nodes, actor.clock.wall())
+    if not needs_choice(sizes, last):
         return {}
-    choice = next_size(sizes, last, _usable(actor, view, usable_nodes))
+    choice = next_size(sizes, last, _usable(actor, view, usable_nodes), view.config.recovery.patience)
     if choice.size.all_nodes == full.all_nodes:
-        return {"reason": f"next attempt on {choice.reason}"}
+        return {"reason": f"next attempt on {choice.reason}"} if choice.reason else {}
     base = stored_config(actor.store, view.run.config_digest)
     data = resized(base, choice.size)
     world = smaller_world(data["cluster"], base["cluster"], view.run.config_digest, choice.reason)
@@ -91,7 +90,7 @@ def next_world(actor: Actor, view: RunView, usable_nodes: UsableNodes) -> dict[s
     }
 
 
-def _last(view: RunView, full: int) -> LastAttempt:
+def _last(view: RunView, full: int, now: float) -> LastAttempt:
     """The newest attempt; nothing of it counts once a person has resumed the run, perhaps with another config."""
     last, failure = view.last, view.last.failure
     if last.number < view.run.fresh_from:
@@ -100,7 +99,21 @@ def _last(view: RunView, full: int) -> LastAttempt:
     asked = full if world is None else asked_nodes(world)
     if failure is None:
         return LastAttempt(asked=asked)
-    return LastAttempt(asked=asked, kind=FailureKind(failure["kind"]), reason=str(failure["reason"]))
+    kind = FailureKind(failure["kind"])
+    return LastAttempt(
+        asked=asked, kind=kind, reason=str(failure["reason"]), refused_for=now - _refused_since(view, now)
+    )  # fmt: skip
+
+
+def _refused_since(view: RunView, now: float) -> float:
+    """When the first of the newest full attempts was begun that were all refused; `now` where the last one was not."""
+    since = now
+    for attempt in reversed(view.attempts):
+        kind = (attempt.failure or {}).get("kind")
+        if kind != FailureKind.SUBMIT_DEFERRED or attempt.smaller_world or attempt.number < view.run.fresh_from:
+            break
+        since = min(since, attempt.intent_at)
+    return since
 
 
 def _usable(actor: Actor, view: RunView, usable_nodes: UsableNodes) -> int | None:

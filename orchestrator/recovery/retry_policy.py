@@ -47,7 +47,7 @@ class EndedAttempt:
     @property
     def counts(self) -> bool:
         """Whether its end is a failure of anybody's."""
-        return self.kind is not None and not self.drilled and not TRAITS[self.kind].never_counts
+        return self.budget not in (None, Budget.NOTHING) and not self.drilled
 
     @property
     def is_free(self) -> bool:
@@ -141,7 +141,7 @@ def decide(
 
 def _on_purpose(last: EndedAttempt, failure: Failure) -> str:
     """Why the run goes on at once after an end that is nobody's failure; empty for any other end."""
-    if TRAITS[failure.kind].never_counts:
+    if TRAITS[failure.kind].budget is Budget.NOTHING:
         return f"goes on with fewer nodes: {failure.reason}"
     return f"goes on after a drill, which uses up nothing: {failure.reason}" if last.drilled else ""
 

@@ -13,6 +13,7 @@ class Budget(StrEnum):
     PERSON = "person"  # comes back until somebody changes something: no retry
     TRIES = "tries"  # the program or the cluster: `recovery.max_failures`
     TIME = "time"  # the cluster, which heals: `recovery.no_progress_hours`
+    NOTHING = "nothing"  # orch itself ended it before it began: no pause either
 
 
 class Blame(StrEnum):
@@ -47,7 +48,6 @@ class FailureTraits:
     asked_to_stop: bool = False  # the job says that it had to stop: no failure of anybody's, and no drill's
     free: bool = False  # nobody's failure while the run makes progress
     asked_by_slurm: bool = False  # why Slurm asks a job to stop
-    never_counts: bool = False  # orch itself ended it before it began: no budget, no pause
 
 
 TRAITS: dict[FailureKind, FailureTraits] = {
@@ -74,7 +74,7 @@ TRAITS: dict[FailureKind, FailureTraits] = {
     FailureKind.TIME_LIMIT: FailureTraits(budget=Budget.TRIES, asked_to_stop=True, free=True, asked_by_slurm=True),
     FailureKind.CANCELLED: FailureTraits(budget=Budget.PERSON, asked_to_stop=True),
     FailureKind.JOB_LOST: FailureTraits(budget=Budget.TIME, losses=Losses.CLUSTER),
-    FailureKind.NODES_MISSING: FailureTraits(budget=Budget.TIME, never_counts=True),
+    FailureKind.NODES_MISSING: FailureTraits(budget=Budget.NOTHING),
     FailureKind.LAUNCH_FAILED: FailureTraits(budget=Budget.TIME, blame=Blame.WEAK),
     FailureKind.SUBMIT_REJECTED: FailureTraits(budget=Budget.PERSON),
     FailureKind.SUBMIT_DEFERRED: FailureTraits(budget=Budget.TIME),

@@ -240,7 +240,7 @@ def test_every_decision_has_a_reason_and_a_pause_within_bounds(
     }
 
 
-COUNTED = [kind for kind in FailureKind if TRAITS[kind].budget is not Budget.PERSON and not TRAITS[kind].never_counts]
+COUNTED = [kind for kind in FailureKind if TRAITS[kind].budget not in (Budget.PERSON, Budget.NOTHING)]
 
 
 @given(histories, st.sampled_from(COUNTED))

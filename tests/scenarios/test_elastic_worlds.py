@@ -316,4 +316,4 @@ def test_one_seed_on_the_real_registry(tmp_path: Path, monkeypatch: pytest.Monke
 @pytest.mark.parametrize("block", range(20))
 def test_two_thousand_seeds(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     smaller_attempts = [live(seed, monkeypatch) for seed in range(1000 + block * 100, 1000 + block * 100 + 100)]
-    assert len([count for count in smaller_attempts if count]) >= 20
+    assert len([count for count in smaller_attempts if count]) >= 10, "traces that are never smaller prove nothing"

@@ -1,5 +1,7 @@
 """Fewer nodes on the real Slurm while one is missing, and all of them again: every sample once, the curve as it was."""
 
+from collections.abc import Callable
+
 import pytest
 
 from tests.end_to_end.user import User, assert_no_step_twice_at_once, losses
@@ -27,7 +29,9 @@ def trained_in(user: User, run: str, attempt: int) -> list[int]:
 
 
 @pytest.mark.proof
-def test_four_nodes_then_three_then_four_again(lab: SlurmLab, user: User) -> None:
+def test_four_nodes_then_three_then_four_again(
+    lab: SlurmLab, user: User, record_property: Callable[[str, object], None]
+) -> None:
     record = user.folder / "record"
     record.mkdir()
     recording = [*user.slowly(), "workload.target=slow_llama:RecordingLlama", f"+workload.args.record={record}"]
@@ -59,14 +63,16 @@ def test_four_nodes_then_three_then_four_again(lab: SlurmLab, user: User) -> Non
     lines = recorded(record, run)
     assert_every_sample_once(lines, recorded(record, calm), STEPS, BATCH)
     assert_nothing_is_drawn_twice(lines)
-    assert_same_curve(user, run, calm)
+    record_property("largest difference of a loss, as a share of it", assert_same_curve(user, run, calm))
     rates = {line["step"]: line["lr"] for line in user.steps(calm)}
     assert all(line["lr"] == rates[line["step"]] for line in user.steps(run))
 
 
-def assert_same_curve(user: User, run: str, calm: str) -> None:
+def assert_same_curve(user: User, run: str, calm: str) -> str:
+    """Returns the largest difference."""
     expected = losses(user, calm)
     found = losses(user, run)
     assert set(found) == set(expected) == set(range(1, STEPS + 1))
     largest = max(abs(found[step] - loss) / loss for step, loss in expected.items())
     assert largest <= BOUND, f"a loss differs by {largest:.2e} of its value"
+    return f"{largest:.1e}"

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +107,9 @@ LAYOUTS = [
 @pytest.mark.proof
 @pytest.mark.parametrize(("sizes", "parallel"), LAYOUTS)
 def test_every_layout(
-    sizes: tuple[int, int, int], parallel: dict[str, Any], tmp_path: Path, make_run: Any
+    sizes: tuple[int, int, int], parallel: dict[str, Any], tmp_path: Path, make_run: Any,
+    record_property: Callable[[str, object], None],
 ) -> None:  # fmt: skip
     largest = compare(tmp_path, make_run, sizes, 60, elastic(tmp_path, 4, 60, parallel))
+    record_property("largest difference of a loss, as a share of it", f"{largest:.1e}")
     assert largest <= BOUND, f"a loss differs by {largest:.2e} of its value"

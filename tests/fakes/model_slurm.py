@@ -39,6 +39,7 @@ class ModelJob:
     accounted_at: float = 0.0
     agents: ModelAgents | None = None
     reason: str = "None"
+    released: float = 0.0
 
     @property
     def live(self) -> bool:
@@ -134,7 +135,7 @@ class ModelSlurm:
         self._answer(f"release {job_id}")
         for job in self.jobs:
             if job.job_id == job_id and job.state == "PENDING":
-                job.held = False
+                job.held, job.released = False, job.released if not job.held else self.clock.now
                 if exclude is not None:
                     if self.slurm_faults.fixed:
                         raise SubmitRejected("Slurm does not change which nodes the job avoids: Access denied")
@@ -296,7 +297,7 @@ class ModelSlurm:
     def crash(self) -> None:
         """slurmctld dies and comes back: what it had not saved yet is gone, and its ids are given out again.
 
-        Jobs that had just started are held again, as they were when it saved them; their nodes end their processes.
+        Jobs that had just started wait again, held if they were when it saved them; their nodes end their processes.
         """
         lost = [job for job in self.jobs if self.clock.now - job.submitted < SAVE_MAX_WAIT and job.started is None]
         self.jobs = [job for job in self.jobs if job not in lost]
@@ -304,7 +305,8 @@ class ModelSlurm:
             self._next_id = min(int(job.job_id) for job in lost)
         for job in self.running():
             if job.started is not None and self.clock.now - job.started < SAVE_MAX_WAIT:
-                job.state, job.started, job.nodes, job.held = "PENDING", None, (), True
+                job.state, job.started, job.nodes = "PENDING", None, ()
+                job.held = self.clock.now - job.released < SAVE_MAX_WAIT
                 if job.agents is not None:
                     job.agents.dead = True
 

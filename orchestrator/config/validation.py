@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from orchestrator.config import keys
+from orchestrator.config import elastic_checks, keys
 from orchestrator.config.run_config import ClusterConfig, RunConfig
 from orchestrator.errors import ConfigError
 from orchestrator.near_words import did_you_mean, nearest
@@ -91,6 +91,7 @@ def _complaints(config: RunConfig, may_change: MayChange) -> Iterator[Complaint]
     yield from _cluster(config)
     yield from _pauses(config)
     yield from _restore_tests(config)
+    yield from elastic_checks.complaints(config)
     if config.trains_built_in_workload:
         yield from _data(config)
 
@@ -166,7 +167,7 @@ def _target_meant(target: str) -> str:
     return f"did you mean {meant}?" if _TARGET.fullmatch(meant) else "workload=my_pkg.my_module:MyWorkload"
 
 
-_OF_THE_LAYOUT = frozenset({"nodes", "ranks_per_node", "spare_nodes", "kind", "root"})
+_OF_THE_LAYOUT = frozenset({"nodes", "min_nodes", "ranks_per_node", "spare_nodes", "kind", "root"})
 
 
 def _restore_tests(config: RunConfig) -> Iterator[Complaint]:

@@ -19,7 +19,8 @@ from orchestrator.controller.leasing.host_file import host_file
 from orchestrator.controller.leasing.lease import Holder, displayed_state, host_name
 from orchestrator.controller.leasing.lease_wait import SLACK, acquire_once, is_awaited, single_waiter, wait_for_lease
 from orchestrator.controller.leasing.observed_since import Clock, ObservedSince
-from orchestrator.controller.reconciler.reconcile import Controller, TickReport
+from orchestrator.controller.reconciler.reconcile import Controller
+from orchestrator.controller.reconciler.tick_report import TickReport
 from orchestrator.controller.rotated_log import RotatedLog
 from orchestrator.controller.run_dirs.bounded_files import BoundedFiles
 from orchestrator.controller.run_dirs.record_writer import RecordWriter
@@ -31,6 +32,7 @@ from orchestrator.registry.store import Store
 from orchestrator.scheduler.available_schedulers import instance_of, lease_key, usable
 from orchestrator.scheduler.job_environment import package_root
 from orchestrator.scheduler.scheduler_instance import is_known, unknown_instance
+from orchestrator.scheduler.slurm.usable_nodes import usable_nodes
 from orchestrator.states import LIVE_RUNS
 from trainer.contract.process_identity import boot_id
 from trainer.contract.scheduler_kinds import LOCAL
@@ -178,8 +180,8 @@ def _controller(store_path: Path, kind: str, key: str) -> Iterator[Controller]:
         observed = ObservedSince(clock.mono, host_file(store_path, "watch", key), boot_id())
         files = BoundedFiles()
         controller = Controller(
-            store, usable(kind), clock=clock, observed=observed, pool_size=PartitionSizes(), files=files,
-            instance=instance_of(kind),
+            store, usable(kind), clock=clock, observed=observed, pool_size=PartitionSizes(),
+            usable_nodes=usable_nodes, files=files, instance=instance_of(kind),
         )  # fmt: skip
         files.between = controller.actor.renew_lease_if_due
         store.database.after_commit = records = RecordWriter(store, files)

@@ -130,6 +130,9 @@ def classify(evidence: Evidence) -> Failure:
     # Seen from inside, before Slurm took the job down.
     if outcome is not None and outcome.failure is not None and outcome.failure.kind in _OWN_CAUSES:
         return outcome.failure
+    # Whatever its end looks like: it was told to stop, and cancelled, while it waited for nodes.
+    if evidence.gave_up:
+        return Failure(kind=FailureKind.NODES_MISSING, reason=evidence.gave_up)
     # A requeued job must not train again: somebody else restarted it, and orch ended it.
     if job is not None and (job.restarts > 0 or (evidence.requeued and job.state in _TAKEN_AWAY)):
         return _requeued(evidence, job)

@@ -59,6 +59,8 @@ class Evidence:
     """Why orch itself asked the attempt to stop: its heartbeat was silent."""
     requeued: str = ""
     """Why orch itself ended the job: Slurm had started it again."""
+    gave_up: str = ""
+    """Why orch itself ended the job: it had waited too long for its nodes, and a smaller one follows."""
     odd: str = ""
     """Names of the run directory at which something else stands than a file of ours, and what to do."""
 

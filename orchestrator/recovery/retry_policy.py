@@ -45,6 +45,11 @@ class EndedAttempt:
         return Budget.TRIES if self.script_failed else TRAITS[self.kind].budget
 
     @property
+    def counts(self) -> bool:
+        """Whether its end is a failure of anybody's."""
+        return self.budget not in (None, Budget.NOTHING) and not self.drilled
+
+    @property
     def is_free(self) -> bool:
         """Whether its end is nobody's failure while the run makes progress."""
         return self.kind is not None and TRAITS[self.kind].free
@@ -98,9 +103,8 @@ def decide(
     # What no retry can fix ends here, with Slurm's or the program's own words.
     if TRAITS[failure.kind].budget is Budget.PERSON:
         return _without_return(failure, run) if _never_saved(failure, history) else _final(failure, run)
-    # Whoever requested a fault wants to see the run go on, and has shown nothing of the cluster.
-    if history[-1].drilled:
-        reason = f"goes on after a drill, which uses up nothing: {failure.reason}"
+    # What orch or a person brought about on purpose shows nothing of the cluster.
+    if reason := _on_purpose(history[-1], failure):
         return Decision(action=Action.RETRY, reason=reason, not_before=now, exclude=exclude)
     # Without progress nothing says that the next job would need less memory.
     if failure.kind is FailureKind.OUT_OF_MEMORY and not _advanced(history, len(history) - 1, steps_known=steps_known):
@@ -133,6 +137,13 @@ def decide(
         )
     reason = f"{reason}; next try at {clock_time(start)}; {last}"
     return Decision(action=Action.RETRY, reason=reason, not_before=start, exclude=exclude)
+
+
+def _on_purpose(last: EndedAttempt, failure: Failure) -> str:
+    """Why the run goes on at once after an end that is nobody's failure; empty for any other end."""
+    if TRAITS[failure.kind].budget is Budget.NOTHING:
+        return f"goes on with fewer nodes: {failure.reason}"
+    return f"goes on after a drill, which uses up nothing: {failure.reason}" if last.drilled else ""
 
 
 _FINAL = {
@@ -241,7 +252,7 @@ def _without_progress(history: Sequence[EndedAttempt], *, steps_known: bool) -> 
     row: list[EndedAttempt] = []
     for index in reversed(range(len(history))):
         past, advanced = history[index], _advanced(history, index, steps_known=steps_known)
-        if past.kind is not None and not past.drilled and not (advanced and past.is_free):
+        if past.counts and not (advanced and past.is_free):
             row.append(past)
         if advanced:
             break

@@ -141,6 +141,7 @@ class AttemptRow(Base):
     decision: Mapped[dict[str, Any] | None]
     scheduler: Mapped[str] = mapped_column(server_default="")
     config_digest: Mapped[str] = mapped_column(server_default="")
+    smaller_world: Mapped[dict[str, Any] | None]
 
 
 class SubmissionRow(Base):

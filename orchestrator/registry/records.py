@@ -78,7 +78,13 @@ class Attempt:
     failure: dict[str, Any] | None = None  # trainer.contract.outcome.Failure as JSON
     decision: dict[str, Any] | None = None  # {action, reason}
     scheduler: str = ""  # as the run's, when this attempt was begun
-    config_digest: str = ""  # likewise
+    config_digest: str = ""  # likewise; of a smaller attempt the config that was derived from it
+    smaller_world: dict[str, Any] | None = None  # {nodes, spare_nodes, of, of_spare_nodes, reason, base}, else None
+
+    @property
+    def base_digest(self) -> str:
+        """Of the run's config as it was when this attempt was begun."""
+        return str(self.smaller_world["base"]) if self.smaller_world else self.config_digest
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,9 +17,10 @@ from orchestrator.controller.run_dirs.ingest import ingest
 from orchestrator.controller.run_dirs.inheritable_checkpoints import committed, of_run, shared_places
 from orchestrator.controller.run_view import RunView
 from orchestrator.errors import RegistryError
+from orchestrator.recovery.smaller_world import smaller_world
 from orchestrator.registry import fast_queries
 from orchestrator.registry.operations.run_record import Record
-from orchestrator.registry.records import Checkpoint, Lease
+from orchestrator.registry.records import Attempt, Checkpoint, Lease
 from orchestrator.registry.sqlite_errors import ForeignDatabase
 from orchestrator.registry.store import Store
 from orchestrator.registry_rebuild.salvage import salvage
@@ -207,19 +208,28 @@ def _with_configs(folder: RunDir, record: Record, submitted: dict[str, Any], *, 
     """Every attempt with the config that its folder has; a change that no attempt was begun with is lost."""
     configs: dict[str, dict[str, Any]] = {}
 
-    def digest_in(number: int) -> str:
-        begun = (folder.attempt(number).path / "intent.json").exists()
-        # What was about to be begun has no file yet: it would have had the run's config.
-        file = folder.config_of(number if begun or number == 1 else number - 1)
+    def digest_in(file: Path) -> str:
         config = submitted if file == folder.config else read_json(file)
         build(RunConfig, config)  # refused by the rules of today: no controller could serve it
         digest = digest_of(config)
         configs[digest] = config
         return digest
 
-    attempts = tuple(replace(attempt, config_digest=digest_in(attempt.number)) for attempt in record.attempts)
+    def with_config(attempt: Attempt) -> Attempt:
+        number = attempt.number
+        # What was about to be begun has no file yet: it has the run's config.
+        if number > 1 and not (folder.attempt(number).path / "intent.json").exists():
+            return replace(attempt, config_digest=digest_in(folder.run_config_of(number - 1)), smaller_world=None)
+        own, base = digest_in(folder.config_of(number)), digest_in(folder.run_config_of(number))
+        if own == base:
+            return replace(attempt, config_digest=own, smaller_world=None)
+        mine, full = configs[own].get("cluster", {}), configs[base].get("cluster", {})
+        reason = (attempt.smaller_world or {}).get("reason", "nodes were missing when it was begun")
+        return replace(attempt, config_digest=own, smaller_world=smaller_world(mine, full, base, reason))
+
+    attempts = tuple(map(with_config, record.attempts))
     if not recorded or record.run.config_digest not in configs:
-        newest = attempts[-1].config_digest
+        newest = attempts[-1].base_digest
         steps = 0 if configs[newest].get("command") else configs[newest]["train"]["steps"]
         run = replace(record.run, config_digest=newest, total_steps=steps)
         if recorded and run.state in LIVE_RUNS:

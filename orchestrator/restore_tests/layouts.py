@@ -14,7 +14,7 @@ def with_layout(data: dict[str, Any], layout: str) -> dict[str, Any]:
     Tensor parallelism and replicas stay as far as they fit; the rest of the ranks shard.
     """
     cluster, parallel = dict(data["cluster"]), dict(data["parallel"])
-    cluster["spare_nodes"] = 0
+    cluster |= {"spare_nodes": 0, "min_nodes": 0}
     if layout != SAME:
         nodes, ranks = nodes_and_ranks(layout)
         cluster |= {"nodes": nodes, "ranks_per_node": ranks, "gpus_per_node": ranks if cluster["gpus_per_node"] else 0}

@@ -152,12 +152,20 @@ class MemoryStore:
         )  # fmt: skip
         return self._runs[name], self._intent(name, 1, nonce, (), 0, now)
 
-    def _intent(self, run: str, n: int, nonce: str, excluded: tuple[str, ...], epoch: int, now: float) -> Attempt:
+    def _intent(
+        self, run: str, n: int, nonce: str, excluded: tuple[str, ...], epoch: int, now: float,
+        reason: str = "first attempt",
+    ) -> Attempt:  # fmt: skip
         self._attempts[run, n] = Attempt(
             run=run, number=n, state=AttemptState.INTENT, nonce=nonce, job_name=f"orch-{run}-{n}-{nonce}",
             epoch=epoch, excluded=excluded, intent_at=now, scheduler=self._runs[run].scheduler,
             config_digest=self._runs[run].config_digest,
         )  # fmt: skip
+        self._transitions.append(
+            Transition(
+                run=run, kind="attempt", subject=str(n), before="", after=AttemptState.INTENT, reason=reason, time=now
+            )  # fmt: skip
+        )
         return self._attempts[run, n]
 
     def add_user_request(self, run: str, verb: str, args: dict[str, Any], now: float) -> int:
@@ -256,9 +264,15 @@ class MemoryStore:
         self._check(epoch, run)
         self._runs[run] = replace(self._runs[run], updated_at=now, **changes)
 
-    def add_attempt(self, run: str, *, nonce: str, excluded: tuple[str, ...], epoch: int, now: float) -> Attempt:
+    def add_attempt(
+        self, run: str, *, nonce: str, excluded: tuple[str, ...], epoch: int, now: float,
+        reason: str = "next attempt", **changes: Any,
+    ) -> Attempt:  # fmt: skip
         self._check(epoch, run)
-        return self._intent(run, len(self.attempts(run)) + 1, nonce, excluded, epoch, now)
+        number = len(self.attempts(run)) + 1
+        made = replace(self._intent(run, number, nonce, excluded, epoch, now, reason), **changes)
+        self._attempts[run, number] = made
+        return made
 
     def put_generation(self, generation: Generation, *, epoch: int) -> None:
         self._check(epoch, generation.run)

@@ -38,6 +38,8 @@ class ModelJob:
     ended: float | None = None
     accounted_at: float = 0.0
     agents: ModelAgents | None = None
+    reason: str = "None"
+    released: float = 0.0
 
     @property
     def live(self) -> bool:
@@ -133,7 +135,7 @@ class ModelSlurm:
         self._answer(f"release {job_id}")
         for job in self.jobs:
             if job.job_id == job_id and job.state == "PENDING":
-                job.held = False
+                job.held, job.released = False, job.released if not job.held else self.clock.now
                 if exclude is not None:
                     if self.slurm_faults.fixed:
                         raise SubmitRejected("Slurm does not change which nodes the job avoids: Access denied")
@@ -143,6 +145,11 @@ class ModelSlurm:
     def out_of_service(self, nodes: frozenset[str]) -> frozenset[str]:
         self._answer("out_of_service")
         return frozenset()
+
+    def usable_nodes(self, asked: Resources, without: frozenset[str]) -> int | None:
+        """What `orchestrator.scheduler.slurm.usable_nodes` asks sinfo for."""
+        self._answer("usable_nodes")
+        return len(set(self.nodes) - self.down - without - {*asked.exclude} | ({*asked.avoided} - without - self.down))
 
     def cancel(self, job_id: str) -> None:
         self._answer(f"cancel {job_id}")
@@ -172,7 +179,7 @@ class ModelSlurm:
         told: dict[str, Any] = dict(
             job_id=job.job_id, name=job.spec.name, state=job.state, submit_time=slurm_time(job.submitted),
             comment=job.spec.comment, nodes=job.nodes, restarts=job.restarts, held=job.held and job.state == "PENDING",
-            end_time=job.started + job.limit if job.started is not None else None, reason="None", files=job.files,
+            end_time=job.started + job.limit if job.started is not None else None, reason=job.reason, files=job.files,
         )  # fmt: skip
         status = JobStatus(**told | job.shown)
         if job.ended is not None or tags(status):
@@ -240,8 +247,9 @@ class ModelSlurm:
         busy = {node for other in self.jobs if other.live for node in other.nodes if other is not job}
         free = [node for node in self.nodes if node not in busy | self.down | set(job.spec.resources.exclude)]
         if len(free) < job.spec.resources.nodes:
+            job.reason = "Resources"
             return
-        job.state, job.started = "RUNNING", self.clock.now
+        job.state, job.started, job.reason = "RUNNING", self.clock.now, "None"
         job.nodes = tuple(free[: job.spec.resources.nodes])
         job.agents = ModelAgents(job.spec, job.job_id, job.nodes, job.restarts, self.clock)
         self.agents_of.setdefault(job.spec.comment.partition(":")[2].partition("/")[0], []).append(job.agents)
@@ -289,7 +297,7 @@ class ModelSlurm:
     def crash(self) -> None:
         """slurmctld dies and comes back: what it had not saved yet is gone, and its ids are given out again.
 
-        Jobs that had just started are held again, as they were when it saved them; their nodes end their processes.
+        Jobs that had just started wait again, held if they were when it saved them; their nodes end their processes.
         """
         lost = [job for job in self.jobs if self.clock.now - job.submitted < SAVE_MAX_WAIT and job.started is None]
         self.jobs = [job for job in self.jobs if job not in lost]
@@ -297,7 +305,8 @@ class ModelSlurm:
             self._next_id = min(int(job.job_id) for job in lost)
         for job in self.running():
             if job.started is not None and self.clock.now - job.started < SAVE_MAX_WAIT:
-                job.state, job.started, job.nodes, job.held = "PENDING", None, (), True
+                job.state, job.started, job.nodes = "PENDING", None, ()
+                job.held = self.clock.now - job.released < SAVE_MAX_WAIT
                 if job.agents is not None:
                     job.agents.dead = True
 

@@ -21,7 +21,7 @@ def test_a_quiet_run_goes_from_intent_to_succeeded(tmp_path: Path) -> None:
     world = World(tmp_path)
     assert world.finish().state is RunState.SUCCEEDED
     assert moves(world) == ["QUEUED", "RUNNING", "SUCCEEDED"]
-    assert moves(world, "attempt") == ["SUBMITTED", "RUNNING", "ENDED"]
+    assert moves(world, "attempt") == ["INTENT", "SUBMITTED", "RUNNING", "ENDED"]
     assert world.run.step == 40
     assert [item.step for item in world.store.checkpoints(world.name)] == [40, 35, 30, 25, 20, 15, 10, 5]
     assert world.store.nodes()[0].attempts == 1

@@ -1,5 +1,6 @@
 """A seeded trace: Slurm faults for a while, then a healed cluster in which the run must come to its end."""
 
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -48,10 +49,13 @@ def slurm_faults(rng: Random) -> SlurmFaults:
 class Trace:
     """One seed's life of one run."""
 
-    def __init__(self, root: Path, seed: int, monkeypatch: Any, store: Any = None) -> None:
+    def __init__(
+        self, root: Path, seed: int, monkeypatch: Any, store: Any = None, data: Callable[..., dict[str, Any]] = config
+    ) -> None:  # fmt: skip
+        """`data`: the config of a run with these `steps` and a checkpoint `every` so many."""
         self.rng = Random(seed)
         steps = self.rng.choice([20, 120, 300, 600])
-        self.world = World(root, seed, store=store, data=config(steps=steps, every=self.rng.choice([2, 10, 50])))
+        self.world = World(root, seed, store=store, data=data(steps=steps, every=self.rng.choice([2, 10, 50])))
         self.slurm = self.world.slurm
         self.slurm.slurm_faults = slurm_faults(self.rng)
         self.deadly = self.rng.choice([0.0, 0.01, 0.05])

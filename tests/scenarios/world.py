@@ -11,7 +11,8 @@ from checkpointing.storage.durable import canonical
 from orchestrator.controller import failpoints
 from orchestrator.controller.leasing.lease import LEASE_TTL, observed_state
 from orchestrator.controller.leasing.observed_since import ObservedSince
-from orchestrator.controller.reconciler.reconcile import Controller, TickReport
+from orchestrator.controller.reconciler.reconcile import Controller
+from orchestrator.controller.reconciler.tick_report import TickReport
 from orchestrator.errors import Fenced, RegistryError
 from orchestrator.recovery.classify_failure import LEAVING_LIMIT
 from orchestrator.registry.records import Attempt, Lease, NewRun, Run
@@ -94,7 +95,9 @@ class World:
     def _control(self, lease: Lease | None) -> None:
         assert lease is not None
         self.lease, clock = lease, self.clock.as_clock()
-        self.controller = Controller(self.store, {"slurm": self.slurm}, clock=clock, files=self.files)
+        self.controller = Controller(
+            self.store, {"slurm": self.slurm}, clock=clock, files=self.files, usable_nodes=self.slurm.usable_nodes
+        )
         self.controller.rng = Random(self.rng.random())
 
     def tick(self) -> TickReport | None:

@@ -14,6 +14,7 @@ import pytest
 from orchestrator.errors import SlurmUnreachable, SubmitAmbiguous, SubmitRejected
 from orchestrator.scheduler.interface import Resources
 from orchestrator.scheduler.slurm.slurm_scheduler import SlurmScheduler
+from orchestrator.scheduler.slurm.usable_nodes import usable_nodes
 from tests.orchestrator.scheduler.contract import SchedulerContract, World, eventually
 from tests.slurm.lab import SlurmLab
 
@@ -52,11 +53,14 @@ def test_a_job_runs_in_its_own_environment_and_folder(world: World, monkeypatch:
 
 
 def test_a_drained_node_is_out_of_service_until_it_is_resumed(world: World, lab: SlurmLab) -> None:
-    asked = frozenset({"n3", "n4"})
+    asked, four, nobody = frozenset({"n3", "n4"}), Resources(nodes=4), frozenset[str]()
     assert world.scheduler.out_of_service(asked) == frozenset()
+    assert usable_nodes(four, nobody) == 4
     lab.ask("scontrol", "update", "nodename=n4", "state=drain", "reason=fan")
     try:
         assert world.scheduler.out_of_service(asked) == {"n4"}
+        assert usable_nodes(four, nobody) == 3
+        assert usable_nodes(four, frozenset({"n1", "n4"})) == 2
     finally:
         lab.ask("scontrol", "update", "nodename=n4", "state=resume")
     assert world.scheduler.out_of_service(asked) == frozenset()

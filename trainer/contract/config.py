@@ -266,6 +266,8 @@ class RecoveryConfig:
     """Largest share of the partition that may be excluded (but always one node, if the job can do without it)."""
     exclude_slow_after: int = 2
     """Attempts that a node must have slowed down before it is excluded; 0: never."""
+    patience: float = 3600.0
+    """Seconds for which a job may wait for all its nodes before the next one takes fewer (`cluster.min_nodes`)."""
 
     def __post_init__(self) -> None:
         for item in fields(self):

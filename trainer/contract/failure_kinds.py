@@ -13,6 +13,7 @@ class Budget(StrEnum):
     PERSON = "person"  # comes back until somebody changes something: no retry
     TRIES = "tries"  # the program or the cluster: `recovery.max_failures`
     TIME = "time"  # the cluster, which heals: `recovery.no_progress_hours`
+    NOTHING = "nothing"  # orch itself ended it before it began: no pause either
 
 
 class Blame(StrEnum):
@@ -73,6 +74,7 @@ TRAITS: dict[FailureKind, FailureTraits] = {
     FailureKind.TIME_LIMIT: FailureTraits(budget=Budget.TRIES, asked_to_stop=True, free=True, asked_by_slurm=True),
     FailureKind.CANCELLED: FailureTraits(budget=Budget.PERSON, asked_to_stop=True),
     FailureKind.JOB_LOST: FailureTraits(budget=Budget.TIME, losses=Losses.CLUSTER),
+    FailureKind.NODES_MISSING: FailureTraits(budget=Budget.NOTHING),
     FailureKind.LAUNCH_FAILED: FailureTraits(budget=Budget.TIME, blame=Blame.WEAK),
     FailureKind.SUBMIT_REJECTED: FailureTraits(budget=Budget.PERSON),
     FailureKind.SUBMIT_DEFERRED: FailureTraits(budget=Budget.TIME),

@@ -38,6 +38,7 @@ class FailureKind(StrEnum):
     TIME_LIMIT = "time_limit"
     CANCELLED = "cancelled"  # by somebody other than orch
     JOB_LOST = "job_lost"  # Slurm no longer knows the job
+    NODES_MISSING = "nodes_missing"  # orch gave up waiting for all nodes: the next job asks for fewer
     LAUNCH_FAILED = "launch_failed"  # the job ended before its agents agreed to start
     SUBMIT_REJECTED = "submit_rejected"  # Slurm answered that it will never take this job
     SUBMIT_DEFERRED = "submit_deferred"  # Slurm answered that it does not take this job now

@@ -30,6 +30,11 @@ class AttemptDir:
         return self.path / "config.json"
 
     @property
+    def run_config(self) -> Path:
+        """The run's config that this attempt's was derived from, where the attempt is smaller than its run."""
+        return self.path / "run-config.json"
+
+    @property
     def submission(self) -> Path:
         return self.path / "submission"
 
@@ -232,6 +237,11 @@ class RunDir:
         """The config of this attempt: its own, or the one that the run was submitted with."""
         own = self.attempt(attempt).config
         return own if own.exists() else self.config
+
+    def run_config_of(self, attempt: int) -> Path:
+        """The config of the run when this attempt was begun: its own, but for an attempt that is smaller."""
+        base = self.attempt(attempt).run_config
+        return base if base.exists() else self.config_of(attempt)
 
     def all_attempts(self) -> list[AttemptDir]:
         """Attempts that have a folder, oldest first."""

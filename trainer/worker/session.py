@@ -15,7 +15,6 @@ from trainer.contract.outcome import ExitCode
 from trainer.contract.ranks.progress import Phase, ProgressCell
 from trainer.contract.ranks.rank_messages import RankSpec
 from trainer.contract.run_dir import AttemptDir, RunDir
-from trainer.worker import mesh
 from trainer.worker.optimizer import set_learning_rate
 from trainer.worker.reporting.metrics import Journal
 from trainer.worker.reporting.phase_tracker import phase_tracker
@@ -24,7 +23,7 @@ from trainer.worker.reporting.rank_comparison import RankComparison
 from trainer.worker.reporting.step_figures import StepFigures
 from trainer.worker.reporting.traffic import TrafficMeter, groups_of
 from trainer.worker.saved_state.loss_scale import LossScale
-from trainer.worker.saved_state.rng_state import seed_generators
+from trainer.worker.saved_state.rng_state import seed_by_data
 from trainer.worker.saved_state.train_state import Saver, TrainState
 from trainer.worker.train_objects import TrainObjects
 from trainer.worker.training.drill import Drill
@@ -77,7 +76,7 @@ def new_train_state(
         warn=_warner(journal, rank),
         on_other_software=on_software or _on_other_software(journal, rank),
     )
-    _seed_by_data(config.train.seed, session.objects.layout)
+    seed_by_data(config.train.seed, session.objects.layout.dp_rank)
     session.cell.update(phase=Phase.RESTORE)
     return state
 
@@ -144,11 +143,6 @@ def _on_other_software(journal: Journal, rank: int) -> Callable[[int, dict[str, 
             journal.event(EventKind.CHECKPOINT_SOFTWARE, step=step, changes=changes)
 
     return report
-
-
-def _seed_by_data(seed: int, layout: mesh.Layout) -> None:
-    """From here on dropout and the like differ between ranks with different data, and only between them."""
-    seed_generators((seed * 1_000_003 + layout.dp_rank) % (1 << 63))
 
 
 def skipped_positions(spec: RankSpec, run_dir: RunDir) -> frozenset[int]:

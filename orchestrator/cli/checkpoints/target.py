@@ -60,6 +60,14 @@ class Target:
         return self.run_dir.config_of(parts.attempt) if self.run_dir is not None and parts is not None else None
 
     @property
+    def run_config_file(self) -> Path | None:
+        """The same of its run, of which the attempt that saved it may have been a smaller one."""
+        from checkpointing.format.commit import parse_name
+
+        parts = parse_name(self.name)
+        return self.run_dir.run_config_of(parts.attempt) if self.run_dir is not None and parts is not None else None
+
+    @property
     def config(self) -> Any:
         """The configuration of the run that it belongs to (`JobConfig`), None where that is not known."""
         return None if self.run_dir is None else read_config(self.run_dir)

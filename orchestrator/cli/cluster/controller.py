@@ -19,7 +19,7 @@ from orchestrator.states import LIVE_RUNS
 from trainer.contract.scheduler_kinds import choices
 
 if TYPE_CHECKING:
-    from orchestrator.controller.reconciler.reconcile import TickReport
+    from orchestrator.controller.reconciler.tick_report import TickReport
 
 
 @click.group(cls=Noun)

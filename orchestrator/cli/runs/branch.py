@@ -59,8 +59,8 @@ def branch(
 
 
 def config_of(chosen: Target, words: str) -> dict[str, Any]:
-    """The config that the checkpoint was saved with; the code is the copy that was trained, where there is one."""
-    file = chosen.config_file
+    """The config that its run had when it was saved; the code is the copy that was trained, where there is one."""
+    file = chosen.run_config_file
     if chosen.run_dir is None or file is None or not chosen.shared or not Path(chosen.path).is_dir():
         hint = "copy it into a shared folder, or use `orch ckpt export`, then `orch ckpt import`"
         raise Precondition("this checkpoint is not in a run's folder that is visible here", where=words, hint=hint)
@@ -85,7 +85,7 @@ def _saved_config(chosen: Target, file: Path) -> dict[str, Any]:
             raise lost from error
         try:
             with open_store(readonly=True) as store:
-                return store.config(store.attempt(chosen.run, parts.attempt).config_digest)
+                return store.config(store.attempt(chosen.run, parts.attempt).base_digest)
         except NotFound:
             raise lost from error
 

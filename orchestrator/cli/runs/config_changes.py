@@ -13,7 +13,7 @@ from orchestrator.registry.store import Store
 def config_changes(store: Store, run: Run, attempts: Sequence[Attempt]) -> list[dict[str, Any]]:
     """Each changed key with the first attempt that has it; the last one may not have begun yet."""
     # An attempt that an older orch has begun has no config of its own.
-    digests = [(attempt.number, attempt.config_digest or run.config_digest) for attempt in attempts]
+    digests = [(attempt.number, attempt.base_digest or run.config_digest) for attempt in attempts]
     digests.append((len(attempts) + 1, run.config_digest))
     return [
         {

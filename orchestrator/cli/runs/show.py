@@ -29,6 +29,7 @@ from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Column, Screen, count, decimal, host_list, iso, progress, size, span
 from orchestrator.home import registry_path
 from orchestrator.recovery.drilled_failures import drill_words
+from orchestrator.recovery.smaller_world import size_words
 from orchestrator.registry.records import Attempt, Checkpoint, Copy, Generation, RestoreTest, Run, Transition
 from orchestrator.states import LIVE_RUNS
 from trainer.contract.run_dir import RunDir
@@ -63,6 +64,8 @@ def show(screen: Screen, run: str, history: bool) -> None:
     for change in changes:
         before, now = dump_line(change["before"]), dump_line(change["now"])
         screen.say(f"changed  from attempt {change['attempt']} on: {change['key']} {before} -> {now}", hang=9)
+    for words in filter(None, (size_words(attempt.number, attempt.smaller_world) for attempt in attempts)):
+        screen.say(f"size     {words}", hang=9)
     if own_test is not None:
         compared_table(screen, own_test)
     screen.say("")
@@ -127,6 +130,7 @@ def attempt_json(attempt: Attempt, generations: list[Generation]) -> dict[str, A
         "reason": attempt.reason,
         "job_state": attempt.job_state,
         "config_digest": attempt.config_digest,
+        "smaller_world": attempt.smaller_world,
         "slurm_cluster": None if attempt.scheduler.startswith("local@") else attempt.scheduler or None,
         "generation_list": [
             {

@@ -194,7 +194,8 @@ class Actor:
     def make_attempt_dir(self, view: RunView, attempt: Attempt) -> None:
         """The folder of an attempt, with its config."""
         config = stored_config(self.store, attempt.config_digest or view.run.config_digest)
-        self.files.call(view.folder.path, lambda: ensure_attempt_dir(view.folder, attempt, config))
+        base = stored_config(self.store, attempt.base_digest) if attempt.smaller_world else None
+        self.files.call(view.folder.path, lambda: ensure_attempt_dir(view.folder, attempt, config, base))
 
     def _submit(self, view: RunView, scheduler: Scheduler) -> str | None:
         """Submit the job, with an intent before and its id recorded first of all after; the id where there is one."""

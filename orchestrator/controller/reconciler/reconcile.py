@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from secrets import token_hex
@@ -28,6 +28,8 @@ from orchestrator.controller.reconciler.running_jobs import (
     is_held_by_somebody,
     maintain_job,
 )
+from orchestrator.controller.reconciler.tick_report import TickReport
+from orchestrator.controller.reconciler.world_size import UsableNodes, give_up_long_wait, next_world, size_note
 from orchestrator.controller.run_dirs.bounded_files import DirectFiles, Files, RunDirHangs
 from orchestrator.controller.run_dirs.collect_evidence import collect_evidence
 from orchestrator.controller.run_dirs.ingest import ingest
@@ -53,32 +55,6 @@ SWEEP_EVERY = 30.0
 """Seconds between sweeps by name while nothing asks for one."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class TickReport:
-    """What one pass did; `errors` names runs that could not be served.
-
-    `unreachable` names the kinds of schedulers that gave no answer at some moment, `silence` says so in their words.
-    """
-
-    live: int
-    changed: bool
-    actions: tuple[str, ...] = ()
-    errors: tuple[str, ...] = ()
-    unreachable: tuple[str, ...] = ()
-    silence: tuple[str, ...] = ()
-
-    def plus(self, other: "TickReport") -> "TickReport":
-        """Both as one."""
-        return TickReport(
-            live=self.live + other.live,
-            changed=self.changed or other.changed,
-            actions=self.actions + other.actions,
-            errors=self.errors + other.errors,
-            unreachable=self.unreachable + other.unreachable,
-            silence=self.silence + other.silence,
-        )
-
-
 class Controller:
     """Brings every live run one step nearer to its end; keeps nothing that a successor would miss."""
 
@@ -90,6 +66,7 @@ class Controller:
         clock: Clock | None = None,
         observed: ObservedSince | None = None,
         pool_size: PoolSize = lambda config: None,
+        usable_nodes: UsableNodes = lambda asked, without: None,
         files: Files | None = None,
         instance: Instance | None = None,
     ) -> None:
@@ -98,7 +75,7 @@ class Controller:
         self.observed = observed or ObservedSince(self.clock.mono)
         self.actor = Actor(store, schedulers, self.clock, self.observed)
         self.domain = Domain(self.actor, instance)
-        self.pool_size = pool_size
+        self.pool_size, self.usable_nodes = pool_size, usable_nodes
         self.files = self.actor.files = files or DirectFiles()
         self._configs: dict[str, RunConfig] = {}
         self._errors: list[str] = []
@@ -213,12 +190,18 @@ class Controller:
                 user_requests.advance_cancel(self.actor, view, snapshot)
 
     def _view(self, run: Run, attempts: tuple[Attempt, ...]) -> RunView:
-        if run.config_digest not in self._configs:
-            config = build(RunConfig, stored_config(self.store, run.config_digest))
+        """A run with the config that counts: while an attempt lives its own, which may be that of a smaller world."""
+        last = attempts[-1]
+        digest = (last.config_digest if last.state in LIVE_ATTEMPTS else "") or run.config_digest
+        cancel = user_requests.cancel_of(self.store, run)
+        return RunView(run=run, attempts=attempts, config=self._config(digest), cancel=cancel)
+
+    def _config(self, digest: str) -> RunConfig:
+        if digest not in self._configs:
+            config = build(RunConfig, stored_config(self.store, digest))
             assert isinstance(config, RunConfig)
-            self._configs[run.config_digest] = config
-        config, cancel = self._configs[run.config_digest], user_requests.cancel_of(self.store, run)
-        return RunView(run=run, attempts=attempts, config=config, cancel=cancel)
+            self._configs[digest] = config
+        return self._configs[digest]
 
     def _again(self, view: RunView) -> RunView:
         """The same run as its rows stand now."""
@@ -288,6 +271,8 @@ class Controller:
             maintain_job(self.actor, view, job)
             update_exclusions(self.actor, view, job, self.pool_size)
             end_silent_job(self.actor, view, job, evidence)
+            full = self._config(view.run.config_digest)
+            give_up_long_wait(self.actor, view, full, job, evidence, self.usable_nodes)
         if view.cancel is not None:
             user_requests.advance_cancel(self.actor, view, snapshot)
         verdict = judge(evidence)
@@ -339,7 +324,8 @@ class Controller:
         held = (
             f"somebody holds it: `scontrol release {job.job_id}`" if is_held_by_somebody(self.actor, view, job) else ""
         )
-        said = "".join(f"; {words}" for words in (held, silence.reason, evidence.odd, changed) if words)
+        size = size_note(view, self._config(run.config_digest), job)
+        said = "".join(f"; {words}" for words in (size, held, silence.reason, evidence.odd, changed) if words)
         saves = f"{evidence.saves_failing}; " if evidence.saves_failing and runs else ""
         self.actor.note(run, f"{saves}job {job.job_id} is {job.state}{waits}{said}")
 
@@ -368,7 +354,8 @@ class Controller:
             return False
         failpoints.reach("before_next_intent")
         avoid = to_avoid(self.store, view, self.clock.wall(), self.pool_size)
-        attempt = self.store.add_attempt(run.name, nonce=token_hex(4), excluded=avoid, **self.actor.stamp())
+        changes = next_world(self.actor, view, self.usable_nodes)
+        attempt = self.store.add_attempt(run.name, nonce=token_hex(4), excluded=avoid, **changes, **self.actor.stamp())
         failpoints.reach("after_next_intent")
         self.actor.make_attempt_dir(view, attempt)
         self.actor.record_action(f"{run.name}: attempt {attempt.number}")

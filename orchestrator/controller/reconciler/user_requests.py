@@ -126,7 +126,9 @@ def _resume(actor: Actor, run: Run, request: UserRequest) -> bool:
             return False
         stamp = actor.stamp()
         if digest and last.state is AttemptState.INTENT:
-            actor.store.note_attempt(run.name, last.number, epoch=actor.epoch, config_digest=digest)
+            actor.store.note_attempt(
+                run.name, last.number, epoch=actor.epoch, config_digest=digest, smaller_world=None
+            )  # fmt: skip
         actor.store.move_run(
             run.name, RunState.RECOVERING, "resumed by a person", **stamp, fresh_from=fresh, not_before=0.0, **changes
         )

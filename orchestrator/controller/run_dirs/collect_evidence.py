@@ -32,6 +32,8 @@ SILENCED = "silent"
 """`detail` of a stop that orch asks for because the heartbeat is silent."""
 REQUEUED = "requeued"
 """`detail` of the stop that goes before orch ends a job which Slurm has started again: accounting may not tell that."""
+GAVE_UP = "gave up waiting"
+"""`detail` of the stop that goes before orch ends a job which has waited too long for its nodes."""
 BEFORE_AGENTS = 60.0
 """Seconds that a job may need until its first agent runs."""
 TAIL = 64 * 1024
@@ -48,6 +50,7 @@ class AttemptFiles:
     reports: tuple[AgentReport, ...] = ()
     silenced: str = ""
     requeued: str = ""
+    gave_up: str = ""
     odd: str = ""
 
 
@@ -60,6 +63,7 @@ def read_files(place: AttemptDir) -> AttemptFiles:
     return AttemptFiles(
         heartbeat=heartbeat, outcome=outcome, started=heartbeat is not None or _has_events(place), odd="; ".join(odd),
         reports=reports, silenced=_stopped(place, SILENCED), requeued=_stopped(place, REQUEUED),
+        gave_up=_stopped(place, GAVE_UP),
     )  # fmt: skip
 
 
@@ -114,6 +118,7 @@ def collect_evidence(
         disk=files.call(view.folder.path, lambda: write_probe(view.folder.path)) if mute else "",
         silenced=seen.silenced,
         requeued=seen.requeued,
+        gave_up=seen.gave_up,
         gone=gone,
         leader_gone=leader_gone(attempt, job, gone),
         outcome=outcome,
@@ -177,9 +182,15 @@ def _span(observed: ObservedSince, key: str, holds: bool, value: Any) -> float:
     return 0.0
 
 
+_MEASURED = (
+    "gone", "ended", "leaving", "beat", "cancel", "nodes", "left", "still", "over", "avoid", "unheld", "waits",
+)  # fmt: skip
+"""What is measured about an attempt: how the keys begin."""
+
+
 def forget(observed: ObservedSince, run: str, attempt: int) -> None:
     """Nothing more is measured about an attempt that has ended."""
-    for what in ("gone", "ended", "leaving", "beat", "cancel", "nodes", "left", "still", "over", "avoid", "unheld"):
+    for what in _MEASURED:
         observed.forget(f"{what}:{run}/{attempt}")
 
 

@@ -140,12 +140,20 @@ def _run_json(run: Run, first: Attempt) -> dict[str, Any]:
     }
 
 
-def ensure_attempt_dir(folder: RunDir, attempt: Attempt, config: dict[str, Any]) -> None:
+def ensure_attempt_dir(
+    folder: RunDir, attempt: Attempt, config: dict[str, Any], run_config: dict[str, Any] | None = None
+) -> None:
     """Make the folder of an attempt with its `intent.json`, and with its config where the run was submitted with
     another one; repeating it changes nothing.
+
+    `run_config`: what `config` was derived from, of an attempt that is smaller than its run.
     """
     place = folder.attempt(attempt.number)
     place.make()
+    if run_config is not None:
+        write_durably(place.run_config, canonical(run_config))
+    else:
+        place.run_config.unlink(missing_ok=True)  # somebody has given the run another config before it was submitted
     content = canonical(config)
     try:
         known = folder.config_of(attempt.number).read_bytes() == content

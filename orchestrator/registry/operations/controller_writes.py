@@ -121,14 +121,17 @@ class ControllerWrites(StoreOperations):
 
     @writes
     def add_attempt(
-        self, connection: Connection, run: str, *, nonce: str, excluded: tuple[str, ...], epoch: int, now: float
-    ) -> Attempt:
-        """The intent of the run's next attempt."""
+        self, connection: Connection, /, run: str, *, nonce: str, excluded: tuple[str, ...], epoch: int, now: float,
+        reason: str = "next attempt", **changes: Any,
+    ) -> Attempt:  # fmt: skip
+        """The intent of the run's next attempt; `changes` are what it has otherwise than its run."""
         fence(connection, epoch, run)
         the_run(connection, run)
         query = select(func.coalesce(func.max(AttemptRow.number), 0)).where(AttemptRow.run == run)
         number = connection.execute(query).scalar_one() + 1
-        put_intent(connection, run, number, nonce=nonce, excluded=excluded, epoch=epoch, reason="next attempt", now=now)
+        put_intent(connection, run, number, nonce=nonce, excluded=excluded, epoch=epoch, reason=reason, now=now)
+        if changes:
+            alter_attempt(connection, run, number, **changed(AttemptRow, changes))
         return the_attempt(connection, run, number)
 
     @writes

@@ -109,6 +109,19 @@ def shortfall(asked: Resources, nodes: Sequence[NodeCapacity]) -> Shortfall | No
     return None if not found or None in found else found[0]
 
 
+def able_nodes(asked: Resources, nodes: Sequence[NodeCapacity]) -> dict[str, list[NodeCapacity]]:
+    """By partition that the job may run in: the nodes that have what it asks of each, and that it does not exclude."""
+    excluded, needs = _excluded(asked), [need for need in _needs(asked) if need.amount]
+    return {
+        partition: [
+            node
+            for node in members
+            if node.name not in excluded and all(getattr(node, need.attribute) >= need.amount for need in needs)
+        ]
+        for partition, members in _candidates(asked, nodes).items()
+    }
+
+
 def _candidates(asked: Resources, nodes: Sequence[NodeCapacity]) -> dict[str, list[NodeCapacity]]:
     wanted = set(asked.partition.split(",")) if asked.partition else set()
     found: dict[str, list[NodeCapacity]] = {}

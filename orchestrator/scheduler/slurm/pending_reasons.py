@@ -30,6 +30,7 @@ class Wait:
     words: str
     change: str = ""
     look: str = ""
+    for_nodes: bool = False  # a job of fewer nodes may start sooner
 
 
 _NODES_DOWN = "nodes that it needs are down, drained or reserved"
@@ -65,7 +66,7 @@ _WAITS: tuple[tuple[str, Wait], ...] = (
     ("JobHeldAdmin", Wait(lasts=Lasts.MAY_STAY, words="an administrator holds it; ask your site")),
     ("PartitionNodeLimit", Wait(
         lasts=Lasts.MAY_STAY, words="it asks for more nodes than the partition allows, or has in service",
-        change="cluster.nodes=NUMBER", look="`scontrol show partition`",
+        change="cluster.nodes=NUMBER", look="`scontrol show partition`", for_nodes=True,
     )),
     ("PartitionDown|PartitionInactive", Wait(
         lasts=Lasts.MAY_STAY, words="the partition takes no jobs now", change="cluster.partition=NAME",
@@ -73,9 +74,10 @@ _WAITS: tuple[tuple[str, Wait], ...] = (
     )),
     ("ReqNodeNotAvail.*maintenance.*", Wait(
         lasts=Lasts.CLEARS, words="its nodes are reserved for maintenance, and its time limit reaches into that",
+        for_nodes=True,
     )),
     ("ReqNodeNotAvail.*|NodeDown|nodes required for job are down.*", Wait(
-        lasts=Lasts.MAY_STAY, words=_NODES_DOWN, change="cluster.nodes=NUMBER", look="`sinfo -R`",
+        lasts=Lasts.MAY_STAY, words=_NODES_DOWN, change="cluster.nodes=NUMBER", look="`sinfo -R`", for_nodes=True,
     )),
     ("(QOS|Assoc)Grp.*Minutes.*|QOSUsageThreshold", Wait(
         lasts=Lasts.MAY_STAY, words=_BUDGET, change="cluster.account=NAME", look="`sshare`",
@@ -83,8 +85,8 @@ _WAITS: tuple[tuple[str, Wait], ...] = (
     ("(QOS|Assoc)(Grp|Max).*|QOSJobLimit|QOSResourceLimit|Association(Job|Resource)Limit", Wait(
         lasts=Lasts.CLEARS, words="a limit on jobs that run at once; it ends when others of them end",
     )),
-    ("Resources", Wait(lasts=Lasts.CLEARS, words="it waits for nodes to be free")),
-    ("Priority", Wait(lasts=Lasts.CLEARS, words="jobs of higher priority are first")),
+    ("Resources", Wait(lasts=Lasts.CLEARS, words="it waits for nodes to be free", for_nodes=True)),
+    ("Priority", Wait(lasts=Lasts.CLEARS, words="jobs of higher priority are first", for_nodes=True)),
     ("Licenses", Wait(lasts=Lasts.CLEARS, words="it waits for licenses")),
     ("Reservation", Wait(lasts=Lasts.CLEARS, words="it waits for its reservation to begin")),
     ("BeginTime", Wait(lasts=Lasts.CLEARS, words="it may not begin yet")),
@@ -99,6 +101,14 @@ def wait_of(reason: str) -> Wait | None:
     """
     said = reason.strip().replace("_", " ")
     return next((wait for pattern, wait in _WAITS if re.fullmatch(pattern, said, re.IGNORECASE)), None)
+
+
+def waits_for_nodes(reason: str) -> bool | None:
+    """Whether a job of fewer nodes might start sooner; None while Slurm gives no reason (yet)."""
+    if reason in ("", "None"):
+        return None
+    wait = wait_of(reason)
+    return wait is not None and wait.for_nodes
 
 
 def waiting_words(reason: str, asked: Resources, run: str) -> str:

@@ -115,6 +115,18 @@ ENDS = {
         evidence("OUT_OF_MEMORY", outcome=outcome(AttemptResult.FAILED, "", SHORT_OF_MEMORY)),
         End.FAILED, FailureKind.OUT_OF_MEMORY, "rank 1 died of SIGKILL",
     ),
+    "a wait that orch has given up": (
+        evidence("CANCELLED", started=False, gave_up="1 node was missing for 1h01m"), End.FAILED,
+        FailureKind.NODES_MISSING, "1 node was missing for 1h01m",
+    ),
+    "a wait that orch has given up just as it ended": (
+        evidence("COMPLETED", gave_up="1 node was missing", outcome=outcome(AttemptResult.STOPPED, "1 node was")),
+        End.FAILED, FailureKind.NODES_MISSING, "1 node was missing",
+    ),
+    "a wait that orch has given up, of a job that Slurm forgot": (
+        evidence(None, absent_for=60.0, silent_for=999.0, started=False, gave_up="1 node was missing"), End.LOST,
+        FailureKind.NODES_MISSING, "1 node was missing",
+    ),
     "boot": (evidence("BOOT_FAIL", started=False), End.FAILED, FailureKind.LAUNCH_FAILED, "BOOT_FAIL"),
     "outcome beats FAILED": (
         evidence("FAILED", outcome=outcome(AttemptResult.FAILED, "", KILLED)), End.FAILED, FailureKind.RANK_KILLED,

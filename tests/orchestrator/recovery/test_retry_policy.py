@@ -96,6 +96,14 @@ TABLE = {
     ),
     "storage": (outage(K.STORAGE, 2, 5), Action.RETRY, "storage 5 times in 2.0 h; holds after"),
     "storage for a day": (outage(K.STORAGE, 24, 50), Action.HOLD, "storage 50 times in 24.0 h"),
+    "nodes missing": ([past(1, K.NODES_MISSING, None)], Action.RETRY, "goes on with fewer nodes: its reason"),
+    "nodes missing for the hundredth time": (
+        outage(K.NODES_MISSING, 99, 100), Action.RETRY, "goes on with fewer nodes: its reason",
+    ),
+    "a failure after waits that were given up": (
+        [*outage(K.NODES_MISSING, 50, 50), past(51, K.RANK_KILLED, None)], Action.RETRY,
+        "rank killed once without a new checkpoint (try 1 of 10)",
+    ),
     "preempted": ([past(1, K.PREEMPTED, 10)], Action.RETRY, "goes on after preempted"),
     "time limit": ([past(1, K.TIME_LIMIT, 10)], Action.RETRY, "goes on after time_limit"),
     "user": ([past(1, K.USER_ERROR, 10)], Action.FAIL, "the training code failed: its reason"),
@@ -232,7 +240,10 @@ def test_every_decision_has_a_reason_and_a_pause_within_bounds(
     }
 
 
-@given(histories, st.sampled_from([kind for kind in FailureKind if TRAITS[kind].budget is not Budget.PERSON]))
+COUNTED = [kind for kind in FailureKind if TRAITS[kind].budget not in (Budget.PERSON, Budget.NOTHING)]
+
+
+@given(histories, st.sampled_from(COUNTED))
 def test_attempts_that_get_nowhere_come_to_a_stop(history: list[EndedAttempt], kind: FailureKind) -> None:
     stuck = [past(n, kind, None, ago=25.0 - n) for n in range(25)]
     assert after(*history, *stuck).action in (Action.HOLD, Action.FAIL)

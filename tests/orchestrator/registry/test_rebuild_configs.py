@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from orchestrator.controller.run_dirs.run_folder import ensure_attempt_dir
+from orchestrator.recovery.smaller_world import smaller_world
 from orchestrator.registry.store import Store
 from orchestrator.registry_rebuild.rebuild import rebuild
 from orchestrator.states import AttemptState, RunState
@@ -64,3 +65,52 @@ def test_an_attempt_that_was_about_to_begin_has_the_config_of_the_one_before(des
     with rebuilt(desk, folder) as store:
         assert [item.config_digest for item in store.attempts(folder.name)] == [first, second, second]
         assert store.run(folder.name).config_digest == second
+
+
+SMALLER = {**LONGER, "cluster": {"nodes": 3}}
+
+
+def begin_smaller(desk: Desk, folder: RunDir) -> str:
+    """The run's next attempt on three of its four nodes; the digest of its config."""
+    base, digest = desk.store.run(folder.name).config_digest, desk.store.put_config(SMALLER)
+    world = smaller_world({"nodes": 3}, {"nodes": 4}, base, "1 node was missing for 1h01m")
+    attempt = desk.store.add_attempt(
+        folder.name, nonce="11111111", excluded=(), config_digest=digest, smaller_world=world, **desk.stamp
+    )
+    ensure_attempt_dir(folder, attempt, SMALLER, LONGER)
+    return str(digest)
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_the_config_of_a_smaller_attempt_is_not_taken_for_that_of_its_run(desk: Desk, recorded: bool) -> None:
+    folder, first, second = change(desk)
+    smaller = begin_smaller(desk, folder)
+    with rebuilt(desk, folder, recorded=recorded) as store:
+        assert store.run(folder.name).config_digest == second
+        assert store.config(second) == LONGER
+        assert [item.config_digest for item in store.attempts(folder.name)] == [first, smaller]
+        assert [item.base_digest for item in store.attempts(folder.name)] == [first, second]
+        (_, attempt) = store.attempts(folder.name)
+        assert attempt.smaller_world is not None
+        known = "1 node was missing for 1h01m" if recorded else "nodes were missing when it was begun"
+        assert (attempt.smaller_world["nodes"], attempt.smaller_world["reason"]) == (3, known)
+
+
+def test_what_was_about_to_follow_a_smaller_attempt_is_a_full_one(desk: Desk) -> None:
+    folder, first, second = change(desk)
+    smaller = begin_smaller(desk, folder)
+    desk.store.move_attempt(folder.name, 2, AttemptState.ENDED, "done", **desk.stamp)
+    desk.store.add_attempt(folder.name, nonce="22222222", excluded=(), **desk.stamp)  # killed before its folder
+    with rebuilt(desk, folder) as store:
+        assert [item.config_digest for item in store.attempts(folder.name)] == [first, smaller, second]
+        assert store.attempts(folder.name)[2].smaller_world is None
+
+
+def test_an_attempt_that_is_given_another_config_is_no_smaller_one_any_more(desk: Desk) -> None:
+    folder, _, second = change(desk)
+    begin_smaller(desk, folder)
+    desk.store.note_attempt(folder.name, 2, epoch=desk.stamp["epoch"], config_digest=second, smaller_world=None)
+    ensure_attempt_dir(folder, desk.store.attempt(folder.name, 2), LONGER)
+    with rebuilt(desk, folder) as store:
+        assert store.attempts(folder.name)[1].config_digest == second
+        assert store.attempts(folder.name)[1].smaller_world is None

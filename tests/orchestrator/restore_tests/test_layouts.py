@@ -30,7 +30,8 @@ def test_tensor_parallelism_and_replicas_stay_as_far_as_they_fit(
 ) -> None:
     made = with_layout(DATA, layout)
     assert made["cluster"] == {
-        "nodes": nodes, "ranks_per_node": ranks, "gpus_per_node": ranks, "spare_nodes": 0, "partition": "gpu"
+        "nodes": nodes, "ranks_per_node": ranks, "gpus_per_node": ranks, "spare_nodes": 0, "min_nodes": 0,
+        "partition": "gpu"
     }  # fmt: skip
     assert tuple(made["parallel"][name] for name in ("dp_replicate", "dp_shard", "tp")) == parallel
     config = RunConfig(cluster=ClusterConfig(nodes=8, ranks_per_node=8))

@@ -7,7 +7,14 @@ import pytest
 from orchestrator.config.compose import compose
 from orchestrator.config.layers import from_overrides
 from orchestrator.scheduler.interface import Resources
-from orchestrator.scheduler.slurm.pending_reasons import MAY_STAY, STAYS, Lasts, wait_of, waiting_words
+from orchestrator.scheduler.slurm.pending_reasons import (
+    MAY_STAY,
+    STAYS,
+    Lasts,
+    wait_of,
+    waiting_words,
+    waits_for_nodes,
+)
 
 ASKED = Resources(nodes=2, cpus_per_task=8, mem="8G", gpus_per_node=4, constraint="h100")
 
@@ -82,3 +89,18 @@ def test_the_first_run_fits_nodes_of_4_gb_and_two_cores() -> None:
     asked = compose("slurm-first-run", environ={"HOME": "/nowhere"}).config.cluster
     assert re.fullmatch(r"[1-3]G", asked.mem)
     assert asked.cpus_per_task <= 2
+
+
+@pytest.mark.parametrize(
+    ("reason", "for_nodes"),
+    [
+        ("Resources", True), ("Priority", True), ("ReqNodeNotAvail, UnavailableNodes:n[1-3]", True),
+        ("ReqNodeNotAvail,_Reserved_for_maintenance", True), ("PartitionNodeLimit", True),
+        ("Nodes required for job are DOWN, DRAINED or reserved for jobs in higher priority partitions", True),
+        ("BeginTime", False), ("Licenses", False), ("Reservation", False), ("QOSMaxJobsPerUserLimit", False),
+        ("AssocGrpCPUMinutesLimit", False), ("BadConstraints", False), ("PartitionDown", False),
+        ("something that nobody knows", False), ("None", None), ("", None),
+    ],
+)  # fmt: skip
+def test_which_waits_a_job_of_fewer_nodes_may_end_sooner(reason: str, for_nodes: bool | None) -> None:
+    assert waits_for_nodes(reason) is for_nodes

@@ -9,7 +9,7 @@ from trainer.contract.failure_kinds import TRAITS, Blame, Budget, Losses
 from trainer.contract.outcome import FailureKind
 
 DOCS = Path(__file__).parents[3] / "docs" / "failures.md"
-COUNTED = {"in tries": Budget.TRIES, "in time": Budget.TIME, "-": Budget.PERSON}
+COUNTED = {"in tries": Budget.TRIES, "in time": Budget.TIME, "-": Budget.PERSON, "not at all": Budget.NOTHING}
 
 
 def documented() -> dict[str, str]:

@@ -8,6 +8,8 @@ import sys
 
 import torch
 
+from trainer.worker.data import mix
+
 _RNG_BYTES = 16384
 _NONE = torch.zeros(1, dtype=torch.uint8)  # in the place of a generator that is not there
 _STATES = 5
@@ -23,6 +25,16 @@ def seed_generators(seed: int) -> None:
     except ImportError:
         return
     np.random.seed(seed % (1 << 32))
+
+
+def seed_by_data(seed: int, dp_rank: int, step: int = 0) -> None:
+    """From here on dropout and the like differ between ranks with different data, and only between them.
+
+    `step`: from which a rank goes on that the world before it did not have: it must not draw again what a rank in its
+    place drew at the beginning.
+    """
+    own = (seed * 1_000_003 + dp_rank) % (1 << 63)
+    seed_generators(mix(own ^ mix(step)) >> 1 if step else own)
 
 
 def rng_name(rank: int) -> str:

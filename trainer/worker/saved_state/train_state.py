@@ -13,7 +13,7 @@ from trainer.worker.saved_state.data_state import FACTS, DataState
 from trainer.worker.saved_state.loss_scale import LossScale
 from trainer.worker.saved_state.object_state import ObjectState
 from trainer.worker.saved_state.optimizer_state import OptimizerState
-from trainer.worker.saved_state.rng_state import pack_rng, rng_name, set_origin, unpack_rng
+from trainer.worker.saved_state.rng_state import pack_rng, rng_name, seed_by_data, set_origin, unpack_rng
 from trainer.worker.saved_state.scheduler_state import SchedulerState
 from trainer.worker.saved_state.state_inventory import StateInventory
 from trainer.worker.saved_state.unsaved_attributes import UnsavedAttributes
@@ -74,6 +74,7 @@ class TrainState:
         model, optimizer, rank, device = objects.model, objects.optimizer, objects.layout.rank, objects.layout.device
         self._model, self._optimizer, self._data = model, optimizer, objects.data
         self._rank, self._rng, self._device = rank, rng_name(rank), device
+        self._dp_rank = objects.layout.dp_rank
         self._config_digest, self._seed, self._skip = config_digest, seed, skip
         self._software, self._on_other_software = software(device), on_other_software
         self._optimizer_state = OptimizerState(model, optimizer)
@@ -182,8 +183,10 @@ class TrainState:
         self.loss_scale.restore(restored.extra.get("loss_scale", {}))
         self._data_state.restore(restored.extra["consumed"])
         self._restore_rest(self._rank_facts(restored.extra), absent)
-        if packed.any():  # the checkpoint of a smaller world has none for this rank: it keeps its fresh one
+        if packed.any():
             unpack_rng(packed, self._device)
+        else:  # the checkpoint of a smaller world has none for this rank
+            seed_by_data(self._seed, self._dp_rank, self.step)
 
     def _restore_scheduler(self, saved: Mapping[str, Any]) -> list[str]:
         """Says where the checkpoint's schedule is another one than the workload's."""

@@ -276,6 +276,7 @@ class Loop:
     def _report(self, result: StepResult, pending: PendingStep, own: Mapping[str, float]) -> None:
         seconds, tokens = self._seconds, getattr(self._objects.data, "tokens_per_step", None)
         values = {"loss": result.loss, "grad_norm": result.grad_norm, "lr": pending.rate, "seconds": seconds}
+        values["position"] = pending.position
         speed = {} if tokens is None else {"tokens_per_s": tokens / seconds}
         more: dict[str, Any] = {"metrics": own} if own else {}
         more |= self._services.figures.of(result.step, seconds, self._stall, section_seconds(pending.work))

@@ -47,6 +47,18 @@ def test_a_branch_has_the_config_that_the_checkpoint_was_saved_with(orch: Type, 
     assert (config["name"], config["optimizer"]["lr"], config["optimizer"]["warmup_steps"]) == ("tiny-gpt", 0.003, 3)
 
 
+def test_a_checkpoint_of_a_smaller_attempt_leads_to_a_run_of_full_size(orch: Type, seeds: Seeds, run: str) -> None:
+    folder = seeds.root / run
+    full = json.loads((folder / "config.json").read_text())
+    small = {**full, "cluster": {**full["cluster"], "nodes": 1}, "parallel": {**full["parallel"], "dp_shard": 1}}
+    first = folder / "attempts" / "001"
+    first.mkdir()
+    (first / "config.json").write_bytes(canonical(small))
+    assert preview(orch, "--from", f"{run}@50")["cluster"]["nodes"] == 1
+    (first / "run-config.json").write_bytes(canonical(full))
+    assert preview(orch, "--from", f"{run}@50")["cluster"]["nodes"] == full["cluster"]["nodes"] == 2
+
+
 @pytest.mark.parametrize("content", [None, "{", "[1]"])
 def test_a_config_that_is_lost_comes_from_the_registry(orch: Type, seeds: Seeds, run: str, content: str | None) -> None:
     file = seeds.root / run / "config.json"

@@ -15,6 +15,7 @@ from trainer.worker.saved_state.rng_state import (
     origin_fault,
     pack_rng,
     rng_name,
+    seed_by_data,
     seed_generators,
     set_origin,
     unpack_rng,
@@ -99,3 +100,15 @@ def test_the_row_of_another_rank_or_step_is_told():
     length = (packed == 16).nonzero()[-1]
     packed[length] = 8
     assert origin_fault(packed, rng_name(3), 40) == "says in 8 bytes instead of 16 whose it is"
+
+
+def first_draw(*, seed: int, dp_rank: int, step: int) -> float:
+    seed_by_data(seed, dp_rank, step)
+    return float(torch.rand(1, dtype=torch.float64))
+
+
+def test_a_rank_that_comes_later_draws_what_no_other_one_draws_and_the_same_in_every_run() -> None:
+    cases = [(seed, rank, step) for seed in (1, 2) for rank in range(8) for step in (0, 1, 40, 4000)]
+    drawn = [first_draw(seed=seed, dp_rank=rank, step=step) for seed, rank, step in cases]
+    assert len(set(drawn)) == len(cases)
+    assert drawn == [first_draw(seed=seed, dp_rank=rank, step=step) for seed, rank, step in cases]

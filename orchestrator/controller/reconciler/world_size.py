@@ -1,0 +1,125 @@
+"""How many nodes a run's attempts ask for: a wait that was too long is given up, the next attempt takes what there is.
+
+What is decided is written down before anything is done: the request to stop before the job is cancelled, the size of an
+attempt with its intent.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from orchestrator.config.run_config import RunConfig
+from orchestrator.controller.jobs.job_spec import job_spec
+from orchestrator.controller.reconciler.actor import Actor
+from orchestrator.controller.reconciler.running_jobs import end_job
+from orchestrator.controller.run_dirs.collect_evidence import GAVE_UP
+from orchestrator.controller.run_view import RunView, stored_config
+from orchestrator.errors import SlurmUnreachable
+from orchestrator.recovery.elastic_policy import LastAttempt, give_up_waiting, needs_choice, next_size
+from orchestrator.recovery.evidence import Evidence
+from orchestrator.recovery.smaller_world import asked_nodes, on_nodes, smaller_world
+from orchestrator.recovery.world_sizes import full_size, resized, world_sizes
+from orchestrator.scheduler.interface import LEAVING_STATES, JobStatus, Resources
+from orchestrator.scheduler.slurm.pending_reasons import waits_for_nodes
+from trainer.contract.outcome import FailureKind
+from trainer.contract.time_spans import span
+
+UsableNodes = Callable[[Resources, frozenset[str]], int | None]
+"""How many nodes are in service that could hold a job with these resources, busy ones too, but none of these names.
+
+None where the scheduler cannot tell; raises SlurmUnreachable when it gives no answer.
+"""
+
+
+def give_up_long_wait(
+    actor: Actor, view: RunView, full: RunConfig, job: JobStatus, evidence: Evidence, usable_nodes: UsableNodes
+) -> None:
+    """End a job that has waited for its nodes for longer than `recovery.patience`, where a smaller one could start.
+
+    `full`: the run's own config, of which the attempt's may be a smaller one.
+    """
+    if view.cancel is not None or not full.cluster.min_nodes or job.state in LEAVING_STATES:
+        return
+    if evidence.gave_up:  # a controller that was killed before it cancelled the job, or whose scancel was lost
+        end_job(actor, view, job.job_id, evidence.gave_up, GAVE_UP)
+        return
+    key, waits = f"waits:{view.run.name}/{view.last.number}", waits_for_nodes(job.reason)
+    if job.held or job.state != "PENDING" or waits is False:
+        actor.observed.forget(key)
+        return
+    waited, patience = actor.observed.age(key, job.job_id), full.recovery.patience
+    if not waits or waited < patience:
+        return
+    try:
+        usable = _usable(actor, view, usable_nodes)
+    except SlurmUnreachable:  # no answer is no evidence
+        return
+    why = give_up_waiting(world_sizes(full), view.config.cluster.all_nodes, waited, patience, usable)
+    if why:
+        end_job(actor, view, job.job_id, why, GAVE_UP)
+
+
+def size_note(view: RunView, full: RunConfig, job: JobStatus) -> str:
+    """What people are told of the size of the newest attempt, and of the end of a wait for nodes."""
+    world = view.last.smaller_world
+    words = [on_nodes(world)] if world else []
+    waits = bool(full.cluster.min_nodes) and job.state == "PENDING" and waits_for_nodes(job.reason)
+    if waits and any(size.all_nodes < view.config.cluster.all_nodes for size in world_sizes(full)):
+        words.append(f"after {span(full.recovery.patience)} of this the next job asks for fewer nodes")
+    return "; ".join(words)
+
+
+def next_world(actor: Actor, view: RunView, usable_nodes: UsableNodes) -> dict[str, Any]:
+    """What the run's next attempt has otherwise than the run, with the reason: changes for `add_attempt`.
+
+    Its config is stored. Raises SlurmUnreachable.
+    """
+    sizes, full = world_sizes(view.config), full_size(view.config)
+    last = _last(view, full.all_nodes, actor.clock.wall())
+    if not needs_choice(sizes, last):
+        return {}
+    choice = next_size(sizes, last, _usable(actor, view, usable_nodes), view.config.recovery.patience)
+    if choice.size.all_nodes == full.all_nodes:
+        return {"reason": f"next attempt on {choice.reason}"} if choice.reason else {}
+    base = stored_config(actor.store, view.run.config_digest)
+    data = resized(base, choice.size)
+    world = smaller_world(data["cluster"], base["cluster"], view.run.config_digest, choice.reason)
+    return {
+        "config_digest": actor.store.put_config(data),
+        "smaller_world": world,
+        "reason": f"next attempt {on_nodes(world)}",
+    }
+
+
+def _last(view: RunView, full: int, now: float) -> LastAttempt:
+    """The newest attempt; nothing of it counts once a person has resumed the run, perhaps with another config."""
+    last, failure = view.last, view.last.failure
+    if last.number < view.run.fresh_from:
+        return LastAttempt(asked=full)
+    world = last.smaller_world
+    asked = full if world is None else asked_nodes(world)
+    if failure is None:
+        return LastAttempt(asked=asked)
+    kind = FailureKind(failure["kind"])
+    return LastAttempt(
+        asked=asked, kind=kind, reason=str(failure["reason"]), refused_for=now - _refused_since(view, now)
+    )  # fmt: skip
+
+
+def _refused_since(view: RunView, now: float) -> float:
+    """When the first of the newest full attempts was begun that were all refused; `now` where the last one was not."""
+    since = now
+    for attempt in reversed(view.attempts):
+        kind = (attempt.failure or {}).get("kind")
+        if kind != FailureKind.SUBMIT_DEFERRED or attempt.smaller_world or attempt.number < view.run.fresh_from:
+            break
+        since = min(since, attempt.intent_at)
+    return since
+
+
+def _usable(actor: Actor, view: RunView, usable_nodes: UsableNodes) -> int | None:
+    now = actor.clock.wall()
+    excluded = {
+        node.name for node in actor.store.nodes() if node.cluster == view.run.domain and node.excluded_until > now
+    }
+    actor.renew_lease_if_due()
+    return usable_nodes(job_spec(view.run, view.last, view.config).resources, frozenset(excluded))

@@ -1,0 +1,46 @@
+"""What the ranks of a `RecordingLlama` have read and drawn, as far as it is part of what the run became."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+Lines = dict[int, list[dict[str, Any]]]
+
+
+def recorded(record: Path, run: str) -> Lines:
+    """By the beginning of each batch: a line of each data-parallel rank that trained it last, in their order.
+
+    Ranks of one tensor-parallel group must have read, and drawn, the same.
+    """
+    newest: dict[int, tuple[int, int]] = {}
+    found: dict[int, dict[int, dict[str, Any]]] = {}
+    for path in record.glob(f"{run}-*.jsonl"):
+        attempt, restart, _ = path.name.removeprefix(f"{run}-").split(".", 2)
+        order = int(attempt), int(restart)
+        for line in map(json.loads, path.read_text().splitlines()):
+            position = line["position"]
+            if order > newest.get(position, (0, 0)):
+                newest[position], found[position] = order, {}
+            if order == newest[position]:
+                assert found[position].setdefault(line["dp_rank"], line) == line
+    return {position: [ranks[rank] for rank in sorted(ranks)] for position, ranks in sorted(found.items())}
+
+
+def assert_every_sample_once(lines: Lines, calm: Lines, steps: int, batch: int) -> None:
+    """Each step read the sequences that it reads in an undisturbed run, in their order, and none was read twice."""
+    assert list(lines) == list(calm) == [step * batch for step in range(steps)]
+    read = [number for position in lines for number in numbers(lines[position])]
+    assert read == [number for position in calm for number in numbers(calm[position])]
+    assert len(read) == len(set(read)) == steps * batch
+
+
+def numbers(ranks: Sequence[dict[str, Any]]) -> list[int]:
+    """The sequences of one batch in the global order: each rank has a part of it, one after the other."""
+    return [number for line in ranks for number in line["numbers"]]
+
+
+def assert_nothing_is_drawn_twice(lines: Lines) -> None:
+    """No rank draws in any step what it, or another one, has drawn in another."""
+    drawn = [line["drawn"] for ranks in lines.values() for line in ranks]
+    assert len(drawn) == len(set(drawn))

@@ -1,0 +1,47 @@
+"""`cluster.min_nodes` that a run cannot have is refused when it is submitted, with what it can have."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator.config.compose import compose
+from orchestrator.errors import ConfigError
+
+
+def composed(tmp_path: Path, *words: str) -> Any:
+    four = ("cluster.nodes=4", "cluster.ranks_per_node=2", "parallel.dp_shard=0", *words)
+    return compose("tiny-gpt", four, environ={"HOME": str(tmp_path), "ORCH_SITE_CONFIG": ""})
+
+
+REFUSED = [
+    ("cluster.min_nodes=-1", "cluster.min_nodes=-1: must be 0 (never fewer than cluster.nodes)", ""),
+    ("cluster.min_nodes=5", "cluster.min_nodes=5: must be at most cluster.nodes=4", "cluster.min_nodes=3"),
+    ("cluster.min_nodes=3", "do not fit train.batch_size=16 and `parallel`; these do: 2, 1", "cluster.min_nodes=2"),
+    ("cluster.min_nodes=2 parallel.tp=8", "no number of nodes does", "~cluster.min_nodes"),
+    ("cluster.min_nodes=1 command=[python,train.py]", "a `command` of yours has a batch of its own",
+     "~cluster.min_nodes"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("words", "what", "hint"), REFUSED)
+def test_what_cannot_be_is_refused_with_what_can(words: str, what: str, hint: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as refused:
+        composed(tmp_path, *words.split())
+    assert what in refused.value.what
+    assert "min_nodes" in refused.value.where
+    assert hint in refused.value.hint
+
+
+@pytest.mark.parametrize(
+    "words", ["cluster.min_nodes=0", "cluster.min_nodes=2", "cluster.min_nodes=1", "cluster.min_nodes=4"]
+)
+def test_what_can_be_is_taken(words: str, tmp_path: Path) -> None:
+    assert composed(tmp_path, words).config.cluster.min_nodes == int(words[-1])
+
+
+def test_a_layout_that_does_not_fit_is_told_before_smaller_ones(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"parallel\.dp_replicate=3"):
+        composed(tmp_path, "cluster.min_nodes=2", "parallel.dp_replicate=3")
+    with pytest.raises(ConfigError, match=r"train\.batch_size=18"):
+        composed(tmp_path, "cluster.min_nodes=2", "train.batch_size=18")

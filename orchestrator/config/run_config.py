@@ -12,9 +12,6 @@ from trainer.contract.config import ClusterShape, JobConfig
 class ClusterConfig(ClusterShape):
     """What to request from Slurm, or to simulate on this machine."""
 
-    min_nodes: int = 0
-    """Fewest nodes to train on, with the same batch, while nodes are missing for longer than `recovery.patience`; 0:
-    never fewer than `nodes`."""
     shared_root: bool = False
     """Allow a `root` that others can write too; [security.md](security.md) says what protects the runs there."""
     partition: str = ""

@@ -37,6 +37,10 @@ class ClusterShape:
     spare_nodes: int = 0
     """Extra nodes in the job, idle until another node dies; its ranks then continue there, in the same job."""
 
+    min_nodes: int = 0
+    """Fewest nodes to train on, with the same batch, while nodes are missing for longer than `recovery.patience`; 0:
+    never fewer than `nodes`."""
+
     ranks_per_node: int = 1
     """Ranks per node; on GPU nodes one per GPU."""
 

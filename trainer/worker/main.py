@@ -30,6 +30,7 @@ from trainer.worker.reporting import flight_recorder
 from trainer.worker.reporting.metrics import Journal
 from trainer.worker.reporting.stderr_best_effort import write_stderr
 from trainer.worker.reporting.ticker import Ticker
+from trainer.worker.saved_state.data_state import require_resharding
 from trainer.worker.saved_state.rng_state import seed_generators
 from trainer.worker.saved_state.train_state import Saver
 from trainer.worker.session import Session, new_train_state, skipped_positions, train_on
@@ -77,6 +78,7 @@ def _train(spec: RankSpec, cell: ProgressCell, control: socket.socket, started: 
         key = rendezvous.join(spec, control, device)
         node_benchmark.measure(spec, config, control, device)
         objects = _build(made, mesh.build(config.parallel, device, spec.rank, spec.world_size))
+        require_resharding(objects.data, config.cluster)
         flight_recorder.write_groups(spec)
         session = Session(
             spec=spec, config=config, run_dir=run_dir, cell=cell, objects=objects, started=started, key=key,

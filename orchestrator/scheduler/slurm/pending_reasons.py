@@ -40,6 +40,7 @@ _WAITS: tuple[tuple[str, Wait], ...] = (
     ("BadConstraints", Wait(
         lasts=Lasts.STAYS, words="no nodes have all that it asks for",
         change="cluster.nodes=NUMBER cluster.cpus_per_task=NUMBER cluster.mem=SIZE", look="`sinfo -Nel`",
+        for_nodes=True,
     )),
     ("PartitionTimeLimit|(QOS|Assoc)MaxWall.*|QOSTimeLimit|AssociationTimeLimit", Wait(
         lasts=Lasts.STAYS, words="cluster.time is longer than is allowed here", change="cluster.time=MINUTES",

@@ -98,7 +98,7 @@ def test_the_first_run_fits_nodes_of_4_gb_and_two_cores() -> None:
         ("ReqNodeNotAvail,_Reserved_for_maintenance", True), ("PartitionNodeLimit", True),
         ("Nodes required for job are DOWN, DRAINED or reserved for jobs in higher priority partitions", True),
         ("BeginTime", False), ("Licenses", False), ("Reservation", False), ("QOSMaxJobsPerUserLimit", False),
-        ("AssocGrpCPUMinutesLimit", False), ("BadConstraints", False), ("PartitionDown", False),
+        ("AssocGrpCPUMinutesLimit", False), ("BadConstraints", True), ("PartitionDown", False),
         ("something that nobody knows", False), ("None", None), ("", None),
     ],
 )  # fmt: skip

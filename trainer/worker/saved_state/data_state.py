@@ -6,6 +6,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from trainer.contract.config import ClusterShape
 from trainer.worker.data import CountedData, Data, unwrapped
 from trainer.worker.mesh import Layout
 from trainer.worker.saved_state.object_state import ObjectState
@@ -105,6 +106,18 @@ class DataState:
                 "`orch ckpt import DIR CONFIG --weights-only`"
             )
         seek(consumed)
+
+
+def require_resharding(data: Data, cluster: ClusterShape) -> None:
+    """Raises WorkloadError for data with which no smaller world could go on, where `cluster.min_nodes` asks for one."""
+    owner = unwrapped(data)
+    has = [callable(getattr(owner, name, None)) for name in ("state_dict", "load_state_dict", "load_state_dicts")]
+    if 0 < cluster.min_nodes < cluster.nodes and has == [True, True, False]:
+        raise WorkloadError(
+            f"cluster.min_nodes={cluster.min_nodes}: fewer nodes could not go on with the state of "
+            f"{type(owner).__name__}, which build_data() returns: give it a load_state_dicts(states), which gets those "
+            "of all ranks, or type ~cluster.min_nodes"
+        )
 
 
 def _ranks(count: int) -> str:

@@ -9,8 +9,9 @@ from torch import nn
 
 from tests.trainer.worker.hooked_workload import Reshardable, Shuffled
 from tests.trainer.worker.my_workload import Points
+from trainer.contract.config import ClusterShape
 from trainer.worker.data import with_position
-from trainer.worker.saved_state.data_state import FACTS, DataState, NotReshardable
+from trainer.worker.saved_state.data_state import FACTS, DataState, NotReshardable, require_resharding
 from trainer.worker.workload import WorkloadError
 
 
@@ -106,3 +107,17 @@ def test_what_cannot_be_continued_is_refused_at_once() -> None:
     ranks, tensors, _ = saved(Shuffled, 1)
     with pytest.raises(WorkloadError, match="Points has no state_dict"):
         restored(state_of(Points(0, 1)), ranks, tensors, 7)
+
+
+FEWER, NEVER, SPARES_ALONE = (ClusterShape(nodes=4, min_nodes=least) for least in (2, 0, 4))
+
+
+def test_a_run_that_may_have_fewer_nodes_is_refused_data_that_cannot_go_on_there() -> None:
+    """At its start, and not when the first node is missing."""
+    said = r"cluster\.min_nodes=2: fewer nodes could not go on with the state of Shuffled, .* ~cluster\.min_nodes"
+    with pytest.raises(WorkloadError, match=said):
+        require_resharding(with_position(Shuffled(0, 2)), FEWER)
+    for data, cluster in (
+        (Shuffled(0, 2), NEVER), (Shuffled(0, 2), SPARES_ALONE), (Reshardable(0, 2), FEWER), (Points(0, 2), FEWER),
+    ):  # fmt: skip
+        require_resharding(with_position(data), cluster)

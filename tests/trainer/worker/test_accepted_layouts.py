@@ -28,10 +28,12 @@ SMALL: dict[str, tuple[Any, ...]] = {
 
 
 def accepted(count: int) -> list[dict[str, Any]]:
-    """The first of the random layouts that are accepted."""
+    """The first of the random layouts that are accepted; every other one has tensor parallelism."""
     rng, found = Random(19), []
     while len(found) < count:
         values = drawn(rng, most_odd=3) | {key: rng.choice(choices) for key, choices in SMALL.items()}
+        split = (1, 2, 1, 3 + len(found) // 4 % 2)[len(found) % 4]  # one in four: all ranks share each layer
+        values |= {"parallel.tp": split} | ({"cluster.ranks_per_node": split} if split > 2 else {})
         if refusal(job(values)) is None:
             found.append(values)
     return found

@@ -61,4 +61,6 @@ def test_saves_that_fail_end_the_attempt_only_when_too_much_would_be_lost(make_r
     else:
         assert answer["steps"][0] == steps
     kinds = {event.kind for event in run.events()}
-    assert kinds & {EventKind.CHECKPOINT_RETRIED, EventKind.CHECKPOINT_FAILED}
+    # On a busy machine four steps may be over before the first save has failed.
+    begun = "saves have not been committed since" in answer["last"][0]["message"]
+    assert kinds & {EventKind.CHECKPOINT_RETRIED, EventKind.CHECKPOINT_FAILED} or (limit and begun)

@@ -57,6 +57,7 @@ bench: venv  ## times beside their limits; only numbers of a quiet machine count
 	$(BIN)/python -m benchmarks.cli
 	$(BIN)/python -m benchmarks.checkpoint
 	$(BIN)/python -m benchmarks.recovery
+	$(BIN)/python -m benchmarks.training
 
 wheel: venv  ## build dist/*.whl
 	$(BIN)/python -m build --wheel --outdir dist .

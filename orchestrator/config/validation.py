@@ -93,6 +93,7 @@ def _complaints(config: RunConfig, may_change: MayChange) -> Iterator[Complaint]
     yield from _restore_tests(config)
     yield from elastic_checks.complaints(config)
     if config.trains_built_in_workload:
+        yield from _recompute(config)
         yield from _data(config)
 
 
@@ -235,6 +236,16 @@ def _pauses(config: RunConfig) -> Iterator[Complaint]:
                 f"recovery.{name}={seconds:g}: must be at most {LONGEST_PAUSE} seconds, which is a week",
                 f"~recovery.{name} takes its default",
             )
+
+
+def _recompute(config: RunConfig) -> Iterator[Complaint]:
+    """torch 2.13 fails in the first backward pass where FSDP gathers parts of a layer whose products are kept."""
+    train, wrap = config.train, config.parallel.fsdp.wrap
+    if train.activation_checkpointing and train.recompute.keep == "products" and wrap not in ("auto", "Block"):
+        yield (
+            f"train.recompute.keep=products is of whole layers, but parallel.fsdp.wrap={wrap} gathers others",
+            "type parallel.fsdp.wrap=auto, or train.recompute.keep=nothing",
+        )
 
 
 def _data(config: RunConfig) -> Iterator[Complaint]:

@@ -38,7 +38,6 @@ class Reduce(StrEnum):
 
     AUTO = "auto"  # `last` with `ddp` and `zero1`, else `each`
     EACH = "each"  # after each micro-batch: ranks keep shards of them
-    SCATTER = "scatter"  # after each one within a group of shards, between `dp_replicate` groups after the last one
     LAST = "last"  # after the last micro-batch: ranks keep whole ones until then
 
 
@@ -49,7 +48,7 @@ RESHARD = ("auto", "always", "never")
 
 @dataclass(frozen=True, kw_only=True)
 class FsdpConfig:
-    """How FSDP gathers and frees parameters; but for the last bits of `reduce`, none of it changes a number."""
+    """How FSDP gathers and frees parameters; `reduce` and `wrap` change last bits, the others no number."""
 
     reshard_after_forward: str = "auto"
     """`always` frees a layer's gathered parameters after its forward pass, `never` keeps them for the backward pass
@@ -60,8 +59,7 @@ class FsdpConfig:
 
     reduce: str = Reduce.AUTO
     """Gradients are reduced after `each` micro-batch, which keeps only shards of them, or after the `last` one of a
-    step: less traffic, whole gradients in memory. `scatter`: shards after each, averaged over `dp_replicate` groups
-    after the last. `auto`: `last` with `ddp` and `zero1`, else `each`."""
+    step: less traffic, whole gradients in memory. `auto`: `last` with `ddp` and `zero1`, else `each`."""
 
     offload: str = Offload.NONE
     """`optimizer` keeps the optimizer's state in host memory, where it then runs; `all` shards of parameters and
@@ -76,7 +74,9 @@ class FsdpConfig:
             raise ValueError(f"parallel.fsdp.offload={self.offload}: must be {_one_of(tuple(Offload))}")
         if self.reduce not in set(Reduce):
             raise ValueError(f"parallel.fsdp.reduce={self.reduce}: must be {_one_of(tuple(Reduce))}")
-        if not all(word.strip().isidentifier() for word in self.wrap.split(",")) and not self.wrap.isdecimal():
+        words = [word.strip() for word in self.wrap.split(",")]
+        known = all(map(str.isidentifier, words)) and (len(words) == 1 or "auto" not in words)
+        if not known and not self.wrap.isdecimal():
             raise ValueError(
                 f"parallel.fsdp.wrap={self.wrap}: must be auto, a number of parameters, or names of classes "
                 "(Block,FeedForward): type parallel.fsdp.wrap=auto"

@@ -6,8 +6,8 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from trainer.contract.config import JobConfig
-from trainer.contract.parallel_config import Offload, Reduce
-from trainer.worker.fsdp_units import chosen_units
+from trainer.contract.parallel_config import Offload
+from trainer.worker.fsdp_units import chosen_units, refuse_parameters
 from trainer.worker.mesh import Layout
 
 
@@ -16,7 +16,7 @@ def share_out(
 ) -> None:
     """Wrap these parts of `model` one by one, in the order in which they compute, and then the rest of it.
 
-    `parallel.fsdp.wrap` may choose other parts; raises NoSuchModule when it names none.
+    `parallel.fsdp.wrap` may choose other parts; raises CannotShard for what cannot be done with this model.
 
     Replicas without shards (DDP) are a mesh whose inner dimension has one rank: FSDP2 then averages gradients in the
     same buckets in every step, so that a restart is bit-equal. DDP's own buckets are rebuilt after the first step.
@@ -25,6 +25,7 @@ def share_out(
     pins = layout.device.type == "cuda"
     offload = CPUOffloadPolicy(pin_memory=pins) if offloads_all(config) else OffloadPolicy()
     units = chosen_units(model, config.parallel.fsdp.wrap, units)
+    refuse_parameters(units, model)
     for module in (*units, model):
         fully_shard(
             module, mesh=layout.fsdp, mp_policy=policy, offload_policy=offload,
@@ -44,17 +45,30 @@ def offloads_optimizer(config: JobConfig) -> bool:
     return config.parallel.fsdp.offload == Offload.OPTIMIZER
 
 
-def choose_reduction(model: nn.Module, when: Reduce, *, is_last: bool) -> None:
-    """What the next backward pass does with its gradients; `is_last`: it is that of the step's last micro-batch.
+def reduce_gradients_of_next(model: nn.Module, *, now: bool) -> None:
+    """Whether the next backward pass ends with gradients that are reduced, or adds whole ones up on this rank.
 
-    With `each` nothing has to be chosen: that is what FSDP2 does by itself.
+    Call between a forward pass and its backward pass; collective where a unit was never gathered.
     """
     if not isinstance(model, FSDPModule):
         return
-    if when is Reduce.LAST:
-        model.set_requires_gradient_sync(is_last)
-    elif when is Reduce.SCATTER:
-        model.set_requires_all_reduce(is_last)
+    if not now:
+        _gather_the_unused(model)
+    model.set_requires_gradient_sync(now)
+
+
+def _gather_the_unused(model: FSDPModule) -> None:
+    """Gather units once that no forward pass has used yet: torch 2.13 fails where it looks for their gradients."""
+    for unit in _units_of(model):
+        groups = unit._get_fsdp_state()._fsdp_param_groups
+        if any(not hasattr(parameter, "_unsharded_param") for group in groups for parameter in group.fsdp_params):
+            unit.unshard()
+            unit.reshard()
+
+
+def _units_of(model: FSDPModule) -> list[FSDPModule]:
+    assert isinstance(model, nn.Module)
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 def _prefetch(units: Sequence[FSDPModule], depth: int) -> None:

@@ -3,20 +3,21 @@
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
+import torch
 from torch import nn
 
 Places = Mapping[int, list[str]]
 """The names of each parameter, by its id: tied ones have several."""
 
 
-class NoSuchModule(ValueError):
-    """`parallel.fsdp.wrap` names a class of which the model has no module."""
+class CannotShard(ValueError):
+    """FSDP cannot do what is asked with this model; the text says why and what to do."""
 
 
 def chosen_units(model: nn.Module, wrap: str, layers: Sequence[nn.Module]) -> list[nn.Module]:
     """What `parallel.fsdp.wrap` asks for, inner modules before those around them; `auto`: `layers`.
 
-    A module that shares a parameter with what is outside it (tied embeddings) is never one. Raises NoSuchModule.
+    A module that shares a parameter with what is outside it (tied embeddings) is never one. Raises CannotShard.
     """
     if wrap == "auto":
         return list(layers)
@@ -27,12 +28,35 @@ def chosen_units(model: nn.Module, wrap: str, layers: Sequence[nn.Module]) -> li
     return _units_of_classes(model, closed, {name.strip() for name in wrap.split(",")})
 
 
+def refuse_parameters(units: Sequence[nn.Module], model: nn.Module) -> None:
+    """Raise CannotShard, with the names, for parameters that torch would refuse in the midst of the first step."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    taken: set[int] = set()
+    for unit in (*units, model):
+        members = [one for one in unit.parameters() if id(one) not in taken]
+        taken |= {id(one) for one in members}
+        for parameter in members:
+            if not parameter.dim():
+                name = names[id(parameter)]
+                raise CannotShard(f"parameter {name} has no dimension: give it one, as nn.Parameter(value.reshape(1))")
+        own = [one for one in members if one.requires_grad]
+        for parameter in own:
+            if parameter.dtype != own[0].dtype:
+                first, other = (f"{names[id(one)]} ({_dtype(one)})" for one in (own[0], parameter))
+                raise CannotShard(
+                    f"parameters {first} and {other} "
+                    "are sharded together and must have one type: model.float(), or put them into modules of their own"
+                )
+
+
+def _dtype(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
 def _units_of_classes(model: nn.Module, closed: Sequence[nn.Module], wanted: set[str]) -> list[nn.Module]:
-    known = sorted({type(module).__name__ for module in model.modules()})
+    known = sorted({type(module).__name__ for _, module in _inner_first(model)})
     if unknown := sorted(wanted - set(known)):
-        raise NoSuchModule(
-            f"parallel.fsdp.wrap: the model has no module of class {unknown[0]}, only {', '.join(known)}"
-        )
+        raise CannotShard(f"parallel.fsdp.wrap: the model has no module of class {unknown[0]}, only {', '.join(known)}")
     return [module for module in closed if type(module).__name__ in wanted]
 
 

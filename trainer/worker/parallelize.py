@@ -18,7 +18,7 @@ from trainer.contract.config import JobConfig
 from trainer.contract.layout.check import refusal
 from trainer.worker.compilation import compile_forward
 from trainer.worker.data_parallel import share_out
-from trainer.worker.fsdp_units import NoSuchModule
+from trainer.worker.fsdp_units import CannotShard
 from trainer.worker.mesh import Layout
 from trainer.worker.workload import WorkloadError, mixed_precision
 
@@ -41,7 +41,7 @@ def shard(model: Any, layout: Layout, config: JobConfig) -> None:
     policy = replace(mixed_precision(config), cast_forward_inputs=False)
     try:
         share_out(model.layers, model, layout, config, policy)
-    except NoSuchModule as error:
+    except CannotShard as error:
         raise WorkloadError(str(error)) from error
 
 

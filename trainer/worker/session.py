@@ -15,6 +15,7 @@ from trainer.contract.outcome import ExitCode
 from trainer.contract.ranks.progress import Phase, ProgressCell
 from trainer.contract.ranks.rank_messages import RankSpec
 from trainer.contract.run_dir import AttemptDir, RunDir
+from trainer.worker.data import unwrapped
 from trainer.worker.optimizer import set_learning_rate
 from trainer.worker.reporting.metrics import Journal
 from trainer.worker.reporting.phase_tracker import phase_tracker
@@ -113,9 +114,20 @@ def train_on(
 
 def _figures(session: Session) -> StepFigures:
     objects, layout = session.objects, session.objects.layout
-    flops = getattr(objects.workload, "flops_per_step", None)
+    flops = _positive(objects.workload, "flops_per_step")
+    _positive(unwrapped(objects.data), "tokens_per_step")
     meter = TrafficMeter(groups_of(layout.mesh))
     return StepFigures(session.config, layout.device, layout.world_size, flops, meter, RankComparison())
+
+
+def _positive(owner: object, name: str) -> float | None:
+    """A figure that a workload or its data gives, if it does; raises WorkloadError for what is no number of things."""
+    value = getattr(owner, name, None)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
+        raise WorkloadError(f"{type(owner).__name__}.{name} is {value!r}: must be None or a number, 0 or more")
+    return float(value)
 
 
 def _progress_log(session: Session) -> ProgressLog:

@@ -21,7 +21,7 @@ from trainer.contract.ranks.progress import Phase
 from trainer.contract.token_shards import TokensError
 from trainer.worker.data import Data, StatefulData, TokenData
 from trainer.worker.data_parallel import offloads_optimizer, share_out
-from trainer.worker.fsdp_units import NoSuchModule, fsdp_units
+from trainer.worker.fsdp_units import CannotShard, fsdp_units
 from trainer.worker.host_adamw import HostAdamW
 from trainer.worker.mesh import Layout
 from trainer.worker.metric_values import Mean as Mean
@@ -93,12 +93,13 @@ class BaseWorkload:
                 "write one, or set parallel.tp=1"
             )
         model.to(layout.device)
+        _refuse_batch_norm(model, layout, self.config)
         units = fsdp_units(model)
         for unit in (*units, model):
             copy_views(unit)
         try:
             share_out(units, model, layout, self.config, mixed_precision(self.config))
-        except NoSuchModule as error:
+        except CannotShard as error:
             raise WorkloadError(str(error)) from error
         return model
 
@@ -176,6 +177,15 @@ def hook(workload: object, name: str) -> Callable[..., Any] | None:
     found = getattr(workload, name, None)
     inherited = getattr(type(workload), name, None) is getattr(BaseWorkload, name)
     return found if callable(found) and not inherited else None
+
+
+def _refuse_batch_norm(model: nn.Module, layout: Layout, config: JobConfig) -> None:
+    """CPUs have no BatchNorm whose weights are half as wide as its running statistics."""
+    found = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
+    if found and layout.device.type == "cpu" and config.train.dtype != "float32":
+        raise WorkloadError(
+            f"train.dtype={config.train.dtype}: torch has no BatchNorm in it on CPUs: type train.dtype=float32"
+        )
 
 
 def build_optimizer(workload: Workload, model: nn.Module) -> torch.optim.Optimizer:

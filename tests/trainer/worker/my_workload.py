@@ -109,3 +109,73 @@ class WatchedAdam(torch.optim.Adam):
         super().step(closure)
         if not PRIMED:
             PRIMED.extend(weakref.ref(tensor) for held in self.state.values() for tensor in held.values())
+
+
+class Branches(nn.Module):
+    """Layers of one shape, of which a forward pass uses those that it is told."""
+
+    def __init__(self, *names):
+        super().__init__()
+        self.parts = nn.ModuleDict({name: nn.Linear(4, 1) for name in names})
+
+    def forward(self, x, names):
+        return sum(self.parts[name](x) for name in names)
+
+
+class Experts(Plane):
+    """Each rank uses another expert in each step, of the same shape: nothing fails, and nothing is right."""
+
+    def build_model(self):
+        return Branches("0", "1")
+
+    def build_data(self, layout):
+        self.rank, self.step = layout.rank, 0
+        return super().build_data(layout)
+
+    def loss(self, model, batch):
+        (x, y), self.step = batch, self.step + 1
+        expert = (self.rank * self.args.get("apart", 1) + self.step) % 2
+        return nn.functional.mse_loss(model(x, [str(expert)]), y)
+
+
+class Halves(Plane):
+    """Two micro-batches; a layer that nobody uses, and one that only the last micro-batch uses."""
+
+    def build_model(self):
+        return Branches("every", "last", "none")
+
+    def build_data(self, layout):
+        return HalvedPoints(layout.dp_rank, layout.dp_size)
+
+    def build_optimizer(self, model):
+        return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+    def loss(self, model, batch):
+        x, y, is_last = batch
+        return nn.functional.mse_loss(model(x, ["every", "last"] if is_last else ["every"]).float(), y)
+
+
+class HalvedPoints(Points):
+    def take(self):
+        ((x, y),) = super().take()
+        return [(x[:8], y[:8], False), (x[8:], y[8:], True)]
+
+
+class OddFigures(Plane):
+    flops_per_step = "many"
+
+
+class Overflows(Plane):
+    """A batch whose loss, and whose gradients, float16 cannot hold."""
+
+    def build_optimizer(self, model):
+        return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+    def build_data(self, layout):
+        self.step = 0
+        return super().build_data(layout)
+
+    def loss(self, model, batch):
+        (x, y), self.step = batch, self.step + 1
+        loss = nn.functional.mse_loss(model(x), y)
+        return loss * torch.tensor(60000.0 if self.step == 3 else 1.0, dtype=loss.dtype) ** 2

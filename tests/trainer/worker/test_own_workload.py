@@ -21,6 +21,7 @@ pytestmark = pytest.mark.multi
 HERE = Path(__file__).parent
 PLANE = {"target": "my_workload:Plane", "path": [str(HERE)], "args": {"width": 8}}
 TRAIN = {"steps": 40, "dtype": "float32"}
+UNEVEN = {**PLANE, "target": "my_workload:Uneven"}
 
 
 def test_it_learns_and_survives_a_kill_with_the_same_bits(make_run):
@@ -50,15 +51,45 @@ def test_state_that_the_optimizer_drops_before_training_is_held_by_nobody(make_r
     assert run.train()["codes"] == [0], run.log()
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_ranks_that_use_different_parameters_end_the_run_and_those_that_do_not_train(make_run, strategy):
+    over = {"parallel": {"strategy": strategy}, "train": {**TRAIN, "steps": 4}}
+    target = {**PLANE, "target": "my_workload:Experts"}
+    run = make_run(2, workload=target, **over)
+    assert run.train()["codes"] == [ExitCode.NEVER_RETRY] * 2
+    assert "step 1: ranks used different parameters" in (run.outcome(0, 1).message or "")
+    alike = make_run(2, workload={**target, "args": {"width": 8, "apart": 0}}, **over)
+    assert alike.train()["codes"] == [0, 0], alike.log()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", pytest.param("float16", marks=pytest.mark.proof)])
+def test_layers_that_some_micro_batches_do_not_use_are_reduced_once_a_step(make_run, dtype):
+    """torch fails, in half precision, where gradients are added up and a layer was never used."""
+    over = {"workload": {**PLANE, "target": "my_workload:Halves"}, "train": {"steps": 6, "dtype": dtype}}
+    once, each = (make_run(2, parallel={"strategy": strategy}, **over) for strategy in ("zero1", "fsdp"))
+    for run in (once, each):
+        assert run.train()["codes"] == [0, 0], run.log()
+    assert once.losses() == pytest.approx(each.losses(), rel=1e-6 if dtype == "float32" else 2e-2)
+
+
+def test_batch_norm_in_half_precision_is_refused_on_cpus(make_run):
+    run = make_run(1, workload=UNEVEN, train={**TRAIN, "dtype": "bfloat16"})
+    assert run.train()["codes"] == [ExitCode.NEVER_RETRY]
+    assert "type train.dtype=float32" in (run.outcome(0, 1).message or "")
+
+
+def test_figures_that_are_no_numbers_are_named_at_the_start(make_run):
+    run = make_run(1, workload={**PLANE, "target": "my_workload:OddFigures"}, train={**TRAIN, "steps": 2})
+    assert run.train()["codes"] == [ExitCode.NEVER_RETRY]
+    assert "OddFigures.flops_per_step is 'many'" in (run.outcome(0, 1).message or "")
+
+
 def test_data_that_ends_is_named_and_never_tried_again(make_run):
     run = make_run(1, workload={**PLANE, "target": "my_workload:Ending"}, train=TRAIN)
     assert run.train()["codes"] == [ExitCode.NEVER_RETRY]
     outcome = run.outcome(0, 1)
     assert outcome.exception == "WorkloadError"
     assert "Points.take() returned no micro-batch for step 4" in (outcome.message or "")
-
-
-UNEVEN = {**PLANE, "target": "my_workload:Uneven"}
 
 
 def test_unused_parameters_and_each_ranks_own_statistics_come_back(make_run):

@@ -11,10 +11,11 @@ from checkpointing.errors import SaveFailed
 from trainer.contract.config import JobConfig
 from trainer.contract.events import EventKind
 from trainer.contract.outcome import ExitCode
+from trainer.contract.parallel_config import Reduce
 from trainer.contract.ranks.progress import SECTIONS, Phase, ProgressCell, StopReason
 from trainer.contract.save_trouble import short_reason
 from trainer.worker.data import take, unwrapped
-from trainer.worker.data_parallel import choose_reduction
+from trainer.worker.data_parallel import reduce_gradients_of_next
 from trainer.worker.optimizer import set_learning_rate
 from trainer.worker.reporting.held_states import held_states
 from trainer.worker.reporting.metrics import Journal
@@ -154,13 +155,15 @@ class Loop:
 
     def _reduce(self, step: int, loss: torch.Tensor) -> Reduced:
         """Sum over all ranks what they have to know of each other, and clip the gradients by it."""
-        gradients = [p.grad for p in self._objects.model.parameters() if p.grad is not None]
+        parameters = list(self._objects.model.parameters())
+        gradients = [p.grad for p in parameters if p.grad is not None]
         reduction.unscale(gradients, self._train_state.loss_scale.scale)
         self._services.drill.before_reduce(step)
         self._services.phases.pause()
         own = None if self._own_metrics is None else self._reducer.pack(self._own_metrics())
         message = self._rank_zero_message(step)
-        reduced = reduction.reduce(step, gradients, loss, self._stop.asked(), message, own)
+        used = reduction.usage_mark(parameters)
+        reduced = reduction.reduce(step, gradients, loss, self._stop.asked(), message, own, used=used)
         self._services.phases.resume()
         reduction.clip(gradients, reduced.norm, self._config.optimizer.clip_norm)
         return reduced
@@ -183,9 +186,9 @@ class Loop:
             if factor != 1.0:
                 loss = loss * factor
             self._services.phases.enter(Phase.BACKWARD)
-            if len(batches) > 1:
-                choose_reduction(objects.model, self._reduce_when, is_last=number == len(batches) - 1)
-            (loss if scale == 1.0 else loss * scale).backward()
+            if len(batches) > 1 and self._reduce_when is Reduce.LAST:
+                reduce_gradients_of_next(objects.model, now=number == len(batches) - 1)
+            (loss if scale == 1.0 else loss.float() * scale).backward()
             total += loss.detach()
         return total
 
@@ -256,12 +259,18 @@ class Loop:
             return StopReason.NONE
         pending, self._pending = self._pending, None
         result = pending.reduced.result()
+        if not result.used_alike:
+            raise WorkloadError(
+                f"step {result.step}: ranks used different parameters, whose gradients cannot be averaged: every rank "
+                "has to use the same ones in every step (add 0 * parameter.sum() to the loss for one it does not need)"
+            )
         self._train_state.loss = result.loss
         own = self._train_state.metrics = self._reducer.unpack(result.own)
         self._save_vote, self._committed = result.message.save_vote, max(self._committed, result.message.committed)
         self._services.cell.update(loss=result.loss, grad_norm=result.grad_norm)
         self._report(result, pending, own)
-        bad = self._services.spike_detector.check(result.loss, 0.0 if pending.overflowed else result.grad_norm)
+        # What float16 could not hold has changed nothing: the optimizer left the step out.
+        bad = None if pending.overflowed else self._services.spike_detector.check(result.loss, result.grad_norm)
         if bad is not None:
             # Before any save of it: every rank reads the same sums, so all of them end here.
             raise BadStep(result.step, pending.position, bad)

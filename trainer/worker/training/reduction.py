@@ -1,6 +1,7 @@
 """The one all-reduce of a step: gradient norm, loss, stop votes and the message of rank 0 travel together."""
 
-from collections.abc import Sequence
+import zlib
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -28,6 +29,7 @@ class StepResult:
     grad_norm: float
     stop: StopReason
     message: RankZeroMessage
+    used_alike: bool = True  # whether all ranks have gradients of the same parameters
     own: list[float] = field(default_factory=list)  # of the workload's own numbers
 
 
@@ -39,6 +41,7 @@ class Reduced:
         self.norm = sums[0].sqrt()
         # The copy runs behind the step's other work; reading it one step later finds it done.
         self._host = sums.to("cpu", non_blocking=True)
+        self._world = dist.get_world_size()
         self._copied = torch.cuda.Event() if sums.is_cuda else None
         if self._copied is not None:
             self._copied.record()
@@ -46,29 +49,47 @@ class Reduced:
     def result(self) -> StepResult:
         if self._copied is not None:
             self._copied.synchronize()
-        squares, loss, save_vote, committed, *sums = self._host.tolist()
+        squares, loss, save_vote, committed, marks, mark_squares, *sums = self._host.tolist()
         message = RankZeroMessage(save_vote=SaveVote(int(save_vote)), committed=int(committed))
         votes, own = sums[: len(StopReason)], sums[len(StopReason) :]
         stop = agreed_stop(votes)
-        return StepResult(step=self.step, loss=loss, grad_norm=squares**0.5, stop=stop, message=message, own=own)
+        return StepResult(
+            step=self.step, loss=loss, grad_norm=squares**0.5, stop=stop, message=message, own=own,
+            # The numbers of n ranks are equal when n times the sum of their squares is the square of their sum.
+            used_alike=self._world * mark_squares == marks * marks,
+        )  # fmt: skip
 
 
 def reduce(
     step: int, gradients: Sequence[torch.Tensor], loss: torch.Tensor, asked: StopReason, message: RankZeroMessage,
-    own: torch.Tensor | None = None,
+    own: torch.Tensor | None = None, *, used: int = 0,
 ) -> Reduced:  # fmt: skip
     """Sum over all ranks; `loss` is this rank's mean, and the mean over ranks is the step's.
 
-    `own`: a row of numbers of the workload's own.
+    `own`: a row of numbers of the workload's own; `used`: `usage_mark` of this rank.
     """
     world = dist.get_world_size()
     squares = squared_norm(gradients, world).to(loss.device)
-    numbers = [float(message.save_vote), float(message.committed), *stop_votes(asked)]
+    marks = [float(used), float(used) ** 2]  # exact: below 2**53 for 8,000 ranks and more
+    numbers = [float(message.save_vote), float(message.committed), *marks, *stop_votes(asked)]
     rest = torch.tensor(numbers, dtype=torch.float64).to(loss.device, non_blocking=True)
     more = [] if own is None else [own]
     sums = torch.cat([squares.reshape(1), loss.detach().double().reshape(1) / world, rest, *more])
     dist.all_reduce(sums)
     return Reduced(step, sums)
+
+
+def usage_mark(parameters: Iterable[torch.Tensor]) -> int:
+    """Stands for which sharded parameters have no gradient; 0 for none, at most 2**20.
+
+    Ranks that use different ones gather, and average, one for another: nothing else notices where shapes are equal.
+    """
+    missing = [
+        number
+        for number, parameter in enumerate(parameters)
+        if parameter.grad is None and parameter.requires_grad and isinstance(parameter, DTensor)
+    ]
+    return zlib.crc32(repr(missing).encode()) % (1 << 20) + 1 if missing else 0
 
 
 def stop_votes(reason: StopReason) -> list[float]:

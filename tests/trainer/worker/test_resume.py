@@ -14,7 +14,7 @@ pytestmark = pytest.mark.multi
 STEPS = 12
 LAYOUTS = [
     pytest.param(1, {}, id="1", marks=pytest.mark.proof),
-    pytest.param(2, {"dp_shard": 2}, id="dp2"),
+    pytest.param(2, {"dp_shard": 2}, id="dp2", marks=pytest.mark.proof),
     pytest.param(4, {"dp_shard": 2, "tp": 2}, id="dp2xtp2", marks=pytest.mark.proof),
     pytest.param(4, {"strategy": "ddp"}, id="ddp4", marks=pytest.mark.proof),
     pytest.param(4, {"fsdp": {"offload": "all"}}, id="offloaded on 4", marks=pytest.mark.proof),

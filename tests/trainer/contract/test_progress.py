@@ -74,13 +74,13 @@ def test_readings_are_consistent_while_another_process_writes(cell):
             step += 1
             cell.update(step=step, saved_step=step, total_steps=step)
         os._exit(0)
-    seen = set()
+    seen = {}
     while len(seen) <= 1000:
         if (reading := cell.read()) is not None:
-            assert reading.step == reading.saved_step == reading.total_steps
-            seen.add(reading.step)
+            seen[reading.step] = {reading.saved_step, reading.total_steps}
     os.close(stop_writing)
     assert os.waitpid(pid, 0)[1] == 0
+    assert seen == {step: {step} for step in seen}
     os.close(stop_reading)
 
 

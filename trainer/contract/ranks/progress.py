@@ -16,11 +16,8 @@ _TICK_AT = 336
 _DRILL_AT = 352
 _WORK_AT = 384
 _TIMES_AT = 512
-_SEQ = struct.Struct("<Q")
 _BODY = struct.Struct("<qIIqqqqqddqqqdd")
 _STOP = struct.Struct("<IId")
-_DUE = struct.Struct("<d")
-_TICK = struct.Struct("<q")
 _DRILL = struct.Struct("<Id")
 _COUNT = struct.Struct("<I")
 _DRILL_FIELDS = 8  # behind the serial number
@@ -100,6 +97,8 @@ class ProgressCell:
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
         self._map = mmap.mmap(descriptor, SIZE)
+        # `struct` writes zeros, then byte by byte: numbers that are read meanwhile are stored in one piece.
+        self._words, self._floats = memoryview(self._map).cast("Q"), memoryview(self._map).cast("d")
         self._now = Progress()
         self._sequence = 0
         self._warm = False
@@ -151,19 +150,19 @@ class ProgressCell:
 
     def tick(self) -> None:
         """Called now and then by a thread that does nothing else: it can only run while Python's lock is to be had."""
-        _TICK.pack_into(self._map, _TICK_AT, time.monotonic_ns())
+        self._words[_TICK_AT // 8] = time.monotonic_ns()
 
     def _publish(self, at: int) -> None:
         now = self._now
         now.moved_at = at
         sequence = self._sequence
-        _SEQ.pack_into(self._map, 0, sequence + 1)
+        self._words[0] = sequence + 1
         _BODY.pack_into(
             self._map, 8, now.step, now.phase, now.generation, now.collective, now.io_bytes, now.step_at,
             now.phase_at, now.moved_at, now.loss, now.grad_norm, now.saved_step, now.total_steps, now.restored_step,
             now.save_seconds, now.step_seconds,
         )  # fmt: skip
-        _SEQ.pack_into(self._map, 0, sequence + 2)
+        self._words[0] = sequence + 2
         self._sequence = sequence + 2
 
     def read_stop_request(self) -> tuple[StopReason, float]:
@@ -173,8 +172,7 @@ class ProgressCell:
 
     def read_expected_stop(self) -> float:
         """When a stop is expected, in seconds of CLOCK_MONOTONIC; 0 when nothing is known."""
-        due: float = _DUE.unpack_from(self._map, _DUE_AT)[0]
-        return due
+        return self._floats[_DUE_AT // 8]
 
     def read_drill_order(self) -> tuple[int, int, float]:
         """The newest fault to be brought about: serial number (0: none so far), place in `drills.KINDS`, value."""
@@ -187,10 +185,9 @@ class ProgressCell:
     def read(self, tries: int = 1000) -> Progress | None:
         """A consistent reading, or None when the writer died in the middle of an update."""
         for _ in range(tries):
-            (before,) = _SEQ.unpack_from(self._map, 0)
+            before = self._words[0]
             body = _BODY.unpack_from(self._map, 8)
-            (after,) = _SEQ.unpack_from(self._map, 0)
-            if before == after and before % 2 == 0:
+            if before == self._words[0] and before % 2 == 0:
                 reading = Progress(**dict(zip(_NAMES, body, strict=True)))
                 reading.phase = Phase(reading.phase)
                 return reading
@@ -203,8 +200,7 @@ class ProgressCell:
 
     def last_tick_ns(self) -> int:
         """When `tick` was called last, in nanoseconds of CLOCK_MONOTONIC; 0: never."""
-        at: int = _TICK.unpack_from(self._map, _TICK_AT)[0]
-        return at
+        return self._words[_TICK_AT // 8]
 
     def times(self) -> dict[Phase, tuple[int, ...]]:
         """How often each phase took how long: counts in the buckets of `trainer.contract.ranks.duration_histogram`."""
@@ -223,7 +219,7 @@ class ProgressCell:
 
     def expect_stop(self, at: float) -> None:
         """A stop will be asked for at this time, in seconds of CLOCK_MONOTONIC; 0 when none is planned."""
-        _DUE.pack_into(self._map, _DUE_AT, at)
+        self._floats[_DUE_AT // 8] = at
 
     def order_drill(self, kind: int, serial: int, value: float = 0.0) -> None:
         """Have the rank bring a fault upon itself at its next step boundary; `serial` counts up from 1."""
@@ -232,5 +228,7 @@ class ProgressCell:
         _COUNT.pack_into(self._map, _DRILL_AT, serial)
 
     def close(self) -> None:
+        self._words.release()
+        self._floats.release()
         self._map.close()
         os.close(self.descriptor)

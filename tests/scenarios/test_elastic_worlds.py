@@ -1,10 +1,8 @@
 """Stories of runs that train on fewer nodes while some are missing, and on all of them again."""
 
 import json
-import shutil
 from functools import partial
 from pathlib import Path
-from tempfile import mkdtemp
 from typing import Any
 
 import pytest
@@ -14,7 +12,7 @@ from orchestrator.errors import SlurmUnreachable
 from orchestrator.scheduler.interface import JobSpec
 from orchestrator.scheduler.slurm.refusals import submit_error
 from orchestrator.states import RunState
-from tests.scenarios.test_traces import MEMORY
+from tests.scenarios import test_traces
 from tests.scenarios.trace import Trace
 from tests.scenarios.world import World, checked_store, config, training
 from trainer.contract.launch_token import LaunchToken
@@ -273,20 +271,9 @@ class ElasticTrace(Trace):
 
 def live(seed: int, monkeypatch: pytest.MonkeyPatch, store: Any = None) -> int:
     """One seed's life; how many of its attempts were smaller."""
-    root = Path(mkdtemp(prefix="orch-elastic-", dir=MEMORY if MEMORY.is_dir() else None))
-    trace = ElasticTrace(root, seed, monkeypatch, store)
-    try:
-        try:
-            run = trace.run()
-        except BaseException as error:
-            raise AssertionError(f"seed {seed} after {trace.told}: {error}") from error
-        allowed = {RunState.SUCCEEDED} if trace.cancel_at is None else {RunState.SUCCEEDED, RunState.CANCELLED}
-        assert run.state in allowed, f"seed {seed} after {trace.told}: {run.state}, {run.reason}"
-        assert_sizes_are_sound(trace.world, f"seed {seed} after {trace.told}")
-        return sum(attempt.smaller_world is not None for attempt in trace.world.attempts)
-    finally:
-        trace.close()
-        shutil.rmtree(root)
+    trace = test_traces.live(seed, monkeypatch, store, ElasticTrace)
+    assert_sizes_are_sound(trace.world, f"seed {seed} after {trace.told}")
+    return sum(attempt.smaller_world is not None for attempt in trace.world.attempts)
 
 
 def assert_sizes_are_sound(world: World, words: str) -> None:

@@ -15,9 +15,10 @@ MEMORY = Path("/dev/shm")
 """Traces write many small files: in memory where there is such a place."""
 
 
-def live(seed: int, monkeypatch: pytest.MonkeyPatch, store: Any = None) -> None:
+def live(seed: int, monkeypatch: pytest.MonkeyPatch, store: Any = None, kind: type[Trace] = Trace) -> Trace:
+    """One seed's life, from a submission to an end that is allowed; returns what is left of it in memory."""
     root = Path(mkdtemp(prefix="orch-trace-", dir=MEMORY if MEMORY.is_dir() else None))
-    trace = Trace(root, seed, monkeypatch, store)
+    trace = kind(root, seed, monkeypatch, store)
     try:
         try:
             run = trace.run()
@@ -26,6 +27,7 @@ def live(seed: int, monkeypatch: pytest.MonkeyPatch, store: Any = None) -> None:
         allowed = {RunState.SUCCEEDED} if trace.cancel_at is None else {RunState.SUCCEEDED, RunState.CANCELLED}
         assert run.state in allowed, f"seed {seed} after {trace.told}: {run.state}, {run.reason}"
         assert not trace.world.store.user_requests(), f"seed {seed} after {trace.told}: an ask was never answered"
+        return trace
     finally:
         trace.close()
         shutil.rmtree(root)

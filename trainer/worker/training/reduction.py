@@ -70,7 +70,7 @@ def reduce(
     """
     world = dist.get_world_size()
     squares = squared_norm(gradients, world).to(loss.device)
-    marks = [float(used), float(used) ** 2]  # exact: below 2**53 for 8,000 ranks and more
+    marks = [float(used), float(used) ** 2]  # exact: below 2**53 for a million ranks
     numbers = [float(message.save_vote), float(message.committed), *marks, *stop_votes(asked)]
     rest = torch.tensor(numbers, dtype=torch.float64).to(loss.device, non_blocking=True)
     more = [] if own is None else [own]
@@ -80,7 +80,7 @@ def reduce(
 
 
 def usage_mark(parameters: Iterable[torch.Tensor]) -> int:
-    """Stands for which sharded parameters have no gradient; 0 for none, at most 2**20.
+    """Stands for which sharded parameters have no gradient; 0 for none, at most 2**16.
 
     Ranks that use different ones gather, and average, one for another: nothing else notices where shapes are equal.
     """
@@ -89,7 +89,7 @@ def usage_mark(parameters: Iterable[torch.Tensor]) -> int:
         for number, parameter in enumerate(parameters)
         if parameter.grad is None and parameter.requires_grad and isinstance(parameter, DTensor)
     ]
-    return zlib.crc32(repr(missing).encode()) % (1 << 20) + 1 if missing else 0
+    return zlib.crc32(repr(missing).encode()) % (1 << 16) + 1 if missing else 0
 
 
 def stop_votes(reason: StopReason) -> list[float]:

@@ -156,6 +156,10 @@ class ParallelConfig:
             return False if self.strategy in (Strategy.DDP, Strategy.ZERO1, Strategy.ZERO2) else None
         return self.fsdp.reshard_after_forward == "always"
 
+    def has_plain_replicas(self, dtype: str) -> bool:
+        """Whether every rank has the whole model as it is, and no half-precision copy or host memory beside it."""
+        return self.strategy == Strategy.DDP and dtype == "float32" and self.fsdp.offload != Offload.ALL
+
     @property
     def reduce(self) -> Reduce:
         """When gradients are reduced, with `auto` decided."""

@@ -1,14 +1,16 @@
 """PURE: the most bytes that a step of the built-in model needs at once, apart from activations.
 
 Follows FSDP2 (torch 2.13, `torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py`) through one micro-batch: which
-layers are gathered, which buffers of an all-gather or a reduce-scatter still exist, and whose gradients are there. What
-a backend copies for itself is not in it, as gloo does and NCCL does not; nor is the memory of saves.
+layers are gathered, which buffers of an all-gather or a reduce-scatter still exist, and whose gradients are there; with
+plain replicas, which buckets of gradients. What a backend copies for itself is not in it, as gloo does and NCCL does
+not; nor is the memory of saves.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
+from trainer.contract.bucket_packing import packed
 from trainer.contract.model_shapes import Parameter
 from trainer.contract.parallel_config import HOST_COPY_BYTES, ParallelConfig
 from trainer.contract.state_bytes import local_shape, state_bytes
@@ -32,10 +34,23 @@ def peak_bytes(parameters: Iterable[Parameter], parallel: ParallelConfig, world_
     """The peak of a step in float32 on rank 0, from the second step on, when the optimizer's state exists."""
     known = list(parameters)
     held = state_bytes(known, parallel, world_size)
+    stepping = held.gradients + (_host_copies(known, parallel, world_size) if held.on_host == ("optimizer",) else 0)
+    if parallel.has_plain_replicas("float32"):
+        return held.parameters + held.optimizer + max(stepping, *_averaged(known, parallel, world_size))
     units = _units(known, parallel, world_size)
     during = _kept(units) if parallel.reshard_after_forward is False else _freed(units)
-    stepping = held.gradients + (_host_copies(known, parallel, world_size) if held.on_host == ("optimizer",) else 0)
     return held.parameters + held.optimizer + max(*during, _of_root(units), stepping)
+
+
+def _averaged(parameters: Sequence[Parameter], parallel: ParallelConfig, world_size: int) -> Iterator[int]:
+    """Gradients of plain replicas when a bucket is filled: those that have come, and the bucket."""
+    sizes = parallel.mesh_sizes(world_size)
+    gradients = [_FLOAT32 * prod(local_shape(parameter, sizes, 0)) for parameter in reversed(parameters)]
+    done = 0
+    for positions in packed((None, nbytes) for nbytes in gradients):
+        bucket = sum(gradients[position] for position in positions)
+        done += bucket
+        yield done + (bucket if sizes.dp_replicate > 1 else 0)
 
 
 def _units(parameters: Sequence[Parameter], parallel: ParallelConfig, world_size: int) -> _Units:

@@ -1,13 +1,16 @@
-"""Wrapping a model for its data-parallel ranks: all strategies are FSDP2, with another mesh or another resharding."""
+"""Wrapping a model for its data-parallel ranks: FSDP2 with another mesh or another resharding, or plain replicas."""
 
 from collections.abc import Sequence
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from trainer.contract.config import JobConfig
-from trainer.contract.parallel_config import Offload
+from trainer.contract.parallel_config import Offload, Reduce
 from trainer.worker.fsdp_units import chosen_units, refuse_parameters
+from trainer.worker.gradient_buckets import bucket_gradients, buckets_of
 from trainer.worker.mesh import Layout
 
 
@@ -18,9 +21,11 @@ def share_out(
 
     `parallel.fsdp.wrap` may choose other parts; raises CannotShard for what cannot be done with this model.
 
-    Replicas without shards (DDP) are a mesh whose inner dimension has one rank: FSDP2 then averages gradients in the
-    same buckets in every step, so that a restart is bit-equal. DDP's own buckets are rebuilt after the first step.
+    Replicas without shards (DDP) stay as they are in float32: `average_gradients` is all that they need. With half
+    precision, or in host memory, they are FSDP2 on a mesh whose inner dimension has one rank.
     """
+    if config.parallel.has_plain_replicas(config.train.dtype):
+        return
     # Pinned memory is what a GPU copies from while it computes.
     pins = layout.device.type == "cuda"
     offload = CPUOffloadPolicy(pin_memory=pins) if offloads_all(config) else OffloadPolicy()
@@ -45,16 +50,38 @@ def offloads_optimizer(config: JobConfig) -> bool:
     return config.parallel.fsdp.offload == Offload.OPTIMIZER
 
 
-def reduce_gradients_of_next(model: nn.Module, *, now: bool) -> None:
-    """Whether the next backward pass ends with gradients that are reduced, or adds whole ones up on this rank.
+def average_gradients(model: nn.Module, layout: Layout, config: JobConfig) -> None:
+    """For replicas that FSDP does not know of: average gradients; call when the parameters exist."""
+    if config.parallel.has_plain_replicas(config.train.dtype) and layout.dp_size > 1:
+        bucket_gradients(model, layout.mesh["dp_replicate"].get_group())
 
-    Call between a forward pass and its backward pass; collective where a unit was never gathered.
-    """
-    if not isinstance(model, FSDPModule):
-        return
-    if not now:
-        _gather_the_unused(model)
-    model.set_requires_gradient_sync(now)
+
+class GradientSync:
+    """Backward passes of the micro-batches of a step, with gradients that are reduced after each or after the last."""
+
+    def __init__(self, model: nn.Module, reduce: Reduce) -> None:
+        self._each = reduce is Reduce.EACH
+        self._fsdp = model if isinstance(model, FSDPModule) else None
+        self._buckets = buckets_of(model)
+        self._reduces = True
+        averaged = {id(parameter) for parameter in self._buckets.parameters} if self._buckets else set()
+        self.parameters = [one for one in model.parameters() if isinstance(one, DTensor) or id(one) in averaged]
+        """Those whose gradients are reduced: every rank has to use the same ones of them."""
+
+    def backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
+        """Compute gradients of a micro-batch, the last one of its step or another; collective."""
+        reduces = self._each or is_last
+        if self._fsdp is not None and reduces != self._reduces:
+            if not reduces:
+                _gather_the_unused(self._fsdp)
+            self._fsdp.set_requires_gradient_sync(reduces)
+            self._reduces = reduces
+        if self._buckets is None or not reduces:
+            loss.backward()
+            return
+        self._buckets.begin()
+        loss.backward()
+        self._buckets.finish()
 
 
 def _gather_the_unused(model: FSDPModule) -> None:

@@ -70,12 +70,13 @@ def peaks(trace: Path) -> list[int]:
     begins = sorted(event["ts"] for event in events if event.get("name", "").startswith("step ") and "dur" in event)
     found, total, step = [0] * len(begins), 0, -1
     alive: dict[int, int] = {}
+    main = next(event["tid"] for event in events if event.get("name") == "step 1" and "dur" in event)
     collectives = [
         (event["ts"], event["ts"] + event["dur"])
         for event in events
-        if event.get("name", "").startswith(("c10d::", "gloo:")) and "dur" in event
+        # Those of gloo's threads go on while this rank computes.
+        if event.get("name", "").startswith("c10d::") and "dur" in event and event["tid"] == main
     ]
-    main = next(event["tid"] for event in events if event.get("name") == "step 1" and "dur" in event)
     memory = [event for event in events if event["name"] == "[memory]"]
     for event in sorted(memory, key=lambda one: one["ts"]):
         while step + 1 < len(begins) and event["ts"] >= begins[step + 1]:

@@ -11,11 +11,10 @@ from checkpointing.errors import SaveFailed
 from trainer.contract.config import JobConfig
 from trainer.contract.events import EventKind
 from trainer.contract.outcome import ExitCode
-from trainer.contract.parallel_config import Reduce
 from trainer.contract.ranks.progress import SECTIONS, Phase, ProgressCell, StopReason
 from trainer.contract.save_trouble import short_reason
 from trainer.worker.data import take, unwrapped
-from trainer.worker.data_parallel import reduce_gradients_of_next
+from trainer.worker.data_parallel import GradientSync
 from trainer.worker.optimizer import set_learning_rate
 from trainer.worker.reporting.held_states import held_states
 from trainer.worker.reporting.metrics import Journal
@@ -89,7 +88,7 @@ class Loop:
         self._save_vote = SaveVote.NONE
         self._committed = services.saver.committed_step or 0
         self._vote_ahead = SaveVote.NONE
-        self._reduce_when = config.parallel.reduce
+        self._gradients = GradientSync(objects.model, config.parallel.reduce)
         self._last = services.test_until or config.train.steps
         self._validation = Validation(objects, every=config.validation.every, last=config.train.steps)
         self._own_metrics = hook(objects.workload, "metrics")
@@ -162,7 +161,7 @@ class Loop:
         self._services.phases.pause()
         own = None if self._own_metrics is None else self._reducer.pack(self._own_metrics())
         message = self._rank_zero_message(step)
-        used = reduction.usage_mark(parameters)
+        used = reduction.usage_mark(self._gradients.parameters)
         reduced = reduction.reduce(step, gradients, loss, self._stop.asked(), message, own, used=used)
         self._services.phases.resume()
         reduction.clip(gradients, reduced.norm, self._config.optimizer.clip_norm)
@@ -186,9 +185,8 @@ class Loop:
             if factor != 1.0:
                 loss = loss * factor
             self._services.phases.enter(Phase.BACKWARD)
-            if len(batches) > 1 and self._reduce_when is Reduce.LAST:
-                reduce_gradients_of_next(objects.model, now=number == len(batches) - 1)
-            (loss if scale == 1.0 else loss.float() * scale).backward()
+            scaled = loss if scale == 1.0 else loss.float() * scale
+            self._gradients.backward(scaled, is_last=number == len(batches) - 1)
             total += loss.detach()
         return total
 

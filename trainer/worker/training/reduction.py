@@ -80,14 +80,12 @@ def reduce(
 
 
 def usage_mark(parameters: Iterable[torch.Tensor]) -> int:
-    """Stands for which sharded parameters have no gradient; 0 for none, at most 2**16.
+    """Stands for which of these, whose gradients are reduced, have none; 0 for none, at most 2**16.
 
     Ranks that use different ones gather, and average, one for another: nothing else notices where shapes are equal.
     """
     missing = [
-        number
-        for number, parameter in enumerate(parameters)
-        if parameter.grad is None and parameter.requires_grad and isinstance(parameter, DTensor)
+        number for number, parameter in enumerate(parameters) if parameter.grad is None and parameter.requires_grad
     ]
     return zlib.crc32(repr(missing).encode()) % (1 << 16) + 1 if missing else 0
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from trainer.contract.bucket_packing import packed
 
 
-class ReentrantBackward(RuntimeError):
+class SecondGradient(RuntimeError):
     """A parameter got a second gradient in one backward pass, when the first one was on its way."""
 
 
@@ -66,7 +66,7 @@ class GradientBuckets:
         if self._left is None:
             return
         if bucket.has_left:
-            raise ReentrantBackward(
+            raise SecondGradient(
                 f"a parameter {list(parameter.shape)} got two gradients in one backward pass: recompute activations "
                 "with use_reentrant=False, or type parallel.strategy=zero2"
             )

@@ -1,9 +1,11 @@
 """A user's own workload: a model built on the CPU, dropout, its own data, its own optimizer, learned with FSDP."""
 
 import weakref
+from functools import partial
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from trainer.worker.workload import BaseWorkload
 
@@ -159,6 +161,39 @@ class HalvedPoints(Points):
     def take(self):
         ((x, y),) = super().take()
         return [(x[:8], y[:8], False), (x[8:], y[8:], True)]
+
+
+class Thawing(Plane):
+    """A layer that is frozen until the third step; from the fifth on, ranks compare their weights before each step."""
+
+    def build_model(self):
+        model = nn.Sequential(nn.Linear(4, self.args["width"]), nn.Tanh(), nn.Linear(self.args["width"], 1))
+        model[0].requires_grad_(False)
+        self.taken = 0
+        return model
+
+    def build_optimizer(self, model):
+        return torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def loss(self, model, batch):
+        self.taken += 1
+        if self.taken == 3:
+            model[0].requires_grad_(True)
+        if self.taken >= 5:
+            of_ranks = [torch.zeros_like(model[0].weight) for _ in range(2)]
+            torch.distributed.all_gather(of_ranks, model[0].weight.detach())
+            assert torch.equal(*of_ranks)
+        return super().loss(model, batch)
+
+
+class UsedTwice(Plane):
+    """One layer in two segments, whose activations are computed again by a backward pass within the backward pass."""
+
+    def build_model(self):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+        again = partial(checkpoint, model[0], use_reentrant=True)
+        model.forward = lambda x: model[1](again(again(x.requires_grad_())))
+        return model
 
 
 class OddFigures(Plane):

@@ -66,10 +66,26 @@ def test_ranks_that_use_different_parameters_end_the_run_and_those_that_do_not_t
 def test_layers_that_some_micro_batches_do_not_use_are_reduced_once_a_step(make_run, dtype):
     """torch fails, in half precision, where gradients are added up and a layer was never used."""
     over = {"workload": {**PLANE, "target": "my_workload:Halves"}, "train": {"steps": 6, "dtype": dtype}}
-    once, each = (make_run(2, parallel={"strategy": strategy}, **over) for strategy in ("zero1", "fsdp"))
-    for run in (once, each):
+    each, *once = (make_run(2, parallel={"strategy": strategy}, **over) for strategy in ("fsdp", "zero1", "ddp"))
+    for run in (each, *once):
         assert run.train()["codes"] == [0, 0], run.log()
-    assert once.losses() == pytest.approx(each.losses(), rel=1e-6 if dtype == "float32" else 2e-2)
+    for run in once:
+        assert run.losses() == pytest.approx(each.losses(), rel=1e-6 if dtype == "float32" else 2e-2)
+
+
+def test_replicas_average_a_layer_that_is_thawed_later(make_run):
+    target = {**PLANE, "target": "my_workload:Thawing"}
+    run = make_run(2, workload=target, parallel={"strategy": "ddp"}, train={**TRAIN, "steps": 8})
+    assert run.train()["codes"] == [0, 0], run.log()
+
+
+def test_replicas_refuse_two_gradients_of_a_parameter_in_one_backward_pass(make_run):
+    target = {**PLANE, "target": "my_workload:UsedTwice"}
+    run = make_run(2, workload=target, parallel={"strategy": "ddp"}, train={**TRAIN, "steps": 2})
+    assert run.train()["codes"] == [ExitCode.NEVER_RETRY] * 2, run.log()
+    assert "type parallel.strategy=zero2" in (run.outcome(0, 1).message or "")
+    other = make_run(2, workload=target, parallel={"strategy": "zero2"}, train={**TRAIN, "steps": 2})
+    assert other.train()["codes"] == [0, 0], other.log()
 
 
 def test_batch_norm_in_half_precision_is_refused_on_cpus(make_run):

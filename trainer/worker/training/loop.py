@@ -15,6 +15,7 @@ from trainer.contract.ranks.progress import SECTIONS, Phase, ProgressCell, StopR
 from trainer.contract.save_trouble import short_reason
 from trainer.worker.data import take, unwrapped
 from trainer.worker.data_parallel import GradientSync
+from trainer.worker.gradient_buckets import SecondGradient
 from trainer.worker.optimizer import set_learning_rate
 from trainer.worker.reporting.held_states import held_states
 from trainer.worker.reporting.metrics import Journal
@@ -186,7 +187,10 @@ class Loop:
                 loss = loss * factor
             self._services.phases.enter(Phase.BACKWARD)
             scaled = loss if scale == 1.0 else loss.float() * scale
-            self._gradients.backward(scaled, is_last=number == len(batches) - 1)
+            try:
+                self._gradients.backward(scaled, is_last=number == len(batches) - 1)
+            except SecondGradient as error:
+                raise WorkloadError(str(error)) from error
             total += loss.detach()
         return total
 

@@ -52,8 +52,9 @@ def offloads_optimizer(config: JobConfig) -> bool:
 
 def average_gradients(model: nn.Module, layout: Layout, config: JobConfig) -> None:
     """For replicas that FSDP does not know of: average gradients; call when the parameters exist."""
-    if config.parallel.has_plain_replicas(config.train.dtype) and layout.dp_size > 1:
-        bucket_gradients(model, layout.mesh["dp_replicate"].get_group())
+    replicas = layout.mesh["dp_replicate"]
+    if config.parallel.has_plain_replicas(config.train.dtype) and replicas.size() > 1:
+        bucket_gradients(model, replicas.get_group())
 
 
 class GradientSync:

@@ -31,6 +31,9 @@ def test_drills_are_told_as_in_any_other_layout(layout: str, kind: str, make: Ca
     told = play(kind, 1, shared)
     assert told.culprit_right, told
     assert told.kind_right, told
+    if LAYOUTS[layout]["cp"] == 2:
+        rank = int(told.culprit.removeprefix("rank "))
+        assert f"{told.culprit} is dp_replicate {rank // 2}, cp {rank % 2}" in told.reason
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -47,8 +47,8 @@ def world_sizes(config: RunConfig) -> tuple[WorldSize, ...]:
 def smaller_world(config: RunConfig, nodes: int) -> WorldSize | None:
     """The run on so many nodes, fewer than its own, with the same batch; None where that does not divide.
 
-    A rank has no more sequences in a forward pass than in the full world; tensor and context parallelism
-    stay.
+    A rank has no more sequences in a forward pass than in the full world; tensor, context and expert
+    parallelism stay.
     """
     ranks, idle = divmod(nodes * config.cluster.ranks_per_node, config.parallel.ranks_per_share)
     if idle or config.train.batch_size % ranks:
@@ -76,7 +76,7 @@ def _smaller_mesh(config: RunConfig, ranks: int) -> dict[str, Any] | None:
         replicas, rest = divmod(ranks, shards)
         if replicas > full.dp_replicate:
             return None  # and fewer shards would need still more
-        if not rest:
+        if not rest and shards * parallel.cp % parallel.ep == 0:
             return _changed(parallel, replicas, shards)
     return None
 

@@ -11,7 +11,7 @@ from trainer.contract.parallel_config import Strategy
 def with_layout(data: dict[str, Any], layout: str) -> dict[str, Any]:
     """The sections `cluster` and `parallel` of a config on `layout`: `same`, `RANKS` or `NODESxRANKS`.
 
-    Tensor and context parallelism and replicas stay as far as they fit; the rest of the ranks shard.
+    Tensor, context and expert parallelism and replicas stay as far as they fit; the rest of the ranks shard.
     """
     cluster, parallel = dict(data["cluster"]), dict(data["parallel"])
     cluster |= {"spare_nodes": 0, "min_nodes": 0}
@@ -27,7 +27,9 @@ def with_layout(data: dict[str, Any], layout: str) -> dict[str, Any]:
             replicas = 1
         if strategy == Strategy.HSDP and replicas == 1:
             strategy = Strategy.AUTO
-        parallel |= {"strategy": str(strategy), "cp": cp, "tp": tp, "dp_replicate": replicas, "dp_shard": 0}
+        ep = 1 if strategy == Strategy.DDP else math.gcd(parallel.get("ep", 1), left // replicas * cp)
+        sizes = {"cp": cp, "tp": tp, "ep": ep, "dp_replicate": replicas, "dp_shard": 0}
+        parallel |= {"strategy": str(strategy), **sizes}
     return {"cluster": cluster, "parallel": parallel}
 
 

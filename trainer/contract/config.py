@@ -11,6 +11,7 @@ from typing import Any
 from checkpointing.config import CheckpointConfig
 from checkpointing.storage.durable import canonical, read_json
 from trainer.contract.drill_config import DrillConfig
+from trainer.contract.experts_config import ExpertsConfig
 from trainer.contract.fault_detection_config import DetectionConfig
 from trainer.contract.logs.log_rotation import LogsConfig
 from trainer.contract.moved_keys import in_present_keys
@@ -113,6 +114,7 @@ class ModelConfig:
     """Epsilon of RMSNorm."""
     tie_embeddings: bool = False
     """Use the token embedding as the output matrix too."""
+    experts: ExpertsConfig = field(default_factory=ExpertsConfig)
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "dim", "layers", "heads", "kv_heads", "ffn_dim"):

@@ -32,8 +32,16 @@ def flops_per_token(model: ModelConfig, seq_len: int) -> float:
     """
     width = model.dim // model.heads
     attention = 2 * model.dim * model.heads * width + 2 * model.dim * model.kv_heads * width
-    weights = model.layers * (attention + 3 * model.dim * model.ffn_dim) + model.dim * model.vocab_size
+    weights = model.layers * (attention + _feed_forward(model)) + model.dim * model.vocab_size
     return 6.0 * weights + 12.0 * model.layers * model.heads * width * seq_len
+
+
+def _feed_forward(model: ModelConfig) -> int:
+    """Weights that compute each token; of experts, those that it is given to and the router."""
+    experts = model.experts
+    if not experts.count:
+        return 3 * model.dim * model.ffn_dim
+    return model.dim * (experts.count + 3 * experts.per_token * experts.ffn_dim)
 
 
 def peak_flops(device_name: str, dtype: str) -> float | None:

@@ -1,7 +1,7 @@
 """PURE: the parameters of the built-in model, and how tensor parallelism splits them."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from trainer.contract.config import ModelConfig
@@ -14,6 +14,8 @@ class Parameter:
     name: str
     shape: tuple[int, ...]
     tp_dim: int | None = None
+    is_expert: bool = False
+    """Whether it is a stack of experts' matrices, the first dimension of which expert-parallel ranks share."""
 
     @property
     def elements(self) -> int:
@@ -26,7 +28,7 @@ def parameters(config: ModelConfig) -> Iterator[Parameter]:
     yield Parameter(name="embedding.weight", shape=(rows, config.dim), tp_dim=0)
     for layer in range(config.layers):
         for parameter in _of_layer(config):
-            yield Parameter(name=f"layers.{layer}.{parameter.name}", shape=parameter.shape, tp_dim=parameter.tp_dim)
+            yield replace(parameter, name=f"layers.{layer}.{parameter.name}")
     yield Parameter(name="norm.weight", shape=(config.dim,))
     if not config.tie_embeddings:
         yield Parameter(name="output.weight", shape=(rows, config.dim), tp_dim=0)
@@ -41,6 +43,18 @@ def _of_layer(config: ModelConfig) -> Iterator[Parameter]:
     yield Parameter(name="attention.wv.weight", shape=(keys, config.dim), tp_dim=0)
     yield Parameter(name="attention.wo.weight", shape=(config.dim, queries), tp_dim=1)
     yield Parameter(name="ffn_norm.weight", shape=(config.dim,))
+    yield from _experts(config) if config.experts.count else _feed_forward(config)
+
+
+def _feed_forward(config: ModelConfig) -> Iterator[Parameter]:
     yield Parameter(name="feed_forward.w1.weight", shape=(config.ffn_dim, config.dim), tp_dim=0)
     yield Parameter(name="feed_forward.w2.weight", shape=(config.dim, config.ffn_dim), tp_dim=1)
     yield Parameter(name="feed_forward.w3.weight", shape=(config.ffn_dim, config.dim), tp_dim=0)
+
+
+def _experts(config: ModelConfig) -> Iterator[Parameter]:
+    experts = config.experts
+    yield Parameter(name="feed_forward.router.weight", shape=(experts.count, config.dim))
+    for name in ("w1", "w2", "w3"):
+        shape = (experts.count, experts.ffn_dim, config.dim)
+        yield Parameter(name=f"feed_forward.experts.{name}", shape=shape, is_expert=True)

@@ -51,6 +51,14 @@ class ParameterSizes(NamedTuple):
     tp: int
 
 
+class ExpertSizes(NamedTuple):
+    """The mesh over which experts lie, where ranks share them: `dp_shard` ranks have parts of the same ones."""
+
+    dp_replicate: int
+    dp_shard: int
+    ep: int
+
+
 def place_in(sizes: Sequence[int], rank: int) -> tuple[int, ...]:
     """Where `rank` stands in each dimension of a mesh, outermost first; the inner ones of a larger mesh will do."""
     place: list[int] = []
@@ -162,6 +170,10 @@ class ParallelConfig:
     """How `cp` ranks compute attention: `ulysses` exchanges tokens for heads, `ring` sends keys and values from rank to
     rank; `auto`: `ulysses` where `cp` divides the heads of a rank, else `ring`."""
 
+    ep: int = 1
+    """Ranks that share the experts of each layer (expert parallelism, built-in model); they are some of the `dp_shard` x
+    `cp` ranks, and each computes its own experts for the tokens of all of them."""
+
     fsdp: FsdpConfig = field(default_factory=FsdpConfig)
 
     def __post_init__(self) -> None:
@@ -169,7 +181,7 @@ class ParallelConfig:
             raise ValueError(f"parallel.strategy={self.strategy}: must be {_one_of(tuple(Strategy))}")
         if self.cp_method not in set(CpMethod):
             raise ValueError(f"parallel.cp_method={self.cp_method}: must be {_one_of(tuple(CpMethod))}")
-        for name, least in (("dp_replicate", 1), ("dp_shard", 0), ("cp", 1), ("tp", 1)):
+        for name, least in (("dp_replicate", 1), ("dp_shard", 0), ("cp", 1), ("tp", 1), ("ep", 1)):
             if (size := getattr(self, name)) < least:
                 raise ValueError(f"parallel.{name}={size}: must be at least {least}: type parallel.{name}={least}")
 
@@ -191,6 +203,11 @@ class ParallelConfig:
         if self.strategy == Strategy.DDP:
             return ParameterSizes(sizes.dp_replicate * sizes.cp, 1, sizes.tp)
         return ParameterSizes(sizes.dp_replicate, sizes.dp_shard * sizes.cp, sizes.tp)
+
+    def expert_sizes(self, world_size: int) -> ExpertSizes:
+        """The mesh over which stacks of experts lie."""
+        sizes = self.parameter_sizes(world_size)
+        return ExpertSizes(sizes.dp_replicate, sizes.dp_shard // self.ep, self.ep)
 
     @property
     def ranks_per_share(self) -> int:

@@ -36,7 +36,7 @@ def state_bytes(
     """What `rank` holds; with FSDP2 the last shards of a dimension that does not divide are smaller, or empty."""
     sizes = parallel.parameter_sizes(world_size)
     known = list(parameters)
-    elements = sum(prod(local_shape(parameter, sizes, rank)) for parameter in known)
+    elements = sum(prod(local_shape(parameter, sizes, rank, parallel.ep)) for parameter in known)
     return StateBytes(
         parameters=_FLOAT32 * elements,
         gradients=_FLOAT32 * elements,
@@ -45,10 +45,15 @@ def state_bytes(
     )
 
 
-def local_shape(parameter: Parameter, sizes: ParameterSizes, rank: int) -> tuple[int, ...]:
-    """The part of a parameter that `rank` keeps: its share of `tp_dim`, then of the first dimension."""
+def local_shape(parameter: Parameter, sizes: ParameterSizes, rank: int, ep: int = 1) -> tuple[int, ...]:
+    """The part of a parameter that `rank` keeps: its share of `tp_dim`, then of the first dimension.
+
+    Of experts that `ep` ranks share: some experts, and of these its share of the second dimension.
+    """
     shape = list(parameter.shape)
     _, shard, part = place_in(sizes, rank)
+    if parameter.is_expert and ep > 1:
+        return (shape[0] // ep, shape[1] * ep // sizes.dp_shard, *shape[2:])
     if parameter.tp_dim is not None:
         shape[parameter.tp_dim] = _chunk(shape[parameter.tp_dim], sizes.tp, part)
     shape[0] = _chunk(shape[0], sizes.dp_shard, shard)

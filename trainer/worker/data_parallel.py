@@ -1,6 +1,7 @@
 """Wrapping a model for its data-parallel ranks: FSDP2 with another mesh or another resharding, or plain replicas."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,18 +27,24 @@ def share_out(
     """
     if config.parallel.has_plain_replicas(config.train.dtype):
         return
-    # Pinned memory is what a GPU copies from while it computes.
-    pins = layout.device.type == "cuda"
-    offload = CPUOffloadPolicy(pin_memory=pins) if offloads_all(config) else OffloadPolicy()
     units = chosen_units(model, config.parallel.fsdp.wrap, units)
     refuse_parameters(units, model)
     for module in (*units, model):
-        fully_shard(
-            module, mesh=layout.fsdp, mp_policy=policy, offload_policy=offload,
-            reshard_after_forward=config.parallel.reshard_after_forward,
-        )  # fmt: skip
+        if not isinstance(module, FSDPModule):  # experts that ranks share are, on a mesh of their own
+            fully_shard(module, mesh=layout.fsdp, **fsdp_options(layout, config, policy))
     if depth := config.parallel.fsdp.prefetch:
         _prefetch([unit for unit in units if isinstance(unit, FSDPModule)], depth)
+
+
+def fsdp_options(layout: Layout, config: JobConfig, policy: MixedPrecisionPolicy) -> dict[str, Any]:
+    """What `fully_shard` is told of every module, whatever its mesh is."""
+    # Pinned memory is what a GPU copies from while it computes.
+    pins = layout.device.type == "cuda"
+    return {
+        "mp_policy": policy,
+        "offload_policy": CPUOffloadPolicy(pin_memory=pins) if offloads_all(config) else OffloadPolicy(),
+        "reshard_after_forward": config.parallel.reshard_after_forward,
+    }
 
 
 def offloads_all(config: JobConfig) -> bool:

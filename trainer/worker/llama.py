@@ -20,6 +20,8 @@ from trainer.worker.context_parallel.sequence_part import SequencePart
 from trainer.worker.cross_entropy import summed_cross_entropy
 from trainer.worker.data import Data, StatefulData
 from trainer.worker.data_parallel import average_gradients, offloads_all
+from trainer.worker.experts.mixture import MixtureOfExperts
+from trainer.worker.experts.router import Router
 from trainer.worker.initial_weights import fill
 from trainer.worker.mesh import Layout
 from trainer.worker.workload import BaseWorkload, WorkloadError
@@ -89,7 +91,7 @@ class Block(nn.Module):
         self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.attention = Attention(config)
         self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
-        self.feed_forward = FeedForward(config)
+        self.feed_forward = MixtureOfExperts(config) if config.experts.count else FeedForward(config)
 
     def forward(self, x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
         # Inside `forward`, so that FSDP's hooks stay outside and parameters keep their names.
@@ -138,6 +140,9 @@ class Llama(nn.Module):
         width = self.config.dim // self.config.heads
         table = rotary_table(self.seq_len, width, self.config.rope_theta, device)
         self.rotary = table if self.part is None else self.part.rows_of(table)
+        for module in self.modules():
+            if isinstance(module, Router):
+                module.reset(device)
         for name, parameter in self.named_parameters():
             fill(name, parameter, seed, self.deviation(name))
 
@@ -148,7 +153,7 @@ class Llama(nn.Module):
         """
         if "norm" in name:
             return None
-        if name.endswith(("wo.weight", "w2.weight")):
+        if name.endswith(("wo.weight", "w2.weight", "experts.w2")):
             return 0.02 / float((2 * self.config.layers) ** 0.5)
         return 0.02
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from trainer.contract.parallel_config import MeshSizes, ParallelConfig, place_in
+from trainer.contract.parallel_config import ExpertSizes, MeshSizes, ParallelConfig, place_in
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,12 +27,29 @@ class Layout:
     rank: int
     world_size: int
 
+    expert_mesh: DeviceMesh | None = None
+    """Where ranks share experts: dp_replicate, dp_shard, ep; else None."""
+
     @property
     def fsdp(self) -> DeviceMesh:
         """The mesh for `fully_shard`: one dimension, or two (replicate, shard) for HSDP."""
         if self.mesh["dp_replicate"].size() > 1:
             return self.mesh["dp_replicate", "dp_shard"]
         return self.mesh["dp_shard"]
+
+    @property
+    def fsdp_of_experts(self) -> DeviceMesh:
+        """The mesh for `fully_shard` of experts that ranks share."""
+        assert self.expert_mesh is not None
+        if self.expert_mesh["dp_replicate"].size() > 1:
+            return self.expert_mesh["dp_replicate", "dp_shard"]
+        return self.expert_mesh["dp_shard"]
+
+    @property
+    def ep(self) -> DeviceMesh:
+        """The ranks that share this rank's experts; only where there are several."""
+        assert self.expert_mesh is not None
+        return self.expert_mesh["ep"]
 
     @property
     def tp(self) -> DeviceMesh:
@@ -77,6 +94,7 @@ def build(parallel: ParallelConfig, device: torch.device, rank: int, world_size:
         mesh=init_device_mesh(device.type, of_parameters, mesh_dim_names=of_parameters._fields),
         sequence_mesh=_sequence_mesh(sizes, device) if sizes.cp > 1 else None,
         sizes=sizes, device=device, rank=rank, world_size=world_size,
+        expert_mesh=_expert_mesh(parallel.expert_sizes(world_size), device) if parallel.ep > 1 else None,
     )  # fmt: skip
 
 
@@ -86,5 +104,14 @@ def _sequence_mesh(sizes: MeshSizes, device: torch.device) -> DeviceMesh:
         device.type,
         (sizes.dp_replicate * sizes.dp_shard, sizes.cp, sizes.tp),
         mesh_dim_names=("dp", "cp", "tp"),
-        backend_override={"cp": "gloo" if device.type == "cpu" else "nccl"},
+        backend_override={"cp": _backend(device)},
     )
+
+
+def _expert_mesh(sizes: ExpertSizes, device: torch.device) -> DeviceMesh:
+    """With groups of its own for `ep`, for the same reason; its ranks are neighbours."""
+    return init_device_mesh(device.type, sizes, mesh_dim_names=sizes._fields, backend_override={"ep": _backend(device)})
+
+
+def _backend(device: torch.device) -> str:
+    return "gloo" if device.type == "cpu" else "nccl"

@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim import optimizer as of_torch
 
 from trainer.contract.config import OptimizerConfig
+from trainer.worker.experts.expert_weights import Experts
 from trainer.worker.host_adamw import HostAdamW
 
 _TINY = 1e-150
@@ -21,9 +22,15 @@ def adamw(model: nn.Module, optimizer: OptimizerConfig, *, on_host: bool = False
     `on_host`: its state lies in host memory, where it runs.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    stacks = {id(p) for module in model.modules() if isinstance(module, Experts) for p in module.parameters()}
     groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": optimizer.weight_decay},
+        {
+            "params": [p for p in parameters if p.ndim >= 2 and id(p) not in stacks],
+            "weight_decay": optimizer.weight_decay,
+        },
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+        # Experts may lie on a mesh of their own, and a fused step takes one mesh.
+        {"params": [p for p in parameters if id(p) in stacks], "weight_decay": optimizer.weight_decay},
     ]
     kind = HostAdamW if on_host else torch.optim.AdamW
     return kind(

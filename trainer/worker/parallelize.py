@@ -19,6 +19,7 @@ from trainer.contract.layout.check import refusal
 from trainer.worker.compilation import compile_forward
 from trainer.worker.context_parallel.apply import context_parallel
 from trainer.worker.data_parallel import share_out
+from trainer.worker.experts.apply import expert_parallel
 from trainer.worker.fsdp_units import CannotShard
 from trainer.worker.mesh import Layout
 from trainer.worker.workload import WorkloadError, mixed_precision
@@ -42,6 +43,8 @@ def shard(model: Any, layout: Layout, config: JobConfig) -> None:
             compile_forward(layer)
     # Inputs arrive in the right precision; casting them would round the rotary table.
     policy = replace(mixed_precision(config), cast_forward_inputs=False)
+    if layout.expert_mesh is not None:
+        expert_parallel(model, layout, config, policy)
     try:
         share_out(model.layers, model, layout, config, policy)
     except CannotShard as error:

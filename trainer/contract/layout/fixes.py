@@ -8,6 +8,7 @@ from typing import Any
 
 from trainer.contract.config import VOCABULARY_MULTIPLE, JobConfig, ModelConfig, TrainConfig
 from trainer.contract.layout.context_parallel import can_exchange_heads
+from trainer.contract.layout.expert_parallel import has_experts, nearest_ep
 from trainer.contract.parallel_config import ONE_GROUP, CpMethod, ParallelConfig, Strategy
 
 Fix = dict[str, Any]
@@ -40,7 +41,8 @@ def fixes(config: JobConfig, may_change: MayChange, *, second: bool) -> list[Fix
 def workable_tp(config: JobConfig) -> list[int]:
     """Sizes of `parallel.tp` for which neither the model nor the sequence has to change."""
     world, cp = config.cluster.world_size, config.parallel.cp
-    possible = [tp for tp in _divisors(world) if world % (cp * tp) == 0 and _within_node(config, tp)]
+    dividing = [tp for tp in _divisors(world) if world % (cp * tp) == 0]
+    possible = [tp for tp in dividing if _within_node(config, tp) and _can_split(config, tp)]
     return [tp for tp in possible if not any(key.startswith(_SPLIT) for key in _sizes(config, cp, tp))]
 
 
@@ -54,15 +56,23 @@ def _candidates(config: JobConfig) -> Iterator[Fix]:
     layout, world = config.parallel, config.cluster.world_size
     for tp in _divisors(world):
         across = {} if _within_node(config, tp) else {_ACROSS: True}
-        if across and tp != layout.tp:
+        if (across and tp != layout.tp) or not _can_split(config, tp):
             continue
         for cp in _divisors(world // tp) if layout.cp > 1 else (1,):
-            yield {
+            mesh = {
                 **_changed(_PARALLEL, cp=(layout.cp, cp), tp=(layout.tp, tp)),
                 **_replicas_and_shards(layout, world // (cp * tp)),
-                **across,
-                **_sizes(config, cp, tp),
             }
+            yield {**mesh, **_experts(config, mesh), **across, **_sizes(config, cp, tp)}
+
+
+def _experts(config: JobConfig, mesh: Fix) -> Fix:
+    """Another `ep` where the ranks of this mesh cannot share experts as was asked for."""
+    if config.command:
+        return {}
+    sizes = {key.removeprefix(_PARALLEL): value for key, value in mesh.items()}
+    ep = config.parallel.ep
+    return _changed(_PARALLEL, ep=(ep, nearest_ep(config, replace(config.parallel, **sizes))))
 
 
 def _other_nodes(config: JobConfig, may_change: MayChange) -> list[Fix]:
@@ -81,6 +91,10 @@ def _other_nodes(config: JobConfig, may_change: MayChange) -> list[Fix]:
 def _within_node(config: JobConfig, tp: int) -> bool:
     """Whether the ranks of a tensor-parallel group are on one node, or need not be."""
     return bool(config.command) or config.parallel.tp_across_nodes or config.cluster.ranks_per_node % tp == 0
+
+
+def _can_split(config: JobConfig, tp: int) -> bool:
+    return tp == 1 or not has_experts(config)
 
 
 def _replicas_and_shards(layout: ParallelConfig, ranks: int) -> Fix:
@@ -124,7 +138,7 @@ def _sizes(config: JobConfig, cp: int, tp: int) -> Fix:
     return {
         **sizes,
         **_widths(config.model, split),
-        **_changed(_TRAIN, compile=(compiles, compiles and cp * tp == 1)),
+        **_changed(_TRAIN, compile=(compiles, compiles and cp * tp == 1 and not has_experts(config))),
         **_method(config, sizes.get("model.heads", config.model.heads), cp, tp),
     }
 

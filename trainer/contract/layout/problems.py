@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from trainer.contract.config import JobConfig, ModelConfig, TrainConfig
 from trainer.contract.layout.context_parallel import can_exchange_heads
+from trainer.contract.layout.expert_parallel import ep_problems, expert_problems
 from trainer.contract.parallel_config import ONE_GROUP, CpMethod, ParallelConfig, Strategy
 
 
@@ -27,8 +28,11 @@ def problems(config: JobConfig) -> list[Problem]:
         return found
     if not found:
         found += batch_problems(config.train, layout.data_parallel_size(world))
+        found += map(Problem, ep_problems(config, layout.parameter_sizes(world).dp_shard))
     found += [*_nodes(config), *_chunks(config.train), *_heads(config.model)]
-    return [*found, *_split(config), *_shared_sequences(config)] if config.trains_built_in_workload else found
+    if not config.trains_built_in_workload:
+        return found
+    return [*found, *_split(config), *_shared_sequences(config), *map(Problem, expert_problems(config))]
 
 
 def batch_problems(train: TrainConfig, ranks: int) -> list[Problem]:

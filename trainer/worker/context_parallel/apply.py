@@ -18,3 +18,5 @@ def context_parallel(model: Any, layout: Layout, config: JobConfig) -> None:
     attend = RingAttention(group) if method is CpMethod.RING else UlyssesAttention(group)
     for layer in model.layers:
         layer.attention.attend = attend
+        if config.model.experts.count:  # padding must not be counted among the tokens of an expert
+            layer.feed_forward.real = model.part.real

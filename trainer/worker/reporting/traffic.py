@@ -86,7 +86,8 @@ def groups_of(layout: Layout) -> dict[str, str]:
 
     What ranks that share sequences send of parameters and gradients counts as that of shards, or of replicas.
     """
-    found = _named(layout.mesh) if layout.sequence_mesh is None else {**_named(layout.cp), **_named(layout.mesh)}
+    own = [*([layout.cp] if layout.sequence_mesh else []), *([layout.expert_mesh] if layout.expert_mesh else [])]
+    found = {key: name for mesh in (*own, layout.mesh) for key, name in _named(mesh).items()}
     world = dist.group.WORLD
     return found if world is None else {str(world.group_name): "world", **found}
 

@@ -15,6 +15,7 @@ from trainer.contract.ranks.progress import SECTIONS, Phase, ProgressCell, StopR
 from trainer.contract.save_trouble import short_reason
 from trainer.worker.data import take, unwrapped
 from trainer.worker.data_parallel import GradientSync
+from trainer.worker.experts.balance import ExpertBalance
 from trainer.worker.gradient_buckets import SecondGradient
 from trainer.worker.optimizer import set_learning_rate
 from trainer.worker.reporting.held_states import held_states
@@ -31,6 +32,7 @@ from trainer.worker.training.lr_schedule import learning_rate
 from trainer.worker.training.metric_reducer import MetricReducer
 from trainer.worker.training.reduction import RankZeroMessage, Reduced, StepResult
 from trainer.worker.training.save_schedule import SaveSchedule, SaveVote
+from trainer.worker.training.scalar_loss import scalar_loss
 from trainer.worker.training.spikes import BadStep, SpikeDetector
 from trainer.worker.training.stop import StopFlag
 from trainer.worker.training.validation import Validation, steps_on_plateau
@@ -90,6 +92,7 @@ class Loop:
         self._committed = services.saver.committed_step or 0
         self._vote_ahead = SaveVote.NONE
         self._gradients = GradientSync(objects.model, config.parallel.reduce)
+        self._experts = ExpertBalance(objects.model)
         self._last = services.test_until or config.train.steps
         self._validation = Validation(objects, every=config.validation.every, last=config.train.steps)
         self._own_metrics = hook(objects.workload, "metrics")
@@ -132,6 +135,7 @@ class Loop:
         scale, overflowed = self._train_state.loss_scale.scale, self._overflowed(reduced)
         if not overflowed:
             objects.optimizer.step()
+        self._experts.step_ended(reduced.loads, moves=not overflowed)
         objects.optimizer.zero_grad(set_to_none=True)
         if objects.scheduler is not None and not steps_on_plateau(objects.scheduler):
             objects.scheduler.step()
@@ -163,7 +167,8 @@ class Loop:
         own = None if self._own_metrics is None else self._reducer.pack(self._own_metrics())
         message = self._rank_zero_message(step)
         used = reduction.usage_mark(self._gradients.parameters)
-        reduced = reduction.reduce(step, gradients, loss, self._stop.asked(), message, own, used=used)
+        loads = self._experts.loads()
+        reduced = reduction.reduce(step, gradients, loss, self._stop.asked(), message, own, used=used, loads=loads)
         self._services.phases.resume()
         reduction.clip(gradients, reduced.norm, self._config.optimizer.clip_norm)
         return reduced
@@ -182,7 +187,7 @@ class Loop:
             self._services.phases.enter(Phase.FORWARD)
             if not number:
                 drill.in_forward(step)
-            loss = _scalar(objects.workload, objects.workload.loss(objects.model, batch)) / len(batches)
+            loss = scalar_loss(objects.workload, objects.workload.loss(objects.model, batch)) / len(batches)
             if factor != 1.0:
                 loss = loss * factor
             self._services.phases.enter(Phase.BACKWARD)
@@ -383,17 +388,3 @@ class Loop:
             "step": step, "loss": found.loss, "grad_norm": found.grad_norm,
             "lr": self._scheduled(step),
         }  # fmt: skip
-
-
-def _scalar(workload: object, loss: Any) -> torch.Tensor:
-    """What `loss()` of a user has returned; raises WorkloadError for what no backward pass can begin with."""
-    if isinstance(loss, torch.Tensor) and not loss.dim() and loss.requires_grad:
-        return loss
-    if not isinstance(loss, torch.Tensor):
-        found = "None" if loss is None else f"a {type(loss).__name__}"
-    else:
-        found = f"a tensor of shape {list(loss.shape)}" if loss.dim() else "a tensor without a gradient"
-    raise WorkloadError(
-        f"{type(workload).__name__}.loss() returned {found}: it must return the mean loss of the micro-batch, a tensor "
-        "with one number, no dimension, and a gradient"
-    )

@@ -31,14 +31,17 @@ class StepResult:
     message: RankZeroMessage
     used_alike: bool = True  # whether all ranks have gradients of the same parameters
     own: list[float] = field(default_factory=list)  # of the workload's own numbers
+    loads: list[float] = field(default_factory=list)  # tokens of each expert, layer by layer
 
 
 class Reduced:
     """The sums of one step: usable on the device at once, on the host when somebody asks for `result`."""
 
-    def __init__(self, step: int, sums: torch.Tensor) -> None:
-        self.step = step
+    def __init__(self, step: int, sums: torch.Tensor, experts: int = 0) -> None:
+        """`experts`: how many of the last sums are their loads."""
+        self.step, self._experts = step, experts
         self.norm = sums[0].sqrt()
+        self.loads = sums[len(sums) - experts :] if experts else None
         # The copy runs behind the step's other work; reading it one step later finds it done.
         self._host = sums.to("cpu", non_blocking=True)
         self._world = dist.get_world_size()
@@ -51,10 +54,12 @@ class Reduced:
             self._copied.synchronize()
         squares, loss, save_vote, committed, marks, mark_squares, *sums = self._host.tolist()
         message = RankZeroMessage(save_vote=SaveVote(int(save_vote)), committed=int(committed))
-        votes, own = sums[: len(StopReason)], sums[len(StopReason) :]
+        rest = len(sums) - self._experts
+        votes, own, loads = sums[: len(StopReason)], sums[len(StopReason) : rest], sums[rest:]
         stop = agreed_stop(votes)
         return StepResult(
             step=self.step, loss=loss, grad_norm=squares**0.5, stop=stop, message=message, own=own,
+            loads=loads,
             # The numbers of n ranks are equal when n times the sum of their squares is the square of their sum.
             used_alike=self._world * mark_squares == marks * marks,
         )  # fmt: skip
@@ -62,21 +67,22 @@ class Reduced:
 
 def reduce(
     step: int, gradients: Sequence[torch.Tensor], loss: torch.Tensor, asked: StopReason, message: RankZeroMessage,
-    own: torch.Tensor | None = None, *, used: int = 0,
+    own: torch.Tensor | None = None, *, used: int = 0, loads: torch.Tensor | None = None,
 ) -> Reduced:  # fmt: skip
     """Sum over all ranks; `loss` is this rank's mean, and the mean over ranks is the step's.
 
-    `own`: a row of numbers of the workload's own; `used`: `usage_mark` of this rank.
+    `own`: a row of numbers of the workload's own; `used`: `usage_mark` of this rank; `loads`: tokens of
+    each expert.
     """
     world = dist.get_world_size()
     squares = squared_norm(gradients, world).to(loss.device)
     marks = [float(used), float(used) ** 2]  # exact: below 2**53 for a million ranks
-    numbers = [float(message.save_vote), float(message.committed), *marks, *stop_votes(asked)]
-    rest = torch.tensor(numbers, dtype=torch.float64).to(loss.device, non_blocking=True)
-    more = [] if own is None else [own]
+    told = [float(message.save_vote), float(message.committed), *marks, *stop_votes(asked)]
+    rest = torch.tensor(told, dtype=torch.float64).to(loss.device, non_blocking=True)
+    more = [numbers for numbers in (own, loads) if numbers is not None]
     sums = torch.cat([squares.reshape(1), loss.detach().double().reshape(1) / world, rest, *more])
     dist.all_reduce(sums)
-    return Reduced(step, sums)
+    return Reduced(step, sums, 0 if loads is None else len(loads))
 
 
 def usage_mark(parameters: Iterable[torch.Tensor]) -> int:

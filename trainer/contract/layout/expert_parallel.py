@@ -1,0 +1,61 @@
+"""PURE: how ranks that share experts do it: what does not fit, and which sizes of `parallel.ep` would."""
+
+from collections.abc import Iterator
+
+from trainer.contract.config import JobConfig
+from trainer.contract.parallel_config import ParallelConfig, Strategy
+
+
+def has_experts(config: JobConfig) -> bool:
+    """Whether layers of the built-in model have them."""
+    return config.trains_built_in_workload and config.model.experts.count > 0
+
+
+def ep_problems(config: JobConfig, sharding: int) -> Iterator[str]:
+    """What of `parallel.ep` does not fit; `sharding`: ranks that share parameters (`dp_shard` x `cp`)."""
+    parallel, experts = config.parallel, config.model.experts
+    ep = parallel.ep
+    if ep == 1:
+        return
+    if config.trains_built_in_workload and not experts.count:
+        yield f"parallel.ep={ep}, but the model has no experts (model.experts.count=0)"
+        return
+    if parallel.strategy == Strategy.DDP:
+        yield f"parallel.ep={ep} with parallel.strategy=ddp, whose replicas share no parameters"
+        return
+    if sharding % ep:
+        yield f"parallel.ep={ep}: must divide the {sharding} ranks that share parameters (parallel.dp_shard x cp)"
+    if not config.trains_built_in_workload:
+        return
+    if experts.count % ep:
+        yield f"model.experts.count={experts.count}: must be a multiple of parallel.ep={ep}"
+    if sharding % ep == 0 and experts.ffn_dim % (same := sharding // ep):
+        ranks = f"the {same} ranks that have the same experts (parallel.dp_shard x cp / ep)"
+        yield f"model.experts.ffn_dim={experts.ffn_dim}: must be a multiple of {ranks}"
+
+
+def expert_problems(config: JobConfig) -> Iterator[str]:
+    """What cannot be done with a model that has experts, however many ranks share them."""
+    if not has_experts(config):
+        return
+    count = config.model.experts.count
+    if (tp := config.parallel.tp) > 1:
+        yield f"model.experts.count={count} with parallel.tp={tp}: tensor parallelism does not split experts"
+    if config.train.compile:
+        yield f"train.compile=true with model.experts.count={count}: each step gives experts other numbers of tokens"
+
+
+def nearest_ep(config: JobConfig, parallel: ParallelConfig) -> int:
+    """The size of `ep` nearest to `parallel.ep` that fits all its other sizes; the smaller one of two."""
+    sharding = parallel.parameter_sizes(config.cluster.world_size).dp_shard
+    if parallel.strategy == Strategy.DDP or (config.trains_built_in_workload and not config.model.experts.count):
+        return 1
+    fitting = [ep for ep in range(1, sharding + 1) if _fits(config, sharding, ep)]
+    return min(fitting, key=lambda ep: max(ep / parallel.ep, parallel.ep / ep))
+
+
+def _fits(config: JobConfig, sharding: int, ep: int) -> bool:
+    if ep == 1 or sharding % ep:
+        return ep == 1
+    experts = config.model.experts
+    return not config.trains_built_in_workload or (experts.count % ep == 0 and experts.ffn_dim % (sharding // ep) == 0)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from orchestrator.config.run_config import RunConfig
+from trainer.contract.layout.expert_parallel import can_share
 from trainer.contract.parallel_config import ParallelConfig, Strategy
 
 
@@ -76,7 +77,7 @@ def _smaller_mesh(config: RunConfig, ranks: int) -> dict[str, Any] | None:
         replicas, rest = divmod(ranks, shards)
         if replicas > full.dp_replicate:
             return None  # and fewer shards would need still more
-        if not rest and shards * parallel.cp % parallel.ep == 0:
+        if not rest and can_share(config, shards * parallel.cp, parallel.ep):
             return _changed(parallel, replicas, shards)
     return None
 

@@ -27,10 +27,16 @@ def with_layout(data: dict[str, Any], layout: str) -> dict[str, Any]:
             replicas = 1
         if strategy == Strategy.HSDP and replicas == 1:
             strategy = Strategy.AUTO
-        ep = 1 if strategy == Strategy.DDP else math.gcd(parallel.get("ep", 1), left // replicas * cp)
-        sizes = {"cp": cp, "tp": tp, "ep": ep, "dp_replicate": replicas, "dp_shard": 0}
+        sizes = {"cp": cp, "tp": tp, "ep": _ep(data, left // replicas * cp), "dp_replicate": replicas, "dp_shard": 0}
         parallel |= {"strategy": str(strategy), **sizes}
     return {"cluster": cluster, "parallel": parallel}
+
+
+def _ep(data: dict[str, Any], sharding: int) -> int:
+    """The most of the ranks that shared experts which can share them among so many that share parameters."""
+    asked = math.gcd(data["parallel"].get("ep", 1), sharding)
+    width = data.get("model", {}).get("experts", {}).get("ffn_dim", 1)
+    return next(ep for ep in range(asked, 0, -1) if asked % ep == 0 and (ep == 1 or width % (sharding // ep) == 0))
 
 
 def nodes_and_ranks(layout: str) -> tuple[int, int]:

@@ -171,8 +171,8 @@ class ParallelConfig:
     rank; `auto`: `ulysses` where `cp` divides the heads of a rank, else `ring`."""
 
     ep: int = 1
-    """Ranks that share the experts of each layer (expert parallelism, built-in model); they are some of the `dp_shard` x
-    `cp` ranks, and each computes its own experts for the tokens of all of them."""
+    """Ranks that share the experts of each layer (expert parallelism, built-in model), some of the `dp_shard` x `cp`
+    ranks: each computes its own experts for the tokens of all of them."""
 
     fsdp: FsdpConfig = field(default_factory=FsdpConfig)
 

@@ -45,7 +45,7 @@ def peak_bytes(parameters: Iterable[Parameter], parallel: ParallelConfig, world_
 def _averaged(parameters: Sequence[Parameter], parallel: ParallelConfig, world_size: int) -> Iterator[int]:
     """Gradients of plain replicas when a bucket is filled: those that have come, and the bucket."""
     sizes = parallel.parameter_sizes(world_size)
-    gradients = [_FLOAT32 * prod(local_shape(parameter, sizes, 0)) for parameter in reversed(parameters)]
+    gradients = [_FLOAT32 * prod(local_shape(parameter, sizes, 0, parallel.ep)) for parameter in reversed(parameters)]
     done = 0
     for positions in packed((None, nbytes) for nbytes in gradients):
         bucket = sum(gradients[position] for position in positions)
@@ -61,8 +61,9 @@ def _units(parameters: Sequence[Parameter], parallel: ParallelConfig, world_size
     for parameter in parameters:
         parts = parameter.name.split(".")
         unit = ".".join(parts[:2]) if parts[0] == "layers" else ""
-        gathered[unit] = gathered.get(unit, 0) + _FLOAT32 * prod(local_shape(parameter, whole, 0))
-        shards[unit] = shards.get(unit, 0) + _FLOAT32 * prod(local_shape(parameter, sizes, 0))
+        together = whole._replace(dp_shard=parallel.ep) if parameter.is_expert else whole
+        gathered[unit] = gathered.get(unit, 0) + _FLOAT32 * prod(local_shape(parameter, together, 0, parallel.ep))
+        shards[unit] = shards.get(unit, 0) + _FLOAT32 * prod(local_shape(parameter, sizes, 0, parallel.ep))
     layers = [name for name in gathered if name]
     return _Units(
         layers=[gathered[name] for name in layers],
@@ -114,7 +115,7 @@ def _host_copies(parameters: Sequence[Parameter], parallel: ParallelConfig, worl
     together = most = 0
     for parameter in parameters:
         if len(parameter.shape) > 1:  # the others are a group of their own, and small
-            together += _FLOAT32 * prod(local_shape(parameter, sizes, 0))
+            together += _FLOAT32 * prod(local_shape(parameter, sizes, 0, parallel.ep))
             most = max(most, together)
             together = 0 if together >= HOST_COPY_BYTES else together
     return 2 * most

@@ -25,7 +25,7 @@ class TrainingFigures:
 
     `shares` of a step's time and `memory` (peaks in bytes) are those of rank 0, where these lines are written. `ranks`
     compares all ranks, by figure: least, median, most, and whose that is. `traffic` is bytes of a step's collectives by
-    dimension of the mesh.
+    dimension of the mesh. `experts`: tokens of an expert beside the mean of its layer: least, median, most, and whose.
     """
 
     steps: int
@@ -36,6 +36,7 @@ class TrainingFigures:
     memory: Mapping[str, int] = field(default_factory=dict)
     ranks: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     traffic: Mapping[str, int] = field(default_factory=dict)
+    experts: Mapping[str, float] = field(default_factory=dict)
 
 
 def training_figures(lines: Sequence[Mapping[str, Any]], world_size: int) -> TrainingFigures | None:
@@ -55,6 +56,7 @@ def training_figures(lines: Sequence[Mapping[str, Any]], world_size: int) -> Tra
         memory=dict(own[-1].get("memory") or {}),
         ranks=_newest(own, "ranks"),
         traffic=_newest(own, "bytes"),
+        experts=_newest(own, "experts"),
     )
 
 
@@ -91,6 +93,7 @@ def figures_words(figures: TrainingFigures | None) -> dict[str, str]:
         "memory": f"{', '.join(peaks)} at most on rank 0" if peaks else "",
         "ranks": _slowest(figures.ranks),
         "traffic": f"{', '.join(_traffic(figures.traffic))} in each step of rank 0" if figures.traffic else "",
+        "experts": _experts(figures.experts),
     }
 
 
@@ -103,6 +106,14 @@ def _slowest(ranks: Mapping[str, Mapping[str, float]]) -> str:
 
 def _traffic(traffic: Mapping[str, int]) -> list[str]:
     return [f"{name} {size(total)}" for name, total in traffic.items()]
+
+
+def _experts(experts: Mapping[str, float]) -> str:
+    """How unevenly tokens are spread: the most that an expert has, and the least."""
+    if not experts:
+        return ""
+    whose = f"expert {experts['expert']:.0f} of layer {experts['layer']:.0f}"
+    return f"{experts['least']:.2f} to {experts['most']:.2f} x the mean tokens of their layer, most {whose}"
 
 
 def _newest(lines: Sequence[Mapping[str, Any]], key: str) -> dict[str, Any]:

@@ -92,6 +92,20 @@ def test_a_world_whose_groups_would_grow_is_none() -> None:
     assert [nodes for nodes in range(1, 8) if smaller_world(run, nodes) is None] == [5, 7]
 
 
+def test_ranks_that_share_experts_stay_together() -> None:
+    made = build(
+        RunConfig,
+        {
+            "cluster": {"nodes": 6, "ranks_per_node": 2},
+            "parallel": {"ep": 4},
+            "model": {"experts": {"count": 8, "ffn_dim": 96}},
+            "train": {"batch_size": 120},
+        },
+    )
+    assert isinstance(made, RunConfig)
+    assert list(fitting_nodes(made)) == [4, 2]  # of 10, 6 and 2 ranks no four share experts
+
+
 def test_the_config_of_a_smaller_world_differs_in_its_keys_alone() -> None:
     data = {"name": "a", "cluster": {"nodes": 4}, "train": {"steps": 9}}
     size = WorldSize(nodes=2, overrides={"cluster.nodes": 2, "train.micro_batch_size": 4, "parallel.dp_shard": 2})

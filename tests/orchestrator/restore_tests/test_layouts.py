@@ -48,6 +48,15 @@ def test_context_parallelism_stays_as_far_as_it_fits_behind_tensor_parallelism(l
     assert (made["cp"], made["tp"]) == (cp, tp)
 
 
+@pytest.mark.parametrize(
+    ("layout", "width", "ep"), [("same", 96, 4), ("8", 96, 4), ("6", 96, 2), ("1", 96, 1), ("8", 97, 1), ("4", 97, 4)]
+)
+def test_experts_are_shared_by_as_many_ranks_as_can(layout: str, width: int, ep: int) -> None:
+    experts = {"count": 8, "ffn_dim": width}
+    data = {**DATA, "parallel": {"dp_replicate": 1, "dp_shard": 64, "tp": 1, "ep": 4}, "model": {"experts": experts}}
+    assert with_layout(data, layout)["parallel"]["ep"] == ep
+
+
 def test_cpus_stay_cpus() -> None:
     data = {**DATA, "cluster": {**DATA["cluster"], "gpus_per_node": 0}}
     assert with_layout(data, "2")["cluster"]["gpus_per_node"] == 0

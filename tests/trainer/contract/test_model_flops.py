@@ -5,13 +5,18 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from trainer.contract.config import ModelConfig, TrainConfig
+from trainer.contract.experts_config import ExpertsConfig
 from trainer.contract.model_flops import flops_per_token, peak_flops
 from trainer.worker.llama import Llama
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
-def test_the_formula_is_what_torch_counts(kv_heads):
-    config = ModelConfig(vocab_size=320, dim=64, layers=3, heads=4, kv_heads=kv_heads, ffn_dim=160)
+@pytest.mark.parametrize("experts", [0, 8])
+def test_the_formula_is_what_torch_counts(kv_heads, experts):
+    config = ModelConfig(
+        vocab_size=320, dim=64, layers=3, heads=4, kv_heads=kv_heads, ffn_dim=160,
+        experts=ExpertsConfig(count=experts, per_token=3, ffn_dim=48),
+    )  # fmt: skip
     model, length = Llama(config, TrainConfig(seq_len=32)), 32
     model.materialize(torch.device("cpu"), seed=1)
     tokens = torch.zeros(1, length + 1, dtype=torch.int64)

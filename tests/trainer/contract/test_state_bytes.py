@@ -3,6 +3,7 @@
 import pytest
 
 from trainer.contract.config import ModelConfig
+from trainer.contract.experts_config import ExpertsConfig
 from trainer.contract.model_shapes import Parameter, parameters
 from trainer.contract.parallel_config import FsdpConfig, ParallelConfig, ParameterSizes
 from trainer.contract.state_bytes import local_shape, state_bytes
@@ -37,6 +38,22 @@ def test_tensor_parallel_ranks_share_their_dimension_first():
     assert {local_shape(columns, sizes, rank) for rank in range(8)} == {(3, 4)}
     norm = Parameter(name="norm", shape=(6,))
     assert {local_shape(norm, sizes, rank) for rank in range(8)} == {(3,)}
+
+
+def test_ranks_that_share_experts_have_some_and_share_these_along_their_width():
+    sizes = ParameterSizes(dp_replicate=2, dp_shard=4, tp=1)
+    stack = Parameter(name="w1", shape=(8, 6, 3), is_expert=True)
+    assert {local_shape(stack, sizes, rank, 2) for rank in range(8)} == {(4, 3, 3)}
+    assert {local_shape(stack, sizes, rank, 4) for rank in range(8)} == {(2, 6, 3)}
+    assert local_shape(stack, sizes, 0) == (2, 6, 3)  # without expert parallelism as any other parameter
+    router = Parameter(name="router", shape=(8, 3))
+    assert local_shape(router, sizes, 0, 2) == (2, 3)
+
+
+def test_experts_are_counted():
+    experts = ExpertsConfig(count=8, ffn_dim=14336)
+    mixtral = ModelConfig(vocab_size=32000, dim=4096, layers=32, heads=32, kv_heads=8, experts=experts)
+    assert sum(parameter.elements for parameter in parameters(mixtral)) == 46_702_792_704  # as published for 8x7B
 
 
 @pytest.mark.parametrize(("strategy", "share"), [("ddp", 1), ("fsdp", 8)])

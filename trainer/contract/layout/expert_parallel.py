@@ -41,21 +41,32 @@ def expert_problems(config: JobConfig) -> Iterator[str]:
     count = config.model.experts.count
     if (tp := config.parallel.tp) > 1:
         yield f"model.experts.count={count} with parallel.tp={tp}: tensor parallelism does not split experts"
+    if config.parallel.ep > 1 and _keeps_products(config):
+        # Hooks of FSDP around experts run within what is recomputed, and torch 2.13 takes them for operations of it.
+        yield f"parallel.ep={config.parallel.ep} with train.recompute.keep=products: only keep=nothing goes with it"
     if config.train.compile:
         yield f"train.compile=true with model.experts.count={count}: each step gives experts other numbers of tokens"
 
 
 def nearest_ep(config: JobConfig, parallel: ParallelConfig) -> int:
-    """The size of `ep` nearest to `parallel.ep` that fits all its other sizes; the smaller one of two."""
+    """The size of `ep` nearest to `parallel.ep` that fits all its other sizes; the larger one of two."""
     sharding = parallel.parameter_sizes(config.cluster.world_size).dp_shard
-    if parallel.strategy == Strategy.DDP or (config.trains_built_in_workload and not config.model.experts.count):
+    dense = config.trains_built_in_workload and not config.model.experts.count
+    if parallel.ep == 1 or parallel.strategy == Strategy.DDP or dense:
         return 1
-    fitting = [ep for ep in range(1, sharding + 1) if _fits(config, sharding, ep)]
-    return min(fitting, key=lambda ep: max(ep / parallel.ep, parallel.ep / ep))
+    if has_experts(config) and _keeps_products(config):
+        return 1
+    fitting = [ep for ep in range(1, sharding + 1) if can_share(config, sharding, ep)]
+    return min(fitting, key=lambda ep: (max(ep / parallel.ep, parallel.ep / ep), -ep))
 
 
-def _fits(config: JobConfig, sharding: int, ep: int) -> bool:
+def can_share(config: JobConfig, sharding: int, ep: int) -> bool:
+    """Whether `ep` of the `sharding` ranks that share parameters can share experts, and the others parts of these."""
     if ep == 1 or sharding % ep:
         return ep == 1
     experts = config.model.experts
     return not config.trains_built_in_workload or (experts.count % ep == 0 and experts.ffn_dim % (sharding // ep) == 0)
+
+
+def _keeps_products(config: JobConfig) -> bool:
+    return config.train.activation_checkpointing and config.train.recompute.keep == "products"

@@ -12,6 +12,11 @@ class ExpertBalance:
     def __init__(self, model: nn.Module) -> None:
         self._routers = [module for module in model.modules() if isinstance(module, Router)]
 
+    @property
+    def layers(self) -> int:
+        """How many of them have experts."""
+        return len(self._routers)
+
     def loads(self) -> torch.Tensor | None:
         """Tokens of every expert on this rank since the last step, layer by layer, float64; to be summed over ranks."""
         return torch.cat([router.load for router in self._routers]).double() if self._routers else None

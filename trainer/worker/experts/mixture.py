@@ -45,4 +45,5 @@ class MixtureOfExperts(nn.Module):
         order = choice.experts.flatten().argsort(stable=True)
         computed = self.dispatch(permuted(copies, order), choice.load, self.experts)
         parts = permuted(computed, inverse(order)).unflatten(0, (-1, each))
-        return (parts.float() * choice.weights[..., None]).sum(dim=1).to(tokens.dtype)
+        mixed: torch.Tensor = (parts.float() * choice.weights[..., None]).sum(dim=1)
+        return mixed.to(tokens.dtype)

@@ -88,6 +88,8 @@ def _safetensors_names(source: SealedCheckpoint, request: ExportRequest) -> list
     model = model_keys(source)
     if request.built_in:
         assert request.config is not None
+        if request.config.model.experts.count:
+            raise Refused(source.manifest.name, "has experts, for which Llama's files have no names: type --to torch")
         theirs = hugging_face.names(request.config.model)
         if theirs.keys() != model.keys():
             odd = sorted(theirs.keys() ^ model.keys())[0]

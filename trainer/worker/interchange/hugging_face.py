@@ -83,6 +83,8 @@ def mismatches(theirs: Mapping[str, Any], config: ModelConfig) -> Iterator[tuple
 
     The override is empty where the built-in model has no such part at all.
     """
+    if config.experts.count:
+        yield "it has no experts, as every Llama", "model.experts.count=0"
     for key, wanted in _REQUIRED.items():
         found = theirs.get(key, wanted)
         if found != wanted:

@@ -18,6 +18,7 @@ from trainer.worker.data_parallel import GradientSync
 from trainer.worker.experts.balance import ExpertBalance
 from trainer.worker.gradient_buckets import SecondGradient
 from trainer.worker.optimizer import set_learning_rate
+from trainer.worker.reporting.expert_loads import expert_loads
 from trainer.worker.reporting.held_states import held_states
 from trainer.worker.reporting.metrics import Journal
 from trainer.worker.reporting.phase_tracker import PhaseTracker
@@ -296,6 +297,7 @@ class Loop:
         speed = {} if tokens is None else {"tokens_per_s": tokens / seconds}
         more: dict[str, Any] = {"metrics": own} if own else {}
         more |= self._services.figures.of(result.step, seconds, self._stall, section_seconds(pending.work))
+        more |= expert_loads(result.step, result.loads, self._experts.layers)
         if self._train_state.loss_scale.is_dynamic:
             more |= {"loss_scale": pending.loss_scale, "overflowed": pending.overflowed}
         self._services.journal.step(result.step, **values, **speed, stall=self._stall, **more)

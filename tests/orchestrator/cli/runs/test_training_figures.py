@@ -61,6 +61,13 @@ def test_all_ranks_are_compared_and_traffic_is_told_by_dimension() -> None:
     assert words["traffic"] == "tp 1.0 MiB, world 72 B in each step of rank 0"
 
 
+def test_how_even_experts_are() -> None:
+    loads = {"least": 0.5, "median": 1.0, "most": 2.25, "layer": 1, "expert": 6}
+    figures = training_figures([line(50, experts=loads), line(51)], world_size=4)
+    words = figures_words(figures)["experts"]
+    assert words == "0.50 to 2.25 x the mean tokens of their layer, most expert 6 of layer 1"
+
+
 def test_what_nobody_knows_is_left_out() -> None:
     """A workload without `flops_per_step` and `tokens_per_step`, on a device that is in no table."""
     bare = {"attempt": 1, "generation": 1, "step": 3, "loss": 1.0, "time": 1.0, "seconds": 1.0}

@@ -7,6 +7,7 @@ from random import Random
 from typing import Any
 
 from trainer.contract.config import ClusterShape, JobConfig, ModelConfig, TrainConfig
+from trainer.contract.experts_config import ExpertsConfig
 from trainer.contract.parallel_config import CpMethod, FsdpConfig, ParallelConfig, Strategy
 
 MOST_RANKS = 64
@@ -20,6 +21,9 @@ USUAL: dict[str, tuple[Any, ...]] = {
     "parallel.tp_across_nodes": (False, False, True),
     "parallel.cp": (1, 1, 1, 2),
     "parallel.cp_method": tuple(map(str, CpMethod)),
+    "parallel.ep": (1, 1, 1, 1, 1, 2),
+    "model.experts.count": (0, 0, 0, 8),
+    "model.experts.ffn_dim": (96, 128),
     "parallel.fsdp.reshard_after_forward": ("auto", "always", "never"),
     "parallel.fsdp.prefetch": (0, 1, 2, 9),
     "parallel.fsdp.reduce": ("auto", "each", "last"),
@@ -44,6 +48,9 @@ ODD: dict[str, tuple[Any, ...]] = {
     "parallel.dp_shard": (1, 3, 5, 6, 8, 64),
     "parallel.tp": (3, 5, 6, 7, 8),
     "parallel.cp": (3, 4, 6, 8),
+    "parallel.ep": (3, 4, 8),
+    "model.experts.count": (2, 6, 12),
+    "model.experts.ffn_dim": (1, 63, 100),
     "model.heads": (1, 3, 5, 6, 12, 40),
     "model.kv_heads": (1, 3, 5, 6, 16),
     "model.dim": (7, 30, 48, 100, 130, 5120),
@@ -81,7 +88,7 @@ def job(values: dict[str, Any]) -> JobConfig:
     return JobConfig(
         cluster=ClusterShape(**sections["cluster"]),
         parallel=ParallelConfig(fsdp=FsdpConfig(**sections["parallel.fsdp"]), **sections["parallel"]),
-        model=ModelConfig(**sections["model"]),
+        model=ModelConfig(experts=ExpertsConfig(**sections["model.experts"]), **sections["model"]),
         train=TrainConfig(**sections["train"]),
     )
 

@@ -39,6 +39,21 @@ def can_train(config: JobConfig) -> bool:
         and train.seq_len % train.loss_chunks == 0
         and all(size % tp == 0 for size in (model.kv_heads, model.ffn_dim, train.seq_len, rows))
         and (layout.cp_method != "ulysses" or model.heads // tp % layout.cp == 0)
+        and can_share_experts(config, 1 if layout.strategy == "ddp" else groups // replicas * layout.cp)
+    )
+
+
+def can_share_experts(config: JobConfig, sharding: int) -> bool:
+    """`sharding`: ranks that share parameters."""
+    ep, experts = config.parallel.ep, config.model.experts
+    if ep == 1:
+        return not experts.count or config.parallel.tp == 1
+    return (
+        experts.count > 0
+        and config.parallel.tp == 1
+        and experts.count % ep == 0
+        and sharding % ep == 0
+        and experts.ffn_dim % (sharding // ep) == 0
     )
 
 

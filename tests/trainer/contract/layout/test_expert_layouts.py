@@ -29,7 +29,8 @@ def config(parallel: dict[str, Any], *, ranks: int = 8, experts: dict[str, Any] 
     ("parallel", "ranks"),
     [
         ({}, 8), ({"strategy": "ddp"}, 8), ({"ep": 2}, 8), ({"ep": 8}, 8), ({"ep": 4, "cp": 2}, 8),
-        ({"ep": 2, "cp": 2}, 2), ({"ep": 4, "strategy": "hsdp", "dp_replicate": 2}, 8), ({"ep": 4, "strategy": "zero1"}, 4), ({"ep": 2}, 6),
+        ({"ep": 2, "cp": 2}, 2), ({"ep": 4, "strategy": "hsdp", "dp_replicate": 2}, 8),
+        ({"ep": 4, "strategy": "zero1"}, 4), ({"ep": 2}, 6),
     ],
 )  # fmt: skip
 def test_sizes_that_fit(parallel: dict[str, Any], ranks: int) -> None:

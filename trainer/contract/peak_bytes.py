@@ -3,7 +3,8 @@
 Follows FSDP2 (torch 2.13, `torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py`) through one micro-batch: which
 layers are gathered, which buffers of an all-gather or a reduce-scatter still exist, and whose gradients are there; with
 plain replicas, which buckets of gradients. What a backend copies for itself is not in it, as gloo does and NCCL does
-not; nor is the memory of saves.
+not; nor is the memory of saves. Experts that ranks share (`parallel.ep`) are gathered with their layer here, but one
+after the other in truth: of them it is an upper bound.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

@@ -115,3 +115,11 @@ def test_every_layout(
     largest = compare(tmp_path, make_run, sizes, 60, elastic(tmp_path, 4, 60, parallel))
     record_property("largest difference of a loss, as a share of it", f"{largest:.1e}")
     assert largest <= BOUND, f"a loss differs by {largest:.2e} of its value"
+
+
+@pytest.mark.proof
+def test_ranks_that_share_experts(tmp_path: Path, make_run: Any, record_property: Callable[[str, object], None]) -> None:
+    over = {**elastic(tmp_path, 4, 60, {"ep": 2}), "model": {"experts": {"count": 4, "ffn_dim": 48}}}
+    largest = compare(tmp_path, make_run, (4, 2, 4), 60, over)
+    record_property("largest difference of a loss, as a share of it, experts", f"{largest:.1e}")
+    assert largest <= BOUND, f"a loss differs by {largest:.2e} of its value"

@@ -118,7 +118,9 @@ def test_every_layout(
 
 
 @pytest.mark.proof
-def test_ranks_that_share_experts(tmp_path: Path, make_run: Any, record_property: Callable[[str, object], None]) -> None:
+def test_ranks_that_share_experts(
+    tmp_path: Path, make_run: Any, record_property: Callable[[str, object], None]
+) -> None:
     over = {**elastic(tmp_path, 4, 60, {"ep": 2}), "model": {"experts": {"count": 4, "ffn_dim": 48}}}
     largest = compare(tmp_path, make_run, (4, 2, 4), 60, over)
     record_property("largest difference of a loss, as a share of it, experts", f"{largest:.1e}")

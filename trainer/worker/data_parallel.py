@@ -51,10 +51,12 @@ def offloads_optimizer(config: JobConfig) -> bool:
 
 
 def average_gradients(model: nn.Module, layout: Layout, config: JobConfig) -> None:
-    """For replicas that FSDP does not know of: average gradients; call when the parameters exist."""
-    replicas = layout.mesh["dp_replicate"]
-    if config.parallel.has_plain_replicas(config.train.dtype) and replicas.size() > 1:
-        bucket_gradients(model, replicas.get_group())
+    """For replicas that FSDP does not know of: average gradients; call when the parameters exist.
+
+    Of a single replica whose layers are shared the gradients of norms are still sums over the ranks that share them.
+    """
+    if config.parallel.has_plain_replicas(config.train.dtype) and layout.world_size > 1:
+        bucket_gradients(model, layout.mesh["dp_replicate"].get_group())
 
 
 class GradientSync:
@@ -65,9 +67,14 @@ class GradientSync:
         self._fsdp = model if isinstance(model, FSDPModule) else None
         self._buckets = buckets_of(model)
         self._reduces = True
-        averaged = {id(parameter) for parameter in self._buckets.parameters} if self._buckets else set()
-        self.parameters = [one for one in model.parameters() if isinstance(one, DTensor) or id(one) in averaged]
-        """Those whose gradients are reduced: every rank has to use the same ones of them."""
+        self._parameters = list(model.parameters())
+        bucketed = {id(parameter) for parameter in self._buckets.parameters} if self._buckets else set()
+        self.averaged = [one for one in self._parameters if isinstance(one, DTensor) or id(one) in bucketed]
+        """Parameters whose gradients are: every rank has to use the same ones of them."""
+
+    def found(self) -> list[torch.Tensor]:
+        """All gradients that there are."""
+        return [parameter.grad for parameter in self._parameters if parameter.grad is not None]
 
     def backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
         """Compute gradients of a micro-batch, the last one of its step or another; collective."""

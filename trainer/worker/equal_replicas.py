@@ -25,8 +25,8 @@ def are_equal(count: int, total: float, squares: float) -> bool:
 
 def require_equal(parameters: Mapping[str, nn.Parameter], group: dist.ProcessGroup) -> None:
     """Raise CannotAverage unless all ranks of the group have the same weights; collective."""
-    tensors = (one.detach().to_local() if isinstance(one, DTensor) else one.detach() for one in parameters.values())
-    own = [one for one in tensors if one.numel() and (one.is_floating_point() or one.is_complex())]
+    tensors = (one.to_local() if isinstance(one, DTensor) else one for one in parameters.values())
+    own = [one.detach() for one in tensors if one.numel() and (one.is_floating_point() or one.is_complex())]
     norms = torch.stack([norm.double() for norm in torch._foreach_norm(own)])
     mark = residue((norms * torch.arange(1, len(norms) + 1, device=norms.device)).sum())
     sums = torch.stack([mark, mark * mark])

@@ -47,9 +47,10 @@ def world_sizes(config: RunConfig) -> tuple[WorldSize, ...]:
 def smaller_world(config: RunConfig, nodes: int) -> WorldSize | None:
     """The run on so many nodes, fewer than its own, with the same batch; None where that does not divide.
 
-    A rank has no more sequences in a forward pass than in the full world; tensor parallelism stays.
+    A rank has no more sequences in a forward pass than in the full world; tensor and context parallelism
+    stay.
     """
-    ranks, idle = divmod(nodes * config.cluster.ranks_per_node, config.parallel.tp)
+    ranks, idle = divmod(nodes * config.cluster.ranks_per_node, config.parallel.ranks_per_share)
     if idle or config.train.batch_size % ranks:
         return None
     parallel = _smaller_mesh(config, ranks)

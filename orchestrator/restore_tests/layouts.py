@@ -11,7 +11,7 @@ from trainer.contract.parallel_config import Strategy
 def with_layout(data: dict[str, Any], layout: str) -> dict[str, Any]:
     """The sections `cluster` and `parallel` of a config on `layout`: `same`, `RANKS` or `NODESxRANKS`.
 
-    Tensor parallelism and replicas stay as far as they fit; the rest of the ranks shard.
+    Tensor and context parallelism and replicas stay as far as they fit; the rest of the ranks shard.
     """
     cluster, parallel = dict(data["cluster"]), dict(data["parallel"])
     cluster |= {"spare_nodes": 0, "min_nodes": 0}
@@ -19,14 +19,15 @@ def with_layout(data: dict[str, Any], layout: str) -> dict[str, Any]:
         nodes, ranks = nodes_and_ranks(layout)
         cluster |= {"nodes": nodes, "ranks_per_node": ranks, "gpus_per_node": ranks if cluster["gpus_per_node"] else 0}
         tp = math.gcd(parallel["tp"], ranks)
-        left = nodes * ranks // tp
+        cp = math.gcd(parallel.get("cp", 1), nodes * ranks // tp)
+        left = nodes * ranks // (cp * tp)
         replicas = parallel["dp_replicate"] if left % parallel["dp_replicate"] == 0 else 1
         strategy = parallel.get("strategy", Strategy.AUTO)
         if strategy == Strategy.DDP:  # one stands for all ranks
             replicas = 1
         if strategy == Strategy.HSDP and replicas == 1:
             strategy = Strategy.AUTO
-        parallel |= {"strategy": str(strategy), "tp": tp, "dp_replicate": replicas, "dp_shard": 0}
+        parallel |= {"strategy": str(strategy), "cp": cp, "tp": tp, "dp_replicate": replicas, "dp_shard": 0}
     return {"cluster": cluster, "parallel": parallel}
 
 

@@ -82,6 +82,8 @@ CONFIG: Mapping[str, Term] = {
     "parallel.dp_shard": _SUMS,
     "parallel.tp": _SUMS,
     "parallel.tp_across_nodes": HARMLESS,
+    "parallel.cp": _SUMS,
+    "parallel.cp_method": _SUMS,
     "parallel.fsdp.reshard_after_forward": HARMLESS,
     "parallel.fsdp.prefetch": HARMLESS,
     "parallel.fsdp.reduce": _SUMS,

@@ -1,5 +1,7 @@
 """`parallel`: which strategy shares the model among the ranks, and how large each dimension of their mesh is."""
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
@@ -17,12 +19,45 @@ class Strategy(StrEnum):
     HSDP = "hsdp"  # the same within each of `dp_replicate` groups, whose gradients are averaged
 
 
+class CpMethod(StrEnum):
+    """How ranks that share each sequence compute its attention."""
+
+    AUTO = "auto"  # `ulysses` where the heads of a rank can be shared out, else `ring`
+    ULYSSES = "ulysses"  # each rank has all tokens of some heads: exchanged before attention and back after it
+    RING = "ring"  # each rank has some tokens of all heads: keys and values travel from rank to rank
+
+
 class MeshSizes(NamedTuple):
     """The dimensions of the mesh, outermost first."""
 
     dp_replicate: int
     dp_shard: int
+    cp: int
     tp: int
+
+
+def place_words(sizes: MeshSizes, rank: int) -> str:
+    """Where `rank` stands in the dimensions that have several ranks; empty where that is one at most."""
+    places = zip(sizes._fields, sizes, place_in(sizes, rank), strict=True)
+    words = [f"{name} {place}" for name, size, place in places if size > 1]
+    return ", ".join(words) if len(words) > 1 else ""
+
+
+class ParameterSizes(NamedTuple):
+    """The mesh over which parameters lie: ranks of one context-parallel group count among shards, or replicas."""
+
+    dp_replicate: int
+    dp_shard: int
+    tp: int
+
+
+def place_in(sizes: Sequence[int], rank: int) -> tuple[int, ...]:
+    """Where `rank` stands in each dimension of a mesh, outermost first; the inner ones of a larger mesh will do."""
+    place: list[int] = []
+    for size in reversed(sizes):
+        rank, index = divmod(rank, size)
+        place.append(index)
+    return tuple(reversed(place))
 
 
 class Offload(StrEnum):
@@ -120,29 +155,47 @@ class ParallelConfig:
     tp_across_nodes: bool = False
     """Allow a `tp` that reaches over several nodes: every layer then waits for the network between them."""
 
+    cp: int = 1
+    """Ranks that share each sequence (context parallelism, built-in model); they read the same batch."""
+
+    cp_method: str = CpMethod.AUTO
+    """How `cp` ranks compute attention: `ulysses` exchanges tokens for heads, `ring` sends keys and values from rank to
+    rank; `auto`: `ulysses` where `cp` divides the heads of a rank, else `ring`."""
+
     fsdp: FsdpConfig = field(default_factory=FsdpConfig)
 
     def __post_init__(self) -> None:
         if self.strategy not in set(Strategy):
             raise ValueError(f"parallel.strategy={self.strategy}: must be {_one_of(tuple(Strategy))}")
-        for name, least in (("dp_replicate", 1), ("dp_shard", 0), ("tp", 1)):
+        if self.cp_method not in set(CpMethod):
+            raise ValueError(f"parallel.cp_method={self.cp_method}: must be {_one_of(tuple(CpMethod))}")
+        for name, least in (("dp_replicate", 1), ("dp_shard", 0), ("cp", 1), ("tp", 1)):
             if (size := getattr(self, name)) < least:
                 raise ValueError(f"parallel.{name}={size}: must be at least {least}: type parallel.{name}={least}")
 
     def mesh_sizes(self, world_size: int) -> MeshSizes:
         """All sizes, with what is left open filled in; raises ValueError when they do not multiply to `world_size`."""
-        ranks = max(1, world_size // self.tp)
+        ranks = max(1, world_size // self.ranks_per_share)
+        replicas, shards = self.dp_replicate, self.dp_shard or max(1, ranks // self.dp_replicate)
         if self.strategy == Strategy.DDP:
-            sizes = MeshSizes(self.dp_replicate if self.dp_replicate > 1 else ranks, 1, self.tp)
-        else:
-            sizes = MeshSizes(self.dp_replicate, self.dp_shard or max(1, ranks // self.dp_replicate), self.tp)
-        if sizes.dp_replicate * sizes.dp_shard * sizes.tp != world_size:
-            product = sizes.dp_replicate * sizes.dp_shard * sizes.tp
-            raise ValueError(
-                f"parallel.dp_replicate={sizes.dp_replicate} x dp_shard={sizes.dp_shard} x tp={sizes.tp} = {product}, "
-                f"but cluster.nodes x cluster.ranks_per_node = {world_size}"
-            )
+            replicas, shards = replicas if replicas > 1 else ranks, 1
+        sizes = MeshSizes(replicas, shards, self.cp, self.tp)
+        if (product := math.prod(sizes)) != world_size:
+            words = " x ".join(f"{name}={size}" for name, size in sizes._asdict().items() if name != "cp" or size > 1)
+            raise ValueError(f"parallel.{words} = {product}, but cluster.nodes x cluster.ranks_per_node = {world_size}")
         return sizes
+
+    def parameter_sizes(self, world_size: int) -> ParameterSizes:
+        """The mesh over which parameters lie: ranks that share a sequence share parameters, or with `ddp` have all."""
+        sizes = self.mesh_sizes(world_size)
+        if self.strategy == Strategy.DDP:
+            return ParameterSizes(sizes.dp_replicate * sizes.cp, 1, sizes.tp)
+        return ParameterSizes(sizes.dp_replicate, sizes.dp_shard * sizes.cp, sizes.tp)
+
+    @property
+    def ranks_per_share(self) -> int:
+        """Ranks that read the same share of every batch."""
+        return self.cp * self.tp
 
     def data_parallel_size(self, world_size: int) -> int:
         """Ranks that read different data."""

@@ -44,17 +44,17 @@ def peak_bytes(parameters: Iterable[Parameter], parallel: ParallelConfig, world_
 
 def _averaged(parameters: Sequence[Parameter], parallel: ParallelConfig, world_size: int) -> Iterator[int]:
     """Gradients of plain replicas when a bucket is filled: those that have come, and the bucket."""
-    sizes = parallel.mesh_sizes(world_size)
+    sizes = parallel.parameter_sizes(world_size)
     gradients = [_FLOAT32 * prod(local_shape(parameter, sizes, 0)) for parameter in reversed(parameters)]
     done = 0
     for positions in packed((None, nbytes) for nbytes in gradients):
         bucket = sum(gradients[position] for position in positions)
         done += bucket
-        yield done + (bucket if sizes.dp_replicate > 1 else 0)
+        yield done + (bucket if sizes.dp_replicate * sizes.tp > 1 else 0)
 
 
 def _units(parameters: Sequence[Parameter], parallel: ParallelConfig, world_size: int) -> _Units:
-    sizes = parallel.mesh_sizes(world_size)
+    sizes = parallel.parameter_sizes(world_size)
     whole = sizes._replace(dp_shard=1)
     gathered: dict[str, int] = {}
     shards: dict[str, int] = {}
@@ -110,7 +110,7 @@ def _of_root(units: _Units) -> int:
 
 def _host_copies(parameters: Sequence[Parameter], parallel: ParallelConfig, world_size: int) -> int:
     """Weights and gradients that an optimizer in host memory copies together, at most."""
-    sizes = parallel.mesh_sizes(world_size)
+    sizes = parallel.parameter_sizes(world_size)
     together = most = 0
     for parameter in parameters:
         if len(parameter.shape) > 1:  # the others are a group of their own, and small

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import prod
 
 from trainer.contract.model_shapes import Parameter
-from trainer.contract.parallel_config import MeshSizes, ParallelConfig
+from trainer.contract.parallel_config import ParallelConfig, ParameterSizes, place_in
 
 _FLOAT32 = 4
 
@@ -34,7 +34,7 @@ def state_bytes(
     parameters: Iterable[Parameter], parallel: ParallelConfig, world_size: int, rank: int = 0
 ) -> StateBytes:
     """What `rank` holds; with FSDP2 the last shards of a dimension that does not divide are smaller, or empty."""
-    sizes = parallel.mesh_sizes(world_size)
+    sizes = parallel.parameter_sizes(world_size)
     known = list(parameters)
     elements = sum(prod(local_shape(parameter, sizes, rank)) for parameter in known)
     return StateBytes(
@@ -45,12 +45,13 @@ def state_bytes(
     )
 
 
-def local_shape(parameter: Parameter, sizes: MeshSizes, rank: int) -> tuple[int, ...]:
+def local_shape(parameter: Parameter, sizes: ParameterSizes, rank: int) -> tuple[int, ...]:
     """The part of a parameter that `rank` keeps: its share of `tp_dim`, then of the first dimension."""
     shape = list(parameter.shape)
+    _, shard, part = place_in(sizes, rank)
     if parameter.tp_dim is not None:
-        shape[parameter.tp_dim] = _chunk(shape[parameter.tp_dim], sizes.tp, rank % sizes.tp)
-    shape[0] = _chunk(shape[0], sizes.dp_shard, rank // sizes.tp % sizes.dp_shard)
+        shape[parameter.tp_dim] = _chunk(shape[parameter.tp_dim], sizes.tp, part)
+    shape[0] = _chunk(shape[0], sizes.dp_shard, shard)
     return tuple(shape)
 
 

@@ -1,6 +1,7 @@
 """The built-in model: a Llama-style decoder (RMSNorm, rotary embedding, SwiGLU, grouped-query attention)."""
 
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from trainer.contract.model_flops import flops_per_token
 from trainer.contract.token_shards import Index
 from trainer.worker import parallelize
 from trainer.worker.activation_checkpointing import Recompute, for_layer
+from trainer.worker.context_parallel.sequence_part import SequencePart
 from trainer.worker.cross_entropy import summed_cross_entropy
 from trainer.worker.data import Data, StatefulData
 from trainer.worker.data_parallel import offloads_all
@@ -37,6 +39,11 @@ def rotate(heads: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     return torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1).type_as(heads)
 
 
+def causal_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Attention of [batch, heads, length, width] to what comes before; `key` and `value` may have fewer heads."""
+    return functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+
+
 class Attention(nn.Module):
     """Causal grouped-query attention; the number of local heads follows from the local weights."""
 
@@ -47,16 +54,13 @@ class Attention(nn.Module):
         self.wk = nn.Linear(config.dim, config.kv_heads * self.width, bias=False)
         self.wv = nn.Linear(config.dim, config.kv_heads * self.width, bias=False)
         self.wo = nn.Linear(config.heads * self.width, config.dim, bias=False)
+        self.attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] = causal_attention
 
     def forward(self, x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
         batch, length, _ = x.shape
         query, key, value = (project(x).view(batch, length, -1, self.width) for project in (self.wq, self.wk, self.wv))
-        mixed = functional.scaled_dot_product_attention(
-            rotate(query, table).transpose(1, 2),
-            rotate(key, table).transpose(1, 2),
-            value.transpose(1, 2),
-            is_causal=True,
-            enable_gqa=True,
+        mixed = self.attend(
+            rotate(query, table).transpose(1, 2), rotate(key, table).transpose(1, 2), value.transpose(1, 2)
         )
         joined: torch.Tensor = self.wo(mixed.transpose(1, 2).reshape(batch, length, -1))
         return joined
@@ -107,6 +111,8 @@ class Llama(nn.Module):
     def __init__(self, config: ModelConfig, train: TrainConfig) -> None:
         super().__init__()
         self.config, self.seq_len, self.loss_chunks = config, train.seq_len, train.loss_chunks
+        self.part: SequencePart | None = None
+        """What this rank computes of each sequence; None: all of it."""
         rows = config.embedding_rows
         self.embedding = nn.Embedding(rows, config.dim)
         self.layers = nn.ModuleList(
@@ -130,7 +136,8 @@ class Llama(nn.Module):
         self.to_empty(device=torch.device("cpu") if offload else device)
         self.tie()
         width = self.config.dim // self.config.heads
-        self.rotary = rotary_table(self.seq_len, width, self.config.rope_theta, device)
+        table = rotary_table(self.seq_len, width, self.config.rope_theta, device)
+        self.rotary = table if self.part is None else self.part.rows_of(table)
         for name, parameter in self.named_parameters():
             fill(name, parameter, seed, self.deviation(name))
 
@@ -146,22 +153,40 @@ class Llama(nn.Module):
         return 0.02
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
+        if self.part is not None:
+            return self._loss_of_part(self.part, tokens, targets)
+        x = self._hidden(tokens)
+        if targets is not None:
+            return self._summed_loss(x, targets) / targets.numel()
+        logits = self.output(x)
+        whole: torch.Tensor = logits.full_tensor() if isinstance(logits, DTensor) else logits
+        return whole
+
+    def _loss_of_part(self, part: SequencePart, tokens: torch.Tensor, targets: torch.Tensor | None) -> torch.Tensor:
+        """This rank's share of the mean loss of whole sequences, such that the mean over ranks is that mean."""
+        if targets is None:
+            raise WorkloadError(
+                f"parallel.cp={part.ranks}: no rank has all logits of a sequence: call the model with its targets, "
+                "for their mean loss, or type parallel.cp=1"
+            )
+        x, own = self._hidden(part.of(tokens)), part.of(targets)
+        return self._summed_loss(x[:, : part.real], own[:, : part.real]) * (part.ranks / targets.numel())
+
+    def _hidden(self, tokens: torch.Tensor) -> torch.Tensor:
+        """What the output matrix is given, on every tensor-parallel rank for all of `tokens`."""
         x = self.embedding(tokens)
         for layer in self.layers:
             x = layer(x, self.rotary)
         x = self.norm(x)
         if isinstance(x, DTensor):
             x = x.redistribute(placements=[Replicate()])
-        if targets is not None:
-            return self._mean_loss(x, targets)
-        logits = self.output(x)
-        whole: torch.Tensor = logits.full_tensor() if isinstance(logits, DTensor) else logits
-        return whole
+        hidden: torch.Tensor = x
+        return hidden
 
-    def _mean_loss(self, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def _summed_loss(self, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Cross-entropy in float32; of several chunks of the sequence, only the logits of one exist at a time."""
         if self.loss_chunks == 1:
-            return self._chunk_loss(x, targets) / targets.numel()
+            return self._chunk_loss(x, targets)
         parts = zip(x.chunk(self.loss_chunks, dim=1), targets.chunk(self.loss_chunks, dim=1), strict=True)
         total = torch.zeros((), device=targets.device)
         for part, target in parts:
@@ -170,7 +195,7 @@ class Llama(nn.Module):
                 if torch.is_grad_enabled()
                 else self._chunk_loss(part, target)
             )
-        return total / targets.numel()
+        return total
 
     def _chunk_loss(self, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return summed_cross_entropy(self.output(x).flatten(0, 1), targets.flatten())

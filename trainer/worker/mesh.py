@@ -1,11 +1,15 @@
-"""The device mesh: dp_replicate x dp_shard x tp, tensor parallelism innermost so that it stays within a node."""
+"""The device mesh: dp_replicate x dp_shard x cp x tp, tensor parallelism innermost so that it stays within a node.
+
+Parameters lie on a mesh of their own, on which the ranks that share a sequence (cp) count among the shards, or with
+`ddp` among the replicas: they differ in nothing but the tokens that they compute on.
+"""
 
 from dataclasses import dataclass
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from trainer.contract.parallel_config import ParallelConfig
+from trainer.contract.parallel_config import MeshSizes, ParallelConfig, place_in
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,6 +17,12 @@ class Layout:
     """How the ranks of this generation share the model, seen from one of them."""
 
     mesh: DeviceMesh
+    """That of parameters: dp_replicate, dp_shard, tp."""
+
+    sequence_mesh: DeviceMesh | None
+    """Where ranks share sequences: dp, cp, tp; else None."""
+
+    sizes: MeshSizes
     device: torch.device
     rank: int
     world_size: int
@@ -29,18 +39,52 @@ class Layout:
         return self.mesh["tp"]
 
     @property
+    def cp(self) -> DeviceMesh:
+        """The ranks that share this rank's sequences; only where there are several."""
+        assert self.sequence_mesh is not None
+        return self.sequence_mesh["cp"]
+
+    @property
+    def place(self) -> MeshSizes:
+        """Where this rank stands in each dimension."""
+        return MeshSizes(*place_in(self.sizes, self.rank))
+
+    @property
     def dp_size(self) -> int:
         """Ranks that read different data."""
-        return self.world_size // self.tp.size()
+        return self.sizes.dp_replicate * self.sizes.dp_shard
+
+    @property
+    def ranks_per_share(self) -> int:
+        """Ranks that read the same data."""
+        return self.world_size // self.dp_size
 
     @property
     def dp_rank(self) -> int:
-        """Which share of every batch this rank reads; the same for all ranks of one tensor-parallel group."""
-        return self.rank // self.tp.size()
+        """Which share of every batch this rank reads; the same for all ranks that share its layers or its sequences."""
+        return self.place.dp_replicate * self.sizes.dp_shard + self.place.dp_shard
+
+    @property
+    def token_rank(self) -> int:
+        """Which tokens of a batch this rank computes on; the same for all ranks of one tensor-parallel group."""
+        return self.dp_rank * self.sizes.cp + self.place.cp
 
 
 def build(parallel: ParallelConfig, device: torch.device, rank: int, world_size: int) -> Layout:
-    """Build the mesh over the initialized world; raises ValueError when the sizes do not multiply to it."""
-    sizes = parallel.mesh_sizes(world_size)
-    mesh = init_device_mesh(device.type, sizes, mesh_dim_names=sizes._fields)
-    return Layout(mesh=mesh, device=device, rank=rank, world_size=world_size)
+    """Build the meshes over the initialized world; raises ValueError when the sizes do not multiply to it."""
+    sizes, of_parameters = parallel.mesh_sizes(world_size), parallel.parameter_sizes(world_size)
+    return Layout(
+        mesh=init_device_mesh(device.type, of_parameters, mesh_dim_names=of_parameters._fields),
+        sequence_mesh=_sequence_mesh(sizes, device) if sizes.cp > 1 else None,
+        sizes=sizes, device=device, rank=rank, world_size=world_size,
+    )  # fmt: skip
+
+
+def _sequence_mesh(sizes: MeshSizes, device: torch.device) -> DeviceMesh:
+    """With groups of its own for `cp`, also where they have the members of others: so traffic is told apart."""
+    return init_device_mesh(
+        device.type,
+        (sizes.dp_replicate * sizes.dp_shard, sizes.cp, sizes.tp),
+        mesh_dim_names=("dp", "cp", "tp"),
+        backend_override={"cp": "gloo" if device.type == "cpu" else "nccl"},
+    )

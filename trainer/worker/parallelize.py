@@ -1,4 +1,4 @@
-"""Sharding the built-in model: tensor and sequence parallelism inside a layer, then FSDP2 around every layer."""
+"""Sharding the built-in model: sequences among ranks, tensor parallelism inside a layer, FSDP2 around every layer."""
 
 from dataclasses import replace
 from typing import Any
@@ -17,6 +17,7 @@ from torch.distributed.tensor.parallel import (
 from trainer.contract.config import JobConfig
 from trainer.contract.layout.check import refusal
 from trainer.worker.compilation import compile_forward
+from trainer.worker.context_parallel.apply import context_parallel
 from trainer.worker.data_parallel import share_out
 from trainer.worker.fsdp_units import CannotShard
 from trainer.worker.mesh import Layout
@@ -34,6 +35,8 @@ def shard(model: Any, layout: Layout, config: JobConfig) -> None:
     if layout.tp.size() > 1:
         tensor_parallel(model, layout.tp)
         model.tie()
+    if layout.sizes.cp > 1:
+        context_parallel(model, layout, config)
     if config.train.compile:
         for layer in model.layers:
             compile_forward(layer)

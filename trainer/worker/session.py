@@ -23,7 +23,7 @@ from trainer.worker.reporting.phase_tracker import phase_tracker
 from trainer.worker.reporting.progress_log import ProgressLog
 from trainer.worker.reporting.rank_comparison import RankComparison
 from trainer.worker.reporting.step_figures import StepFigures
-from trainer.worker.reporting.traffic import TrafficMeter, groups_of
+from trainer.worker.reporting.traffic import TrafficMeter, groups_of, messages_of
 from trainer.worker.saved_state.loss_scale import LossScale
 from trainer.worker.saved_state.rng_state import seed_by_data
 from trainer.worker.saved_state.train_state import Saver, TrainState
@@ -78,7 +78,7 @@ def new_train_state(
         warn=_warner(journal, rank),
         on_other_software=on_software or _on_other_software(journal, rank),
     )
-    seed_by_data(config.train.seed, session.objects.layout.dp_rank)
+    seed_by_data(config.train.seed, session.objects.layout.token_rank)
     session.cell.update(phase=Phase.RESTORE)
     return state
 
@@ -120,7 +120,7 @@ def _figures(session: Session) -> StepFigures:
     objects, layout = session.objects, session.objects.layout
     flops = _positive(objects.workload, "flops_per_step")
     _positive(unwrapped(objects.data), "tokens_per_step")
-    meter = TrafficMeter(groups_of(layout.mesh))
+    meter = TrafficMeter(groups_of(layout), unrecorded=messages_of(objects.model, layout.device))
     return StepFigures(session.config, layout.device, layout.world_size, flops, meter, RankComparison())
 
 

@@ -50,7 +50,7 @@ class Workload(Protocol):
         """The optimizer; its groups' `lr` follows the schedule, times the group's `lr_scale` if it has one."""
 
     def build_data(self, layout: Layout) -> Data | StatefulData:
-        """This rank's data; ranks of one tensor-parallel group read the same."""
+        """This rank's data; ranks that share layers (tp) or sequences (cp) read the same."""
 
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
         """Mean loss over one micro-batch, a scalar; micro-batches and ranks weigh the same."""
@@ -86,12 +86,13 @@ class BaseWorkload:
         self.config, self.args = config, args
 
     def parallelize(self, model: nn.Module, layout: Layout) -> nn.Module:
-        """FSDP over `fsdp_units` and the rest; has no plan for tensor parallelism."""
-        if layout.tp.size() > 1:
-            raise WorkloadError(
-                f"parallel.tp={layout.tp.size()}, but {type(self).__name__} has no `parallelize` of its own: "
-                "write one, or set parallel.tp=1"
-            )
+        """FSDP over `fsdp_units` and the rest; has no plan for tensor parallelism and for shared sequences."""
+        for name, size in (("tp", layout.sizes.tp), ("cp", layout.sizes.cp)):
+            if size > 1:
+                raise WorkloadError(
+                    f"parallel.{name}={size}, but {type(self).__name__} has no `parallelize` of its own: "
+                    f"write one, or set parallel.{name}=1"
+                )
         model.to(layout.device)
         _refuse_batch_norm(model, layout, self.config)
         units = fsdp_units(model)

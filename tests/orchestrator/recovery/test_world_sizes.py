@@ -65,6 +65,8 @@ def test_no_forward_pass_has_more_sequences_than_before(train: dict[str, int], n
         ({"dp_shard": 8}, 3, {"dp_shard": 6}),
         ({"tp": 2}, 3, {}),
         ({"tp": 2, "dp_shard": 4}, 2, {"dp_shard": 2}),
+        ({"cp": 2}, 3, {}),
+        ({"cp": 2, "tp": 2, "dp_shard": 2}, 2, {"dp_shard": 1}),
         ({"dp_replicate": 4}, 3, {"dp_replicate": 3}),  # groups of two stay groups of two
         ({"dp_replicate": 4, "dp_shard": 2}, 3, {"dp_replicate": 3}),
         ({"dp_replicate": 2, "dp_shard": 4}, 3, {"dp_shard": 3}),  # one group of 4 would leave two ranks idle
@@ -78,6 +80,11 @@ def test_replicas_are_given_up_before_shards(
     run = config(cluster={"nodes": 4, "ranks_per_node": 2}, parallel=parallel, batch_size=48)
     found = {key.removeprefix("parallel."): value for key, value in overrides(run, nodes).items()}
     assert {key: value for key, value in found.items() if key != "train.micro_batch_size"} == changed
+
+
+def test_a_world_that_would_split_a_group_that_shares_sequences_is_none() -> None:
+    run = config(cluster={"nodes": 6}, parallel={"cp": 2}, batch_size=12)
+    assert list(fitting_nodes(run)) == [4, 2]
 
 
 def test_a_world_whose_groups_would_grow_is_none() -> None:
@@ -95,16 +102,17 @@ def test_the_config_of_a_smaller_world_differs_in_its_keys_alone() -> None:
 
 
 @given(
-    nodes=st.integers(1, 8), per_node=st.sampled_from([1, 2, 4, 8]), tp=st.sampled_from([1, 2, 4]),
+    nodes=st.integers(1, 8), per_node=st.sampled_from([1, 2, 4, 8]),
+    cp=st.sampled_from([1, 1, 2]), tp=st.sampled_from([1, 2, 4]),
     strategy=st.sampled_from(["auto", "ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp"]),
     replicas=st.integers(1, 8), fixed=st.booleans(), per_rank=st.integers(1, 12), micro=st.integers(0, 12),
 )  # fmt: skip
 def test_every_smaller_world_fits_and_none_asks_more_of_a_rank(
-    *, nodes: int, per_node: int, tp: int, strategy: str, replicas: int, fixed: bool, per_rank: int, micro: int
+    *, nodes: int, per_node: int, cp: int, tp: int, strategy: str, replicas: int, fixed: bool, per_rank: int, micro: int
 ) -> None:
     world = nodes * per_node
-    assume(world % tp == 0)
-    ranks = world // tp
+    assume(world % (cp * tp) == 0)
+    ranks = world // (cp * tp)
     assume(micro == 0 or per_rank % micro == 0)
     if strategy not in ("auto", "ddp", "hsdp"):
         replicas = 1
@@ -114,7 +122,7 @@ def test_every_smaller_world_fits_and_none_asks_more_of_a_rank(
     shards = ranks // replicas if fixed and strategy != "ddp" else 0
     run = config(
         cluster={"nodes": nodes, "ranks_per_node": per_node, "min_nodes": 1},
-        parallel={"strategy": strategy, "tp": tp, "dp_replicate": replicas, "dp_shard": shards},
+        parallel={"strategy": strategy, "cp": cp, "tp": tp, "dp_replicate": replicas, "dp_shard": shards},
         batch_size=per_rank * ranks, micro_batch_size=micro,
     )  # fmt: skip
     full = run.parallel.mesh_sizes(world)
@@ -122,7 +130,9 @@ def test_every_smaller_world_fits_and_none_asks_more_of_a_rank(
         small = build(RunConfig, resized(asdict(run), size))
         mesh = small.parallel.mesh_sizes(small.cluster.world_size)
         assert math.prod(mesh) == size.nodes * per_node
-        assert (mesh.tp, mesh.dp_replicate <= full.dp_replicate, mesh.dp_shard <= full.dp_shard) == (tp, True, True)
+        assert (mesh.cp, mesh.tp) == (cp, tp)
+        assert mesh.dp_replicate <= full.dp_replicate
+        assert mesh.dp_shard <= full.dp_shard
         assert small.train.batch_size == run.train.batch_size
         share, rest = divmod(small.train.batch_size, mesh.dp_replicate * mesh.dp_shard)
         assert (rest, share % small.train.micro_batch_size) == (0, 0)

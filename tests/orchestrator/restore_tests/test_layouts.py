@@ -38,6 +38,16 @@ def test_tensor_parallelism_and_replicas_stay_as_far_as_they_fit(
     assert rank_count(layout, config) == nodes * ranks
 
 
+@pytest.mark.parametrize(
+    ("layout", "cp", "tp"),
+    [("same", 4, 2), ("8", 4, 2), ("4", 2, 2), ("2", 1, 2), ("1", 1, 1), ("2x3", 2, 1), ("6", 1, 2)],
+)
+def test_context_parallelism_stays_as_far_as_it_fits_behind_tensor_parallelism(layout: str, cp: int, tp: int) -> None:
+    data = {**DATA, "parallel": {"dp_replicate": 1, "dp_shard": 8, "cp": 4, "tp": 2}}
+    made = with_layout(data, layout)["parallel"]
+    assert (made["cp"], made["tp"]) == (cp, tp)
+
+
 def test_cpus_stay_cpus() -> None:
     data = {**DATA, "cluster": {**DATA["cluster"], "gpus_per_node": 0}}
     assert with_layout(data, "2")["cluster"]["gpus_per_node"] == 0

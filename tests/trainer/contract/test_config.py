@@ -8,7 +8,14 @@ import pytest
 from trainer.contract import config as configs
 from trainer.contract.config import ClusterShape, JobConfig, ModelConfig, OptimizerConfig, TrainConfig
 from trainer.contract.drill_config import DrillEvent
-from trainer.contract.parallel_config import FsdpConfig, ParallelConfig
+from trainer.contract.parallel_config import (
+    FsdpConfig,
+    MeshSizes,
+    ParallelConfig,
+    ParameterSizes,
+    place_in,
+    place_words,
+)
 from trainer.contract.run_dir import RunDir
 
 
@@ -61,9 +68,40 @@ def test_zero_shards_over_what_is_left(world, parallel, shard):
 )
 def test_every_strategy_is_a_mesh_and_a_time_to_free_parameters(parallel, sizes, reshards):
     config = ParallelConfig(**parallel)
-    assert config.mesh_sizes(8) == sizes
+    assert config.parameter_sizes(8) == sizes
     assert config.reshard_after_forward is reshards
     assert config.data_parallel_size(8) * config.tp == 8
+
+
+@pytest.mark.parametrize(
+    ("parallel", "sizes", "of_parameters"),
+    [
+        ({"cp": 2}, (1, 4, 2, 1), (1, 8, 1)),
+        ({"cp": 2, "tp": 2}, (1, 2, 2, 2), (1, 4, 2)),
+        ({"cp": 8}, (1, 1, 8, 1), (1, 8, 1)),
+        ({"cp": 2, "dp_replicate": 2, "strategy": "hsdp"}, (2, 2, 2, 1), (2, 4, 1)),
+        ({"cp": 2, "tp": 2, "strategy": "ddp"}, (2, 1, 2, 2), (4, 1, 2)),
+    ],
+)
+def test_ranks_that_share_sequences_are_shards_or_replicas_of_parameters(parallel, sizes, of_parameters):
+    config = ParallelConfig(**parallel)
+    assert config.mesh_sizes(8) == MeshSizes(*sizes)
+    assert config.parameter_sizes(8) == ParameterSizes(*of_parameters)
+    assert config.data_parallel_size(8) * config.ranks_per_share == 8
+
+
+def test_a_rank_has_its_place_in_every_dimension_and_in_the_inner_ones():
+    assert [place_in((2, 2, 2), rank) for rank in (0, 1, 2, 5, 7)] == [
+        (0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 1), (1, 1, 1)
+    ]  # fmt: skip
+    assert place_in((2, 2), 5) == (0, 1)
+
+
+def test_the_place_of_a_rank_is_told_where_its_number_alone_does_not():
+    sizes = ParallelConfig(cp=2, tp=2).mesh_sizes(8)
+    assert place_words(sizes, 5) == "dp_shard 1, cp 0, tp 1"
+    assert place_words(ParallelConfig(cp=4).mesh_sizes(8), 6) == "dp_shard 1, cp 2"
+    assert place_words(ParallelConfig().mesh_sizes(8), 6) == ""
 
 
 @pytest.mark.parametrize(

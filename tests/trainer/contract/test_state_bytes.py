@@ -4,7 +4,7 @@ import pytest
 
 from trainer.contract.config import ModelConfig
 from trainer.contract.model_shapes import Parameter, parameters
-from trainer.contract.parallel_config import FsdpConfig, MeshSizes, ParallelConfig
+from trainer.contract.parallel_config import FsdpConfig, ParallelConfig, ParameterSizes
 from trainer.contract.state_bytes import local_shape, state_bytes
 
 SEVEN_BILLION = ModelConfig(vocab_size=32000, dim=4096, layers=32, heads=32, kv_heads=32, ffn_dim=11008)
@@ -25,18 +25,24 @@ def test_sixteen_bytes_for_each_parameter_that_a_rank_has(strategy, share):
 
 def test_shards_that_do_not_divide_are_smaller_at_the_end():
     rows = Parameter(name="weight", shape=(10, 3))
-    sizes = MeshSizes(dp_replicate=1, dp_shard=4, tp=1)
+    sizes = ParameterSizes(dp_replicate=1, dp_shard=4, tp=1)
     assert [local_shape(rows, sizes, rank) for rank in range(4)] == [(3, 3), (3, 3), (3, 3), (1, 3)]
     short = Parameter(name="weight", shape=(5,))
     assert [local_shape(short, sizes, rank) for rank in range(4)] == [(2,), (2,), (1,), (0,)]
 
 
 def test_tensor_parallel_ranks_share_their_dimension_first():
-    sizes = MeshSizes(dp_replicate=2, dp_shard=2, tp=2)
+    sizes = ParameterSizes(dp_replicate=2, dp_shard=2, tp=2)
     columns = Parameter(name="wo", shape=(6, 8), tp_dim=1)
     assert {local_shape(columns, sizes, rank) for rank in range(8)} == {(3, 4)}
     norm = Parameter(name="norm", shape=(6,))
     assert {local_shape(norm, sizes, rank) for rank in range(8)} == {(3,)}
+
+
+@pytest.mark.parametrize(("strategy", "share"), [("ddp", 1), ("fsdp", 8)])
+def test_ranks_that_share_a_sequence_share_parameters_or_have_all_of_them(strategy, share):
+    found = state_bytes(parameters(SEVEN_BILLION), ParallelConfig(strategy=strategy, cp=4), 8)
+    assert found.parameters == 4 * 6_738_415_616 // share
 
 
 @pytest.mark.parametrize(

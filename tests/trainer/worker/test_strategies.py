@@ -24,6 +24,10 @@ STRATEGIES: dict[str, tuple[int, dict]] = {
     "fsdp 2 x tp 2": (4, {"strategy": "fsdp", "tp": 2}),
     "hsdp 2 x 2": (4, {"strategy": "hsdp", "dp_replicate": 2}),
     "tp 4": (4, {"tp": 4}),
+    "ulysses 4": (4, {"cp": 4, "cp_method": "ulysses"}),
+    "ring 4": (4, {"cp": 4, "cp_method": "ring"}),
+    "fsdp 2 x ulysses 2": (4, {"strategy": "fsdp", "cp": 2, "cp_method": "ulysses"}),
+    "ring 2 x tp 2": (4, {"cp": 2, "cp_method": "ring", "tp": 2}),
     "fsdp 4, optimizer on the host": (4, {"fsdp": {"offload": "optimizer"}}),
     "fsdp 4, all on the host": (4, {"fsdp": {"offload": "all"}}),
 }

@@ -21,7 +21,7 @@ _BAD_STEP = "BadStep"
 _RESERVED = (ExitCode.STORAGE, ExitCode.RETRY, ExitCode.NODE_SUSPECT, ExitCode.NEVER_RETRY)
 _LESS_OF_A_GPU = (
     "use less of the GPU (train.micro_batch_size, train.activation_checkpointing=true), or share the model among more "
-    "ranks (parallel.dp_shard, parallel.tp)"
+    "ranks (parallel.dp_shard, parallel.tp, parallel.cp)"
 )
 _OF_A_COMMAND = "give the job more (cluster.mem), or let the program use less, as with smaller batches"
 GOOD = (ExitCode.FINISHED, ExitCode.STOPPED_AFTER_SAVE)

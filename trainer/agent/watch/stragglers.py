@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from statistics import fmean, median
 
 from trainer.contract.fault_detection_config import StragglerConfig
-from trainer.contract.parallel_config import ParallelConfig
+from trainer.contract.parallel_config import ParallelConfig, place_in
 from trainer.contract.ranks.progress import SECTIONS
 
 WINDOW = 4
@@ -56,8 +56,8 @@ class Verdict:
 
 def coordinate(parallel: ParallelConfig) -> Callable[[int], Hashable]:
     """Ranks for which this gives the same value do the same work; further kinds of parallelism extend the tuple."""
-    tp = parallel.tp
-    return lambda rank: (rank % tp,)
+    sizes = (parallel.cp, parallel.tp)
+    return lambda rank: place_in(sizes, rank)
 
 
 def should_report_work(told: int, steps: int) -> bool:

@@ -1,5 +1,6 @@
 """PURE: whether a config's layout fits its ranks, asked by submit before anything is written, and by the ranks."""
 
+import math
 from dataclasses import dataclass
 
 from trainer.contract.config import JobConfig
@@ -46,8 +47,8 @@ def _then(config: JobConfig, ways: list[Fix]) -> list[Problem]:
     """What of the batch does not fit the data-parallel ranks that the first way leads to."""
     if config.command or not ways or "cluster.nodes" in ways[0]:
         return []
-    tp = ways[0].get("parallel.tp", config.parallel.tp)
-    return batch_problems(config.train, config.cluster.world_size // tp)
+    sizes = (ways[0].get(f"parallel.{name}", getattr(config.parallel, name)) for name in ("cp", "tp"))
+    return batch_problems(config.train, config.cluster.world_size // math.prod(sizes))
 
 
 def _one_of(sizes: list[int]) -> str:

@@ -7,7 +7,8 @@ from functools import cache
 from typing import Any
 
 from trainer.contract.config import VOCABULARY_MULTIPLE, JobConfig, ModelConfig, TrainConfig
-from trainer.contract.parallel_config import ONE_GROUP, ParallelConfig, Strategy
+from trainer.contract.layout.context_parallel import can_exchange_heads
+from trainer.contract.parallel_config import ONE_GROUP, CpMethod, ParallelConfig, Strategy
 
 Fix = dict[str, Any]
 """Keys and their values, to be typed together."""
@@ -38,8 +39,9 @@ def fixes(config: JobConfig, may_change: MayChange, *, second: bool) -> list[Fix
 
 def workable_tp(config: JobConfig) -> list[int]:
     """Sizes of `parallel.tp` for which neither the model nor the sequence has to change."""
-    possible = [tp for tp in _divisors(config.cluster.world_size) if _within_node(config, tp)]
-    return [tp for tp in possible if not any(key.startswith(_SPLIT) for key in _sizes(config, tp))]
+    world, cp = config.cluster.world_size, config.parallel.cp
+    possible = [tp for tp in _divisors(world) if world % (cp * tp) == 0 and _within_node(config, tp)]
+    return [tp for tp in possible if not any(key.startswith(_SPLIT) for key in _sizes(config, cp, tp))]
 
 
 def _ranked(config: JobConfig, may_change: MayChange) -> list[Fix]:
@@ -48,16 +50,18 @@ def _ranked(config: JobConfig, may_change: MayChange) -> list[Fix]:
 
 
 def _candidates(config: JobConfig) -> Iterator[Fix]:
-    """One for each size of `tp` that divides the ranks: all other sizes follow from it."""
+    """One for each size of `tp` and of `cp` that divide the ranks: all other sizes follow from them."""
     layout, world = config.parallel, config.cluster.world_size
     for tp in _divisors(world):
         across = {} if _within_node(config, tp) else {_ACROSS: True}
-        if not across or tp == layout.tp:
+        if across and tp != layout.tp:
+            continue
+        for cp in _divisors(world // tp) if layout.cp > 1 else (1,):
             yield {
-                **_changed(_PARALLEL, tp=(layout.tp, tp)),
-                **_replicas_and_shards(layout, world // tp),
+                **_changed(_PARALLEL, cp=(layout.cp, cp), tp=(layout.tp, tp)),
+                **_replicas_and_shards(layout, world // (cp * tp)),
                 **across,
-                **_sizes(config, tp),
+                **_sizes(config, cp, tp),
             }
 
 
@@ -107,17 +111,29 @@ def _multiply(strategy: str, replicas: int, shards: int, ranks: int) -> bool:
     return ranks % replicas == 0 and shards in (0, ranks // replicas)
 
 
-def _sizes(config: JobConfig, tp: int) -> Fix:
-    """What of model, batch and sequence must change for this size of `tp`."""
+def _sizes(config: JobConfig, cp: int, tp: int) -> Fix:
+    """What of model, batch and sequence must change for these sizes of `cp` and `tp`."""
     if config.command:
         return {}
     split = tp if config.trains_built_in_workload else 1
-    sizes = {**_batch(config.train, config.cluster.world_size // tp), **_sequence(config.train, split)}
+    sizes = {**_batch(config.train, config.cluster.world_size // (cp * tp)), **_sequence(config.train, split)}
     sizes |= _heads(config.model, split)
     if not config.trains_built_in_workload:
         return sizes
     compiles = config.train.compile
-    return {**sizes, **_widths(config.model, split), **_changed(_TRAIN, compile=(compiles, compiles and split == 1))}
+    return {
+        **sizes,
+        **_widths(config.model, split),
+        **_changed(_TRAIN, compile=(compiles, compiles and cp * tp == 1)),
+        **_method(config, sizes.get("model.heads", config.model.heads), cp, tp),
+    }
+
+
+def _method(config: JobConfig, heads: int, cp: int, tp: int) -> Fix:
+    """Another `cp_method` where so many heads cannot be shared out."""
+    method = config.parallel.cp_method
+    fits = method != CpMethod.ULYSSES or can_exchange_heads(heads, replace(config.parallel, cp=cp, tp=tp))
+    return _changed(_PARALLEL, cp_method=(method, method if fits else str(CpMethod.AUTO)))
 
 
 def _batch(train: TrainConfig, ranks: int) -> Fix:

@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from trainer.contract.config import JobConfig, ModelConfig, TrainConfig
-from trainer.contract.parallel_config import ONE_GROUP, ParallelConfig, Strategy
+from trainer.contract.layout.context_parallel import can_exchange_heads
+from trainer.contract.parallel_config import ONE_GROUP, CpMethod, ParallelConfig, Strategy
 
 
 class Problem(NamedTuple):
@@ -27,7 +28,7 @@ def problems(config: JobConfig) -> list[Problem]:
     if not found:
         found += batch_problems(config.train, layout.data_parallel_size(world))
     found += [*_nodes(config), *_chunks(config.train), *_heads(config.model)]
-    return [*found, *_split(config)] if config.trains_built_in_workload else found
+    return [*found, *_split(config), *_shared_sequences(config)] if config.trains_built_in_workload else found
 
 
 def batch_problems(train: TrainConfig, ranks: int) -> list[Problem]:
@@ -59,7 +60,7 @@ def _product(layout: ParallelConfig, world: int) -> Iterator[Problem]:
     try:
         layout.mesh_sizes(world)
     except ValueError as error:
-        yield Problem(str(error), of_tp=world % layout.tp != 0)
+        yield Problem(str(error), of_tp=world % layout.ranks_per_share != 0)
 
 
 def _nodes(config: JobConfig) -> Iterator[Problem]:
@@ -109,3 +110,16 @@ def _split(config: JobConfig) -> Iterator[Problem]:
         # Losses were off by 6e-3 after 8 steps, with the same weights and data.
         what = f"train.compile=true with parallel.tp={tp}: torch 2.13 computes other gradients for compiled layers"
         yield Problem(what, of_tp=True)
+
+
+def _shared_sequences(config: JobConfig) -> Iterator[Problem]:
+    """Context parallelism takes any length; one of its methods needs heads to share out."""
+    heads, parallel = config.model.heads, config.parallel
+    if config.cluster.world_size % parallel.ranks_per_share:
+        return
+    if parallel.cp_method == CpMethod.ULYSSES and not can_exchange_heads(heads, parallel):
+        unit = "parallel.cp" if parallel.tp == 1 else "parallel.cp x tp"
+        size = parallel.cp * parallel.tp
+        yield Problem(f"model.heads={heads}: must be a multiple of {unit}={size} for parallel.cp_method=ulysses")
+    if config.train.compile and parallel.cp > 1:
+        yield Problem(f"train.compile=true with parallel.cp={parallel.cp}: compiled layers cannot share a sequence")

@@ -7,9 +7,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch._C._distributed_c10d import _dump_fr_trace_json  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 
+from trainer.worker.context_parallel.ring import ring_of
+from trainer.worker.mesh import Layout
 from trainer.worker.reporting.stderr_best_effort import write_stderr
 
 _SIZES = {
@@ -24,14 +27,20 @@ _MEASURED_STEP = 2
 class TrafficMeter:
     """Measures the second step of a generation; what it finds holds for every step of the same shape."""
 
-    def __init__(self, groups: Mapping[str, str], dumps: Sequence[Callable[[], str | bytes]] | None = None) -> None:
+    def __init__(
+        self, groups: Mapping[str, str], dumps: Sequence[Callable[[], str | bytes]] | None = None,
+        unrecorded: Mapping[str, Callable[[], int]] | None = None,
+    ) -> None:  # fmt: skip
         """`groups`: the dimension of each process group by its name; others, as those of saves, do not count.
 
-        `dumps`: where records come from; None: torch's recorders of this rank.
+        `dumps`: where records come from; None: torch's recorders of this rank. `unrecorded`: by dimension, the bytes
+        that have been sent since the beginning in messages of which there is no record.
         """
         self._groups, self._dumps = groups, _recorders() if dumps is None else dumps
+        self._unrecorded = unrecorded or {}
         self._steps = 0
         self._marks: list[int] = []
+        self._sent: Counter[str] = Counter()
 
     def step_ended(self) -> dict[str, int] | None:
         """Call at the end of every step: what was measured when it was the second one, else None.
@@ -50,29 +59,48 @@ class TrafficMeter:
     def _measured(self, records: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, int] | None:
         if self._steps < _MEASURED_STEP:
             self._marks = [max((int(entry["record_id"]) for entry in entries), default=-1) for entries in records]
+            self._sent = self._messages()
             return None
-        total: Counter[str] = Counter()
+        total = self._messages() - self._sent
         for mark, entries in zip(self._marks, records, strict=True):
             if entries and int(entries[0]["record_id"]) > mark + 1:
                 return {}
             total += self._bytes_by_dimension(entry for entry in entries if int(entry["record_id"]) > mark)
         return dict(total)
 
+    def _messages(self) -> Counter[str]:
+        return Counter({dimension: count() for dimension, count in self._unrecorded.items()})
+
     def _bytes_by_dimension(self, entries: Iterable[Mapping[str, Any]]) -> Counter[str]:
         found: Counter[str] = Counter()
         for entry in entries:
-            if dimension := self._groups.get(str(entry["process_group"][0])):
+            dimension = self._groups.get(str(entry["process_group"][0]))
+            # What one rank receives another one has sent.
+            if dimension and ":recv" not in str(entry.get("profiling_name", "")):
                 found[dimension] += max(_bytes(entry, "input"), _bytes(entry, "output"))
         return found
 
 
-def groups_of(mesh: DeviceMesh) -> dict[str, str]:
-    """The dimension of each process group by its name; one that spans all ranks is torch's default group."""
-    groups: list[dist.ProcessGroup] = mesh.get_all_groups()
-    names = mesh.mesh_dim_names or ()
-    found = {str(group.group_name): name for group, name in zip(groups, names, strict=True) if group.size() > 1}
+def groups_of(layout: Layout) -> dict[str, str]:
+    """The dimension of each process group by its name; one that spans all ranks is torch's default group.
+
+    What ranks that share sequences send of parameters and gradients counts as that of shards, or of replicas.
+    """
+    found = _named(layout.mesh) if layout.sequence_mesh is None else {**_named(layout.cp), **_named(layout.mesh)}
     world = dist.group.WORLD
     return found if world is None else {str(world.group_name): "world", **found}
+
+
+def messages_of(model: nn.Module, device: torch.device) -> dict[str, Callable[[], int]]:
+    """Bytes of messages between ranks that share sequences; gloo keeps no records of those, as NCCL does."""
+    ring = ring_of(model)
+    return {"cp": lambda: ring.sent_bytes} if ring is not None and device.type == "cpu" else {}
+
+
+def _named(mesh: DeviceMesh) -> dict[str, str]:
+    groups: list[dist.ProcessGroup] = mesh.get_all_groups()
+    names = mesh.mesh_dim_names or ()
+    return {str(group.group_name): name for group, name in zip(groups, names, strict=True) if group.size() > 1}
 
 
 def _recorders() -> list[Callable[[], str | bytes]]:

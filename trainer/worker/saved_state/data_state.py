@@ -25,7 +25,7 @@ def _name(dp_rank: int) -> str:
 
 
 class DataState:
-    """Saves and restores the data of one rank; ranks of one tensor-parallel group have the same data."""
+    """Saves and restores the data of one rank; ranks that share layers or sequences have the same data."""
 
     def __init__(self, data: Data, layout: Layout, model: nn.Module, device: torch.device) -> None:
         """Raises WorkloadError for data that cannot say where it stands."""

@@ -27,13 +27,13 @@ def seed_generators(seed: int) -> None:
     np.random.seed(seed % (1 << 32))
 
 
-def seed_by_data(seed: int, dp_rank: int, step: int = 0) -> None:
-    """From here on dropout and the like differ between ranks with different data, and only between them.
+def seed_by_data(seed: int, token_rank: int, step: int = 0) -> None:
+    """From here on dropout and the like differ between ranks with different tokens, and only between them.
 
     `step`: from which a rank goes on that the world before it did not have: it must not draw again what a rank in its
     place drew at the beginning.
     """
-    own = (seed * 1_000_003 + dp_rank) % (1 << 63)
+    own = (seed * 1_000_003 + token_rank) % (1 << 63)
     seed_generators(mix(own ^ mix(step)) >> 1 if step else own)
 
 

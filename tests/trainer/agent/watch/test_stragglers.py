@@ -43,6 +43,8 @@ EXACT = [name for name in WORLDS if name not in (*SMALL, "quiet, many hiccups", 
 def test_ranks_are_compared_within_their_coordinate():
     of = stragglers.coordinate(ParallelConfig(tp=2))
     assert (of(0) == of(2), of(0) == of(1)) == (True, False)
+    of = stragglers.coordinate(ParallelConfig(cp=2, tp=2))
+    assert [of(rank) for rank in range(8)] == 2 * [(0, 0), (0, 1), (1, 0), (1, 1)]
     of = stragglers.coordinate(ParallelConfig())
     assert of(0) == of(7)
 

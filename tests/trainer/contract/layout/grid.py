@@ -7,7 +7,7 @@ from random import Random
 from typing import Any
 
 from trainer.contract.config import ClusterShape, JobConfig, ModelConfig, TrainConfig
-from trainer.contract.parallel_config import FsdpConfig, ParallelConfig, Strategy
+from trainer.contract.parallel_config import CpMethod, FsdpConfig, ParallelConfig, Strategy
 
 MOST_RANKS = 64
 USUAL: dict[str, tuple[Any, ...]] = {
@@ -18,6 +18,8 @@ USUAL: dict[str, tuple[Any, ...]] = {
     "parallel.dp_shard": (0, 0, 0, 0, 2, 4),
     "parallel.tp": (1, 1, 2, 4),
     "parallel.tp_across_nodes": (False, False, True),
+    "parallel.cp": (1, 1, 1, 2),
+    "parallel.cp_method": tuple(map(str, CpMethod)),
     "parallel.fsdp.reshard_after_forward": ("auto", "always", "never"),
     "parallel.fsdp.prefetch": (0, 1, 2, 9),
     "parallel.fsdp.reduce": ("auto", "each", "last"),
@@ -41,6 +43,7 @@ ODD: dict[str, tuple[Any, ...]] = {
     "parallel.dp_replicate": (3, 4, 5, 8, 64),
     "parallel.dp_shard": (1, 3, 5, 6, 8, 64),
     "parallel.tp": (3, 5, 6, 7, 8),
+    "parallel.cp": (3, 4, 6, 8),
     "model.heads": (1, 3, 5, 6, 12, 40),
     "model.kv_heads": (1, 3, 5, 6, 16),
     "model.dim": (7, 30, 48, 100, 130, 5120),

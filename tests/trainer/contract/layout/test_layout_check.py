@@ -18,9 +18,9 @@ def can_train(config: JobConfig) -> bool:
     """The same question, asked of the shapes that ranks would have."""
     layout, model, train, cluster = config.parallel, config.model, config.train, config.cluster
     world, replicas, tp = cluster.nodes * cluster.ranks_per_node, layout.dp_replicate, layout.tp
-    if world % tp:
+    if world % (layout.cp * tp):
         return False
-    groups, shards = world // tp, layout.dp_shard
+    groups, shards = world // (layout.cp * tp), layout.dp_shard
     meshes = {
         "ddp": replicas in (1, groups) and shards in (0, 1),
         "hsdp": replicas > 1 and replicas * (shards or groups // replicas) == groups,
@@ -38,6 +38,7 @@ def can_train(config: JobConfig) -> bool:
         and model.heads % model.kv_heads == 0
         and train.seq_len % train.loss_chunks == 0
         and all(size % tp == 0 for size in (model.kv_heads, model.ffn_dim, train.seq_len, rows))
+        and (layout.cp_method != "ulysses" or model.heads // tp % layout.cp == 0)
     )
 
 
@@ -121,6 +122,31 @@ SMALL = {"nodes": 2, "ranks_per_node": 2}
             "train.loss_chunks=3: must divide train.seq_len=128; model.kv_heads=2: must divide model.heads=3; "
             "model.heads=3: must divide model.dim=128",
             "type train.loss_chunks=2 model.heads=4",
+        ),
+        (
+            of(SMALL, {"cp": 4, "cp_method": "ulysses"}, model=ModelConfig(heads=2)),
+            "model.heads=2: must be a multiple of parallel.cp=4 for parallel.cp_method=ulysses",
+            "type parallel.cp_method=auto",
+        ),
+        (
+            of(SMALL, {"cp": 2, "tp": 2, "cp_method": "ulysses"}, model=ModelConfig(heads=2)),
+            "model.heads=2: must be a multiple of parallel.cp x tp=4 for parallel.cp_method=ulysses",
+            "type parallel.cp_method=auto",
+        ),
+        (
+            of(SMALL, {"cp": 3}),
+            "parallel.dp_replicate=1 x dp_shard=1 x cp=3 x tp=1 = 3, but cluster.nodes x cluster.ranks_per_node = 4",
+            "type parallel.cp=4",
+        ),
+        (
+            of(SMALL, {"cp": 2}, train=TrainConfig(compile=True)),
+            "train.compile=true with parallel.cp=2: compiled layers cannot share a sequence",
+            "type train.compile=false",
+        ),
+        (
+            of(SMALL, {"cp": 2, "dp_shard": 4}),
+            "parallel.dp_replicate=1 x dp_shard=4 x cp=2 x tp=1 = 8, but cluster.nodes x cluster.ranks_per_node = 4",
+            "type parallel.dp_shard=0",
         ),
     ],
 )

@@ -1,0 +1,49 @@
+"""Parts of sequences: together they are the whole, in its order, and padding comes last."""
+
+import pytest
+import torch
+
+from trainer.contract.config import ModelConfig, TrainConfig
+from trainer.contract.parallel_config import CpMethod, ParallelConfig
+from trainer.worker.context_parallel.sequence_part import sequence_part
+from trainer.worker.llama import Llama
+from trainer.worker.workload import WorkloadError
+
+
+@pytest.mark.parametrize("method", [CpMethod.ULYSSES, CpMethod.RING])
+@pytest.mark.parametrize(("length", "cp", "tp"), [(32, 2, 1), (33, 2, 1), (33, 4, 1), (31, 3, 1), (6, 4, 2), (3, 4, 1)])
+def test_parts_are_the_whole(length: int, cp: int, tp: int, method: CpMethod) -> None:
+    tokens = torch.arange(1, 2 * length + 1).reshape(2, length)
+    parts = [sequence_part(length, ParallelConfig(cp=cp, tp=tp), method, rank) for rank in range(cp)]
+    found = torch.zeros_like(tokens)
+    for part in parts:
+        own = part.of(tokens)
+        assert own.shape == (2, len(part.positions))
+        assert len(part.positions) == len(parts[0].positions)
+        assert len(part.positions) % tp == 0
+        assert not own[:, part.real :].any()
+        found[:, part.positions[: part.real]] = own[:, : part.real]
+    assert torch.equal(found, tokens)
+    assert sum(part.real for part in parts) == length
+
+
+def test_rows_of_a_table_are_those_of_the_real_places() -> None:
+    table = torch.arange(7)[None, :, None]
+    head, tail = (sequence_part(7, ParallelConfig(cp=2), CpMethod.RING, rank) for rank in (1, 0))
+    assert head.rows_of(table)[0, :, 0].tolist() == [2, 3, 4, 5]
+    assert tail.rows_of(table)[0, :3, 0].tolist() == [0, 1, 6]
+
+
+def test_a_ring_has_one_chunk_of_the_head_and_one_of_the_tail() -> None:
+    config = ParallelConfig(cp=3)
+    assert [sequence_part(12, config, CpMethod.RING, rank).chunks for rank in range(3)] == [(0, 5), (1, 4), (2, 3)]
+    assert [sequence_part(12, config, CpMethod.ULYSSES, rank).chunks for rank in range(3)] == [(0,), (1,), (2,)]
+
+
+def test_a_model_that_is_asked_for_all_logits_says_that_no_rank_has_them() -> None:
+    model = Llama(ModelConfig(dim=16, layers=1, heads=2, kv_heads=2, ffn_dim=8), TrainConfig(seq_len=8))
+    model.part = sequence_part(8, ParallelConfig(cp=2), CpMethod.RING, 0)
+    with pytest.raises(
+        WorkloadError, match=r"parallel\.cp=2: no rank has all logits .* call the model with its targets"
+    ):
+        model(torch.zeros(1, 8, dtype=torch.int64))

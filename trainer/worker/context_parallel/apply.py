@@ -1,0 +1,20 @@
+"""Has the built-in model compute on this rank's part of each sequence."""
+
+from typing import Any
+
+from trainer.contract.config import JobConfig
+from trainer.contract.layout.context_parallel import cp_method
+from trainer.contract.parallel_config import CpMethod
+from trainer.worker.context_parallel.ring import RingAttention
+from trainer.worker.context_parallel.sequence_part import sequence_part
+from trainer.worker.context_parallel.ulysses import UlyssesAttention
+from trainer.worker.mesh import Layout
+
+
+def context_parallel(model: Any, layout: Layout, config: JobConfig) -> None:
+    """Share the sequences of `model` (a Llama) among the ranks of `layout.cp`."""
+    method, group = cp_method(config.model.heads, config.parallel), layout.cp.get_group()
+    model.part = sequence_part(config.train.seq_len, config.parallel, method, layout.place.cp)
+    attend = RingAttention(group) if method is CpMethod.RING else UlyssesAttention(group)
+    for layer in model.layers:
+        layer.attention.attend = attend

@@ -15,7 +15,6 @@ from trainer.contract.ranks.progress import SECTIONS, Phase, ProgressCell, StopR
 from trainer.contract.save_trouble import short_reason
 from trainer.worker.data import take, unwrapped
 from trainer.worker.data_parallel import GradientSync
-from trainer.worker.gradient_buckets import SecondGradient
 from trainer.worker.optimizer import set_learning_rate
 from trainer.worker.reporting.held_states import held_states
 from trainer.worker.reporting.metrics import Journal
@@ -89,7 +88,7 @@ class Loop:
         self._save_vote = SaveVote.NONE
         self._committed = services.saver.committed_step or 0
         self._vote_ahead = SaveVote.NONE
-        self._gradients = GradientSync(objects.model, config.parallel.reduce)
+        self._gradients = GradientSync(objects.model, objects.layout, config.parallel.reduce, services.phases.pause)
         self._last = services.test_until or config.train.steps
         self._validation = Validation(objects, every=config.validation.every, last=config.train.steps)
         self._own_metrics = hook(objects.workload, "metrics")
@@ -133,6 +132,7 @@ class Loop:
         if not overflowed:
             objects.optimizer.step()
         objects.optimizer.zero_grad(set_to_none=True)
+        self._gradients.begin_step()
         if objects.scheduler is not None and not steps_on_plateau(objects.scheduler):
             objects.scheduler.step()
         self._services.phases.step_ended(step)
@@ -155,14 +155,14 @@ class Loop:
 
     def _reduce(self, step: int, loss: torch.Tensor) -> Reduced:
         """Sum over all ranks what they have to know of each other, and clip the gradients by it."""
-        gradients = self._gradients.found()
+        gradients = self._gradients.end_step()
         reduction.unscale(gradients, self._train_state.loss_scale.scale)
         self._services.drill.before_reduce(step)
         self._services.phases.pause()
         own = None if self._own_metrics is None else self._reducer.pack(self._own_metrics())
         message = self._rank_zero_message(step)
-        used = reduction.usage_mark(self._gradients.averaged)
-        reduced = reduction.reduce(step, gradients, loss, self._stop.asked(), message, own, used=used)
+        used, alike = reduction.usage_mark(self._gradients.averaged), self._gradients.makes_equal
+        reduced = reduction.reduce(step, gradients, loss, self._stop.asked(), message, own, used=used, alike=alike)
         self._services.phases.resume()
         reduction.clip(gradients, reduced.norm, self._config.optimizer.clip_norm)
         return reduced
@@ -186,10 +186,7 @@ class Loop:
                 loss = loss * factor
             self._services.phases.enter(Phase.BACKWARD)
             scaled = loss if scale == 1.0 else loss.float() * scale
-            try:
-                self._gradients.backward(scaled, is_last=number == len(batches) - 1)
-            except SecondGradient as error:
-                raise WorkloadError(str(error)) from error
+            self._gradients.backward(scaled, is_last=number == len(batches) - 1)
             total += loss.detach()
         return total
 
@@ -264,6 +261,11 @@ class Loop:
             raise WorkloadError(
                 f"step {result.step}: ranks used different parameters, whose gradients cannot be averaged: every rank "
                 "has to use the same ones in every step (add 0 * parameter.sum() to the loss for one it does not need)"
+            )
+        if not result.gradients_alike:
+            raise WorkloadError(
+                f"step {result.step}: gradients of ranks differ after parallel.strategy=ddp has averaged them: a hook "
+                "has changed them, or a parameter was made after training began: type parallel.strategy=zero2"
             )
         self._train_state.loss = result.loss
         own = self._train_state.metrics = self._reducer.unpack(result.own)

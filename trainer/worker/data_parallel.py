@@ -1,6 +1,6 @@
 """Wrapping a model for its data-parallel ranks: FSDP2 with another mesh or another resharding, or plain replicas."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,8 +10,9 @@ from torch.distributed.tensor import DTensor
 
 from trainer.contract.config import JobConfig
 from trainer.contract.parallel_config import Offload, Reduce
+from trainer.worker.equal_replicas import require_equal
 from trainer.worker.fsdp_units import chosen_units, refuse_parameters
-from trainer.worker.gradient_buckets import bucket_gradients, buckets_of
+from trainer.worker.gradient_buckets import CannotAverage, GradientBuckets, mark_replica, replicated_parameters
 from trainer.worker.mesh import Layout
 
 
@@ -22,10 +23,11 @@ def share_out(
 
     `parallel.fsdp.wrap` may choose other parts; raises CannotShard for what cannot be done with this model.
 
-    Replicas without shards (DDP) stay as they are in float32: `average_gradients` is all that they need. With half
+    Replicas without shards (DDP) stay as they are in float32: `GradientSync` averages their gradients. With half
     precision, or in host memory, they are FSDP2 on a mesh whose inner dimension has one rank.
     """
     if config.parallel.has_plain_replicas(config.train.dtype):
+        mark_replica(model)
         return
     units = chosen_units(model, config.parallel.fsdp.wrap, units)
     refuse_parameters(units, model)
@@ -57,39 +59,72 @@ def offloads_optimizer(config: JobConfig) -> bool:
     return config.parallel.fsdp.offload == Offload.OPTIMIZER
 
 
-def average_gradients(model: nn.Module, layout: Layout, config: JobConfig) -> None:
-    """For replicas that FSDP does not know of: average gradients; call when the parameters exist."""
-    replicas = layout.mesh["dp_replicate"]
-    if config.parallel.has_plain_replicas(config.train.dtype) and replicas.size() > 1:
-        bucket_gradients(model, replicas.get_group())
-
-
 class GradientSync:
     """Backward passes of the micro-batches of a step, with gradients that are reduced after each or after the last."""
 
-    def __init__(self, model: nn.Module, reduce: Reduce) -> None:
+    def __init__(
+        self, model: nn.Module, layout: Layout, reduce: Reduce, on_wait: Callable[[], None] = lambda: None
+    ) -> None:
+        """Make it when everything that is trained exists. `on_wait` as in GradientBuckets; raises CannotAverage."""
+        self._model = model
         self._each = reduce is Reduce.EACH
         self._fsdp = model if isinstance(model, FSDPModule) else None
-        self._buckets = buckets_of(model)
+        self._buckets = _buckets(model, layout, on_wait)
         self._reduces = True
-        averaged = {id(parameter) for parameter in self._buckets.parameters} if self._buckets else set()
-        self.parameters = [one for one in model.parameters() if isinstance(one, DTensor) or id(one) in averaged]
-        """Those whose gradients are reduced: every rank has to use the same ones of them."""
+        bucketed = {id(parameter) for parameter in self._buckets.parameters} if self._buckets else set()
+        self.averaged = [one for one in model.parameters() if isinstance(one, DTensor) or id(one) in bucketed]
+        """Parameters whose gradients are: every rank has to use the same ones of them."""
+        self.makes_equal = self._buckets is not None and layout.tp.size() == 1
+        """Whether all ranks have all gradients afterwards, with the same bits."""
+
+    def begin_step(self) -> None:
+        """Call before the first forward pass of a step."""
+        if self._buckets is not None:
+            self._buckets.begin_step()
+
+    def end_step(self) -> list[torch.Tensor]:
+        """All gradients that there are; there will be no more of this step."""
+        if self._buckets is not None:
+            self._buckets.end_step()
+        return [parameter.grad for parameter in self._model.parameters() if parameter.grad is not None]
 
     def backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
-        """Compute gradients of a micro-batch, the last one of its step or another; collective."""
+        """Compute gradients of a micro-batch, the last one of its step or another; collective.
+
+        Plain replicas average once a step: a gradient that is an average already must not be averaged again.
+        """
         reduces = self._each or is_last
         if self._fsdp is not None and reduces != self._reduces:
             if not reduces:
                 _gather_the_unused(self._fsdp)
             self._fsdp.set_requires_gradient_sync(reduces)
             self._reduces = reduces
-        if self._buckets is None or not reduces:
+        if self._buckets is None or not is_last:
             loss.backward()
             return
         self._buckets.begin()
         loss.backward()
         self._buckets.finish()
+
+
+def _buckets(model: nn.Module, layout: Layout, on_wait: Callable[[], None]) -> GradientBuckets | None:
+    """Those of plain replicas; None where there are none, or nobody to average with.
+
+    With tensor parallelism one replica needs them too: gradients of norms are sums over its ranks.
+    """
+    replicated = replicated_parameters(model)
+    if not replicated or layout.world_size == 1:
+        return None
+    ids = set(map(id, replicated.values()))
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and id(parameter) not in ids and not isinstance(parameter, DTensor):
+            raise CannotAverage(
+                f"{name} was made after `parallelize`, or is outside the model that it was given: nobody would average "
+                "its gradients: make it in build_model()"
+            )
+    group = layout.mesh["dp_replicate"].get_group()
+    require_equal(replicated, group)
+    return GradientBuckets(replicated, group, on_wait)
 
 
 def _gather_the_unused(model: FSDPModule) -> None:

@@ -12,6 +12,7 @@ LAYOUTS = {
     "dp2": (2, {"dp_shard": 2}),
     "tp2": (2, {"tp": 2}),
     "ddp": (2, {"strategy": "ddp"}),
+    "ddp of one replica x tp2": (2, {"strategy": "ddp", "tp": 2}),
     "dp2, offloaded": (2, {"dp_shard": 2, "fsdp": {"offload": "all"}}),
     "zero1": (2, {"strategy": "zero1"}),
     "zero2": (2, {"strategy": "zero2"}),

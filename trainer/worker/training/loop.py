@@ -16,7 +16,6 @@ from trainer.contract.save_trouble import short_reason
 from trainer.worker.data import take, unwrapped
 from trainer.worker.data_parallel import GradientSync
 from trainer.worker.experts.balance import ExpertBalance
-from trainer.worker.gradient_buckets import SecondGradient
 from trainer.worker.optimizer import set_learning_rate
 from trainer.worker.reporting.expert_loads import expert_loads
 from trainer.worker.reporting.held_states import held_states
@@ -31,7 +30,7 @@ from trainer.worker.training import reduction
 from trainer.worker.training.drill import Drill
 from trainer.worker.training.lr_schedule import learning_rate
 from trainer.worker.training.metric_reducer import MetricReducer
-from trainer.worker.training.reduction import RankZeroMessage, Reduced, StepResult
+from trainer.worker.training.reduction import OwnNumbers, RankZeroMessage, Reduced, StepResult
 from trainer.worker.training.save_schedule import SaveSchedule, SaveVote
 from trainer.worker.training.scalar_loss import scalar_loss
 from trainer.worker.training.spikes import BadStep, SpikeDetector
@@ -92,7 +91,7 @@ class Loop:
         self._save_vote = SaveVote.NONE
         self._committed = services.saver.committed_step or 0
         self._vote_ahead = SaveVote.NONE
-        self._gradients = GradientSync(objects.model, config.parallel.reduce)
+        self._gradients = GradientSync(objects.model, objects.layout, config.parallel.reduce, services.phases.pause)
         self._experts = ExpertBalance(objects.model)
         self._last = services.test_until or config.train.steps
         self._validation = Validation(objects, every=config.validation.every, last=config.train.steps)
@@ -138,6 +137,7 @@ class Loop:
             objects.optimizer.step()
         self._experts.step_ended(reduced.loads, moves=not overflowed)
         objects.optimizer.zero_grad(set_to_none=True)
+        self._gradients.begin_step()
         if objects.scheduler is not None and not steps_on_plateau(objects.scheduler):
             objects.scheduler.step()
         self._services.phases.step_ended(step)
@@ -160,16 +160,15 @@ class Loop:
 
     def _reduce(self, step: int, loss: torch.Tensor) -> Reduced:
         """Sum over all ranks what they have to know of each other, and clip the gradients by it."""
-        parameters = list(self._objects.model.parameters())
-        gradients = [p.grad for p in parameters if p.grad is not None]
+        gradients = self._gradients.end_step()
         reduction.unscale(gradients, self._train_state.loss_scale.scale)
         self._services.drill.before_reduce(step)
         self._services.phases.pause()
         own = None if self._own_metrics is None else self._reducer.pack(self._own_metrics())
         message = self._rank_zero_message(step)
-        used = reduction.usage_mark(self._gradients.parameters)
-        loads = self._experts.loads()
-        reduced = reduction.reduce(step, gradients, loss, self._stop.asked(), message, own, used=used, loads=loads)
+        used, alike = reduction.usage_mark(self._gradients.averaged), self._gradients.makes_equal
+        numbers = OwnNumbers(own, self._experts.loads())
+        reduced = reduction.reduce(step, gradients, loss, self._stop.asked(), message, numbers, used=used, alike=alike)
         self._services.phases.resume()
         reduction.clip(gradients, reduced.norm, self._config.optimizer.clip_norm)
         return reduced
@@ -193,10 +192,7 @@ class Loop:
                 loss = loss * factor
             self._services.phases.enter(Phase.BACKWARD)
             scaled = loss if scale == 1.0 else loss.float() * scale
-            try:
-                self._gradients.backward(scaled, is_last=number == len(batches) - 1)
-            except SecondGradient as error:
-                raise WorkloadError(str(error)) from error
+            self._gradients.backward(scaled, is_last=number == len(batches) - 1)
             total += loss.detach()
         return total
 
@@ -271,6 +267,11 @@ class Loop:
             raise WorkloadError(
                 f"step {result.step}: ranks used different parameters, whose gradients cannot be averaged: every rank "
                 "has to use the same ones in every step (add 0 * parameter.sum() to the loss for one it does not need)"
+            )
+        if not result.gradients_alike:
+            raise WorkloadError(
+                f"step {result.step}: gradients of ranks differ after parallel.strategy=ddp has averaged them: a hook "
+                "has changed them, or a parameter was made after training began: type parallel.strategy=zero2"
             )
         self._train_state.loss = result.loss
         own = self._train_state.metrics = self._reducer.unpack(result.own)

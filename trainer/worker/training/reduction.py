@@ -1,14 +1,17 @@
 """The one all-reduce of a step: gradient norm, loss, stop votes and the message of rank 0 travel together."""
 
+import math
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from trainer.contract.ranks.progress import StopReason
+from trainer.worker.equal_replicas import are_equal, residue
 from trainer.worker.training.save_schedule import SaveVote
 
 
@@ -30,8 +33,22 @@ class StepResult:
     stop: StopReason
     message: RankZeroMessage
     used_alike: bool = True  # whether all ranks have gradients of the same parameters
+    gradients_alike: bool = True  # whether all ranks have the same gradients, where they have all of them
     own: list[float] = field(default_factory=list)  # of the workload's own numbers
     loads: list[float] = field(default_factory=list)  # tokens of each expert, layer by layer
+
+
+class OwnNumbers(NamedTuple):
+    """What of this rank is summed beside what every step needs; both float64."""
+
+    metrics: torch.Tensor | None = None
+    """A row of numbers of the workload's own."""
+
+    loads: torch.Tensor | None = None
+    """Tokens of each expert, layer by layer."""
+
+
+NO_NUMBERS = OwnNumbers()
 
 
 class Reduced:
@@ -52,7 +69,7 @@ class Reduced:
     def result(self) -> StepResult:
         if self._copied is not None:
             self._copied.synchronize()
-        squares, loss, save_vote, committed, marks, mark_squares, *sums = self._host.tolist()
+        squares, loss, residues, residue_squares, save_vote, committed, marks, mark_squares, *sums = self._host.tolist()
         message = RankZeroMessage(save_vote=SaveVote(int(save_vote)), committed=int(committed))
         rest = len(sums) - self._experts
         votes, own, loads = sums[: len(StopReason)], sums[len(StopReason) : rest], sums[rest:]
@@ -60,38 +77,40 @@ class Reduced:
         return StepResult(
             step=self.step, loss=loss, grad_norm=squares**0.5, stop=stop, message=message, own=own,
             loads=loads,
-            # The numbers of n ranks are equal when n times the sum of their squares is the square of their sum.
-            used_alike=self._world * mark_squares == marks * marks,
+            used_alike=are_equal(self._world, marks, mark_squares),
+            # What is no number is told as a spike.
+            gradients_alike=not math.isfinite(squares) or are_equal(self._world, residues, residue_squares),
         )  # fmt: skip
 
 
 def reduce(
     step: int, gradients: Sequence[torch.Tensor], loss: torch.Tensor, asked: StopReason, message: RankZeroMessage,
-    own: torch.Tensor | None = None, *, used: int = 0, loads: torch.Tensor | None = None,
+    own: OwnNumbers = NO_NUMBERS, *, used: int = 0, alike: bool = False,
 ) -> Reduced:  # fmt: skip
     """Sum over all ranks; `loss` is this rank's mean, and the mean over ranks is the step's.
 
-    `own`: a row of numbers of the workload's own; `used`: `usage_mark` of this rank; `loads`: tokens of
-    each expert.
+    `used`: `usage_mark` of this rank; `alike`: all ranks have the same
+    gradients.
     """
     world = dist.get_world_size()
     squares = squared_norm(gradients, world).to(loss.device)
     marks = [float(used), float(used) ** 2]  # exact: below 2**53 for a million ranks
-    told = [float(message.save_vote), float(message.committed), *marks, *stop_votes(asked)]
-    rest = torch.tensor(told, dtype=torch.float64).to(loss.device, non_blocking=True)
-    more = [numbers for numbers in (own, loads) if numbers is not None]
-    sums = torch.cat([squares.reshape(1), loss.detach().double().reshape(1) / world, rest, *more])
+    numbers = [float(message.save_vote), float(message.committed), *marks, *stop_votes(asked)]
+    rest = torch.tensor(numbers, dtype=torch.float64).to(loss.device, non_blocking=True)
+    more = [row for row in own if row is not None]
+    mark = residue(squares) if alike else torch.zeros_like(squares)
+    sums = torch.cat([torch.stack([squares, loss.detach().double() / world, mark, mark * mark]), rest, *more])
     dist.all_reduce(sums)
-    return Reduced(step, sums, 0 if loads is None else len(loads))
+    return Reduced(step, sums, 0 if own.loads is None else len(own.loads))
 
 
 def usage_mark(parameters: Iterable[torch.Tensor]) -> int:
-    """Stands for which of these, whose gradients are reduced, have none; 0 for none, at most 2**16.
+    """Stands for which of these, whose gradients are reduced, have none or are frozen; 0 for none, at most 2**16.
 
     Ranks that use different ones gather, and average, one for another: nothing else notices where shapes are equal.
     """
     missing = [
-        number for number, parameter in enumerate(parameters) if parameter.grad is None and parameter.requires_grad
+        (number, parameter.requires_grad) for number, parameter in enumerate(parameters) if parameter.grad is None
     ]
     return zlib.crc32(repr(missing).encode()) % (1 << 16) + 1 if missing else 0
 

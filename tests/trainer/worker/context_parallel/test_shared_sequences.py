@@ -57,6 +57,15 @@ def test_losses_and_gradient_norms_are_those_of_one_rank(
 
 
 @pytest.mark.parametrize("method", ["ulysses", "ring"])
+@pytest.mark.proof
+def test_tokens_have_the_positions_of_their_real_places(undisturbed: Callable[..., Run], method: str) -> None:
+    """At the beginning attention looks everywhere alike: only where it is sharp do positions matter to a loss."""
+    target = {"target": "tests.trainer.worker.context_parallel.sharp_llama:SharpLlama"}
+    given = settings({"cp": 2, "cp_method": method}, train={"steps": 4, "seq_len": 29}, workload=target)
+    assert far_from_one(undisturbed, **given) <= BOUND
+
+
+@pytest.mark.parametrize("method", ["ulysses", "ring"])
 @pytest.mark.parametrize(
     "train",
     [

@@ -50,7 +50,7 @@ def trained(case: dict[str, Any]) -> tuple[dict[str, torch.Tensor], torch.Tensor
     skew(model)
     own = batch().chunk(layout.dp_size)[layout.dp_rank]
     parts = own.chunk(case.get("micro", 1))
-    sync = GradientSync(model, made.parallel.reduce)
+    sync = GradientSync(model, layout, made.parallel.reduce, lambda: None)
     for number, part in enumerate(parts):
         sync.backward(model(part[:, :-1], part[:, 1:]) / len(parts), is_last=number == len(parts) - 1)
     load = ExpertBalance(model).loads()

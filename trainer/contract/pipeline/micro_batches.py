@@ -4,7 +4,7 @@ from trainer.contract.config import TrainConfig
 from trainer.contract.pipeline.bubble import formula
 from trainer.contract.pipeline.pipeline_config import LARGE_ROUNDS, PipelineConfig, Schedule
 
-SHOWN = 6
+SHOWN = 3
 """Counts that a message offers at most."""
 ENOUGH = 4
 """Micro-batches for each rank of the pipeline, from which on ranks wait for less than a fifth of a step."""
@@ -24,10 +24,13 @@ def micro_batch_count(pipeline: PipelineConfig, train: TrainConfig, dp_size: int
     key, count = _wanted(pipeline, train, share, fitting)
     if count in fitting:
         return count
+    if not fitting:  # of 1f1b alone: the others take one micro-batch
+        raise MicroBatchError(
+            f"train.batch_size={train.batch_size}: each data-parallel rank has {share} sequences of a step, but "
+            f"schedule {pipeline.schedule} needs one micro-batch or more for each of {pipeline.stages} stages: "
+            f"type train.batch_size={pipeline.stages * dp_size}"
+        )
     why = _why_not(pipeline, share, count)
-    if not fitting:
-        least = share_that_works(pipeline, share) * dp_size
-        raise MicroBatchError(f"{key}: {why}: type train.batch_size={least}")
     offered = " or ".join(
         f"parallel.pipeline.micro_batches={one}" for one in sorted(nearest(fitting, count or 1, SHOWN))
     )
@@ -70,14 +73,6 @@ def takes(pipeline: PipelineConfig, count: int) -> bool:
     if pipeline.schedule in LARGE_ROUNDS:
         return count % max(1, count // pipeline.ranks) == 0
     return count >= 1
-
-
-def share_that_works(pipeline: PipelineConfig, share: int) -> int:
-    """The smallest number of sequences above `share` that divides into micro-batches which the schedule takes."""
-    size = share + 1
-    while not any(size % count == 0 and takes(pipeline, count) for count in range(1, size + 1)):
-        size += 1
-    return size
 
 
 def nearest(counts: list[int], wanted: int, shown: int) -> list[int]:

@@ -1,7 +1,7 @@
 """Stages that sleep for fixed times: FOLDER WORLD RANK SECONDS MICRO_BATCHES SCHEDULE..., two steps of each schedule.
 
-Prints {schedule: RankSeconds} of this rank's second step. SECONDS are those of one rank's forward pass of a micro-batch;
-gradients of activations and of weights take as long each.
+Prints {schedule: RankSeconds} of this rank's second step. SECONDS are those of one rank's forward pass of a
+micro-batch; gradients of activations and of weights take as long each.
 """
 
 import json
@@ -73,8 +73,12 @@ def sleeping_stages(config: PipelineConfig, group: dist.ProcessGroup, seconds: f
 
 
 def measured(pipeline: Pipeline, meter: BubbleMeter[float], micro_batches: int) -> RankSeconds:
-    """Of the second step: in the first one ranks meet."""
-    for _ in range(2):
+    """Of the second step: in the first one ranks meet, and no stage sleeps."""
+    sleepers = [stage.submod for stage in pipeline.stages]
+    seconds = [one.seconds for one in sleepers]
+    for share in (0.0, 1.0):
+        for one, longest in zip(sleepers, seconds, strict=True):
+            one.seconds = share * longest
         dist.barrier()
         meter.start()
         pipeline.step([torch.ones(1, WIDTH + 1, dtype=torch.long) for _ in range(micro_batches)])

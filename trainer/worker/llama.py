@@ -177,6 +177,10 @@ class Llama(nn.Module):
         x = self.embedding(tokens)
         for layer in self.layers:
             x = layer(x, self.rotary)
+        return self.result(x, targets)
+
+    def result(self, x: torch.Tensor, targets: torch.Tensor | None) -> torch.Tensor:
+        """Logits, or with targets their mean loss, of what the last layer returned."""
         x = self.norm(x)
         if isinstance(x, DTensor):
             x = x.redistribute(placements=[Replicate()])

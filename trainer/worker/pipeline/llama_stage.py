@@ -1,0 +1,47 @@
+"""A part of the built-in model: some of its layers, under their names in the whole model."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from trainer.contract.config import ModelConfig, TrainConfig
+from trainer.contract.pipeline.stage_split import StagePart
+from trainer.worker.llama import Llama
+
+
+class NumberedLayers(nn.ModuleList):
+    """Layers in order, under their numbers in the whole model: `layers.5.attention.wq.weight` stays that."""
+
+    def __init__(self, layers: Mapping[int, nn.Module]) -> None:
+        super().__init__()
+        for number, layer in layers.items():
+            self.add_module(str(number), layer)
+
+
+class LlamaStage(Llama):
+    """Tokens, or activations [batch, length, dim], to activations; the last stage gives the mean loss of `targets`.
+
+    Made on the meta device, so that no stage ever has the whole model.
+    """
+
+    def __init__(self, config: ModelConfig, train: TrainConfig, part: StagePart) -> None:
+        super().__init__(config, train)
+        self.part = part
+        self.layers = NumberedLayers({number: self.layers[number] for number in part.layers})
+        if not part.is_first:
+            del self.embedding
+        if not part.is_last:
+            del self.norm, self.output
+
+    def tie(self) -> None:
+        """Of one stage alone; over several `stage_fit.problems` refuses tied embeddings."""
+        if hasattr(self, "embedding") and hasattr(self, "output"):
+            super().tie()
+
+    def forward(self, x: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
+        if self.part.is_first:
+            x = self.embedding(x)
+        for layer in self.layers:
+            x = layer(x, self.rotary)
+        return self.result(x, targets) if self.part.is_last else x

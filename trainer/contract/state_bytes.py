@@ -48,7 +48,7 @@ def state_bytes(
 def local_shape(parameter: Parameter, sizes: ParameterSizes, rank: int) -> tuple[int, ...]:
     """The part of a parameter that `rank` keeps: its share of `tp_dim`, then of the first dimension."""
     shape = list(parameter.shape)
-    _, shard, part = place_in(sizes, rank)
+    *_, shard, part = place_in(sizes, rank)
     if parameter.tp_dim is not None:
         shape[parameter.tp_dim] = _chunk(shape[parameter.tp_dim], sizes.tp, part)
     shape[0] = _chunk(shape[0], sizes.dp_shard, shard)

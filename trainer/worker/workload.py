@@ -87,7 +87,7 @@ class BaseWorkload:
 
     def parallelize(self, model: nn.Module, layout: Layout) -> nn.Module:
         """FSDP over `fsdp_units` and the rest; has no plan for tensor parallelism and for shared sequences."""
-        for name, size in (("tp", layout.sizes.tp), ("cp", layout.sizes.cp)):
+        for name, size in (("tp", layout.sizes.tp), ("cp", layout.sizes.cp), ("pipeline.stages", layout.sizes.pp)):
             if size > 1:
                 raise WorkloadError(
                     f"parallel.{name}={size}, but {type(self).__name__} has no `parallelize` of its own: "

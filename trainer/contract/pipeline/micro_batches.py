@@ -38,6 +38,14 @@ def micro_batch_count(pipeline: PipelineConfig, train: TrainConfig, dp_size: int
     raise MicroBatchError(f"{key}: {why}: type{more} {offered}")
 
 
+def micro_batch_size(pipeline: PipelineConfig, train: TrainConfig, dp_size: int) -> int:
+    """Sequences of a forward pass; raises MicroBatchError."""
+    share = train.batch_size // dp_size
+    if pipeline.stages == 1:
+        return train.micro_batch_size or share
+    return share // micro_batch_count(pipeline, train, dp_size)
+
+
 def _wanted(pipeline: PipelineConfig, train: TrainConfig, share: int, fitting: list[int]) -> tuple[str, int]:
     """The key that decides, with its value, and the count that it asks for; 0 for a size that divides nothing."""
     count, size = pipeline.micro_batches, train.micro_batch_size

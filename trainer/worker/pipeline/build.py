@@ -37,7 +37,7 @@ def stage(
     module: LlamaStage, train: TrainConfig, group: dist.ProcessGroup, device: torch.device, *, sequences: int
 ) -> Stage:
     """`module` in the pipeline of the ranks of `group`; `sequences`: those of one micro-batch."""
-    part = module.part
+    part = module.stage
     tokens, activation, loss = _examples(train, module.config.dim, sequences)
     return Stage(
         module,

@@ -27,7 +27,7 @@ class LlamaStage(Llama):
 
     def __init__(self, config: ModelConfig, train: TrainConfig, part: StagePart) -> None:
         super().__init__(config, train)
-        self.part = part
+        self.stage = part
         self.layers = NumberedLayers({number: self.layers[number] for number in part.layers})
         if not part.is_first:
             del self.embedding
@@ -40,8 +40,5 @@ class LlamaStage(Llama):
             super().tie()
 
     def forward(self, x: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
-        if self.part.is_first:
-            x = self.embedding(x)
-        for layer in self.layers:
-            x = layer(x, self.rotary)
-        return self.result(x, targets) if self.part.is_last else x
+        x = self.through_layers(self.embed(x) if self.stage.is_first else x)
+        return self.result(x, targets) if self.stage.is_last else x

@@ -1,0 +1,50 @@
+"""The stages of a rank as one model: parameters under their names in the whole model, and the pipeline that runs it."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from trainer.contract.config import JobConfig
+from trainer.contract.pipeline.micro_batches import micro_batch_count, micro_batch_size
+from trainer.contract.pipeline.stage_fit import split_of
+from trainer.contract.pipeline.stage_ranks import stages_of_rank
+from trainer.worker.mesh import Layout
+from trainer.worker.pipeline.build import stage, stage_module
+from trainer.worker.pipeline.llama_stage import LlamaStage, NumberedLayers
+from trainer.worker.pipeline.runtime import Pipeline
+
+
+class PipelinedLlama(nn.Module):
+    """What this rank has of the built-in model; `pipeline` computes with it, together with the other ranks."""
+
+    def __init__(self, modules: Sequence[LlamaStage], pipeline: Pipeline) -> None:
+        super().__init__()
+        self.pipeline = pipeline
+        for module in modules:
+            for name in ("embedding", "norm", "output"):
+                if hasattr(module, name):
+                    self.add_module(name, getattr(module, name))
+        layers = {int(name): layer for module in modules for name, layer in module.layers.named_children()}
+        self.layers = NumberedLayers(dict(sorted(layers.items())))
+
+    def forward(self, *_: torch.Tensor) -> torch.Tensor:
+        """No rank can compute all of the model by itself."""
+        raise RuntimeError("a model in stages is run by its pipeline")
+
+
+def pipelined_llama(config: JobConfig, layout: Layout) -> PipelinedLlama:
+    """The stages that this rank has, sharded, with their initial weights."""
+    pipeline, train, place = config.parallel.pipeline, config.train, layout.place.pp
+    parts = split_of(pipeline, config).parts
+    modules = [stage_module(config, parts[number], layout) for number in stages_of_rank(pipeline, place)]
+    sequences = micro_batch_size(pipeline, train, layout.dp_size)
+    stages = [
+        stage(module, train, layout.pp.get_group(), layout.device, sequences=sequences) for module in modules
+    ]
+    return PipelinedLlama(modules, Pipeline(pipeline, stages, micro_batch_count(pipeline, train, layout.dp_size)))
+
+
+def pipeline_of(model: nn.Module) -> Pipeline | None:
+    """What runs `model`; None: the model computes by itself."""
+    return model.pipeline if isinstance(model, PipelinedLlama) else None

@@ -19,9 +19,12 @@ _VICTIM = 3
 SCRIPT = Path(__file__).with_name("script.py")
 
 
-def kill(folder: Path, kind: str) -> dict[str, float]:
-    """SIGKILL of a rank: noticed, back at a step, and that as a share of this run's cold start."""
-    with Job(folder, kind, "tiny-gpt", *_SETTINGS) as job:
+def kill(folder: Path, kind: str, *settings: str) -> dict[str, float]:
+    """SIGKILL of a rank: noticed, back at a step, and that as a share of this run's cold start.
+
+    `settings` of the run, beside those of all.
+    """
+    with Job(folder, kind, "tiny-gpt", *_SETTINGS, *settings) as job:
         first = job.event(EventKind.GENERATION_FIRST_STEP, _START_SECONDS, generation=1)
         cold = first.time - job.began()
         job.reached(_HIT_AT, _START_SECONDS)

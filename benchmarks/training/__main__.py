@@ -12,7 +12,6 @@ Numbers from a machine on which something else runs are worth nothing. Exit code
 
 import argparse
 import json
-import math
 import os
 import platform
 import statistics
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.recovery.job import Job
+from benchmarks.training.intervals import interval
 from benchmarks.turns import bare_side, side_of, take_turns
 
 GOAL, MUST = 1.00, 1.02
@@ -84,18 +84,6 @@ def measured(name: str, folder: Path, turns: int) -> dict[str, Any]:
         "row": name, "beside": torchs, "ratio": ratio, "low": low, "high": high, "verdict": verdict,
         "ours": ours.step_seconds, "bare": bare.step_seconds, "pairs": len(ratios),
     }  # fmt: skip
-
-
-def interval(ordered: list[float]) -> tuple[float, float]:
-    """The narrowest pair of order statistics, equally far from both ends, between which the median is in 95 of 100."""
-    count, outside, place = len(ordered), 0.0, 0
-    while place < count // 2:
-        outside += 2 * math.comb(count, place) / 2**count
-        if outside > 0.05:
-            break
-        place += 1
-    first = max(0, place - 1)
-    return ordered[first], ordered[count - 1 - first]
 
 
 def _head() -> str:

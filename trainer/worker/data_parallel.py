@@ -65,9 +65,14 @@ class GradientSync:
         self._fsdp = model if isinstance(model, FSDPModule) else None
         self._buckets = buckets_of(model)
         self._reduces = True
-        averaged = {id(parameter) for parameter in self._buckets.parameters} if self._buckets else set()
-        self.parameters = [one for one in model.parameters() if isinstance(one, DTensor) or id(one) in averaged]
-        """Those whose gradients are reduced: every rank has to use the same ones of them."""
+        self._parameters = list(model.parameters())
+        bucketed = {id(parameter) for parameter in self._buckets.parameters} if self._buckets else set()
+        self.averaged = [one for one in self._parameters if isinstance(one, DTensor) or id(one) in bucketed]
+        """Parameters whose gradients are: every rank has to use the same ones of them."""
+
+    def found(self) -> list[torch.Tensor]:
+        """All gradients that there are."""
+        return [parameter.grad for parameter in self._parameters if parameter.grad is not None]
 
     def backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
         """Compute gradients of a micro-batch, the last one of its step or another; collective."""

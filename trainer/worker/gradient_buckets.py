@@ -5,6 +5,7 @@ taken in the same order in every step, so that a restart is bit-equal.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -94,27 +95,44 @@ class _Bucket:
         self.missing: set[int] = set()
         """Ids of parameters whose gradients are awaited."""
         self.has_left = False
+        self._places = [_place(parameter) for parameter in members]
 
     def packed(self) -> torch.Tensor | None:
         """All gradients in one tensor, which the parameters' `grad` are parts of from now on; None when all are frozen.
 
         What this rank has not used counts as zero and still has no `grad` afterwards.
         """
-        members = [parameter for parameter in self.members if parameter.requires_grad]
-        if not members:
+        pairs = [pair for pair in zip(self.members, self._places, strict=True) if pair[0].requires_grad]
+        if not pairs:
             return None
-        own = [_local(parameter) for parameter in members]
-        flat = own[0].new_empty(sum(tensor.numel() for tensor in own))
-        parts = list(_parts(flat, own))
-        pairs = list(zip(members, parts, strict=True))
-        for parameter, part in pairs:
+        flat = _local(pairs[0][0]).new_empty(sum(place.elements for _, place in pairs))
+        offset, used, parts = 0, [], []
+        for parameter, place in pairs:
+            part = flat.as_strided(place.shape, place.stride, offset)
+            offset += place.elements
             if parameter.grad is None:
                 part.zero_()
-        used = [(parameter, part) for parameter, part in pairs if parameter.grad is not None]
-        torch._foreach_copy_([part for _, part in used], [_gradient(parameter) for parameter, _ in used])
-        for parameter, part in used:
+            else:
+                used.append(parameter)
+                parts.append(part)
+        torch._foreach_copy_(parts, [_gradient(parameter) for parameter in used])
+        for parameter, part in zip(used, parts, strict=True):
             parameter.grad = _like(part, parameter)
         return flat
+
+
+class _Place(NamedTuple):
+    """How a gradient lies in a bucket: as its parameter, or without gaps where that has some."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    elements: int
+
+
+def _place(parameter: nn.Parameter) -> _Place:
+    own = _local(parameter)
+    like = own if torch.ops.aten.is_non_overlapping_and_dense(own) else torch.empty(own.shape, device="meta")
+    return _Place(own.shape, like.stride(), own.numel())
 
 
 def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[_Bucket]:
@@ -122,16 +140,6 @@ def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[_Bucket]:
     ordered = list(reversed(parameters))
     for positions in packed(((one.dtype, one.device), _local(one).nbytes) for one in ordered):
         yield _Bucket([ordered[position] for position in positions])
-
-
-def _parts(flat: torch.Tensor, own: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Views of `flat` with the shapes of `own`, and their strides where these have no gaps."""
-    begin = 0
-    for tensor in own:
-        part = flat[begin : begin + tensor.numel()]
-        dense = torch.ops.aten.is_non_overlapping_and_dense(tensor)
-        yield part.as_strided(tensor.shape, tensor.stride(), begin) if dense else part.view(tensor.shape)
-        begin += tensor.numel()
 
 
 def _gradient(parameter: nn.Parameter) -> torch.Tensor:

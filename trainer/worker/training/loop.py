@@ -155,14 +155,13 @@ class Loop:
 
     def _reduce(self, step: int, loss: torch.Tensor) -> Reduced:
         """Sum over all ranks what they have to know of each other, and clip the gradients by it."""
-        parameters = list(self._objects.model.parameters())
-        gradients = [p.grad for p in parameters if p.grad is not None]
+        gradients = self._gradients.found()
         reduction.unscale(gradients, self._train_state.loss_scale.scale)
         self._services.drill.before_reduce(step)
         self._services.phases.pause()
         own = None if self._own_metrics is None else self._reducer.pack(self._own_metrics())
         message = self._rank_zero_message(step)
-        used = reduction.usage_mark(self._gradients.parameters)
+        used = reduction.usage_mark(self._gradients.averaged)
         reduced = reduction.reduce(step, gradients, loss, self._stop.asked(), message, own, used=used)
         self._services.phases.resume()
         reduction.clip(gradients, reduced.norm, self._config.optimizer.clip_norm)

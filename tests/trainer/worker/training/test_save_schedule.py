@@ -4,6 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch import nn
 
 from checkpointing.config import AutoConfig, CheckpointConfig
 from checkpointing.errors import SaveFailed
@@ -152,7 +153,7 @@ def test_steps_that_only_memory_holds_count_as_unsaved() -> None:
     now, saver = SimpleNamespace(step=640), SimpleNamespace(committed_step=500, failure="disk full")
     services = SimpleNamespace(saver=saver, cell=None, test_until=0)
     config = JobConfig(checkpoint=CheckpointConfig(max_unsaved_steps=200))
-    objects = SimpleNamespace(workload=None, layout=None)
+    objects = SimpleNamespace(workload=None, layout=None, model=nn.Linear(1, 1))
     loop: Any = Loop(config, objects, now, services)  # type: ignore[arg-type]
     loop._check_saved(700)
     with pytest.raises(SaveFailed, match="201 steps are in no committed checkpoint, the newest is of step 500"):

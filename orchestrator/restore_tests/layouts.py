@@ -29,7 +29,14 @@ def with_layout(data: dict[str, Any], layout: str) -> dict[str, Any]:
         if strategy == Strategy.HSDP and replicas == 1:
             strategy = Strategy.AUTO
         pipeline = {**parallel.get("pipeline", {}), "stages": 1, "stages_per_rank": 0, "micro_batches": 0}
-        parallel |= {"pipeline": pipeline, "strategy": str(strategy), "cp": cp, "tp": tp, "dp_replicate": replicas, "dp_shard": 0}
+        parallel |= {
+            "pipeline": pipeline,
+            "strategy": str(strategy),
+            "cp": cp,
+            "tp": tp,
+            "dp_replicate": replicas,
+            "dp_shard": 0,
+        }
     return {"cluster": cluster, "parallel": parallel}
 
 

@@ -89,6 +89,12 @@ class GradientSync:
         loss.backward()
         self._buckets.finish()
 
+    def reduce_now(self) -> None:
+        """Average gradients that are all there, where their backward passes have not."""
+        if self._buckets is not None:
+            self._buckets.begin()
+            self._buckets.finish()
+
 
 def _gather_the_unused(model: FSDPModule) -> None:
     """Gather units once that no forward pass has used yet: torch 2.13 fails where it looks for their gradients."""

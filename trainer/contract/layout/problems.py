@@ -67,8 +67,8 @@ def _product(layout: ParallelConfig, world: int) -> Iterator[Problem]:
         sizes = [size for size in range(1, world // 2 + 1) if world % size == 0]
         offered = sorted(sizes, key=lambda size: abs(size - pipeline.ranks))[:2]
         yield Problem(
-            f"parallel.pipeline.stages={pipeline.stages} is a pipeline of {pipeline.ranks} ranks, which must divide the "
-            f"{world} of cluster.nodes x cluster.ranks_per_node: type "
+            f"parallel.pipeline.stages={pipeline.stages} is a pipeline of {pipeline.ranks} ranks, which must divide "
+            f"the {world} of cluster.nodes x cluster.ranks_per_node: type "
             f"{' or '.join(f'parallel.pipeline.stages={size * pipeline.per_rank}' for size in sorted(offered))}",
             has_hint=True,
         )

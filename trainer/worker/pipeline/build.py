@@ -34,11 +34,16 @@ def stage_module(config: JobConfig, part: StagePart, layout: Layout) -> LlamaSta
 
 
 def stage(
-    module: LlamaStage, train: TrainConfig, group: dist.ProcessGroup, device: torch.device, *, sequences: int
-) -> Stage:
-    """`module` in the pipeline of the ranks of `group`; `sequences`: those of one micro-batch."""
-    part = module.stage
-    tokens, activation, loss = _examples(train, module.config.dim, sequences)
+    module: LlamaStage, train: TrainConfig, group: dist.ProcessGroup, device: torch.device, *, sequences: int,
+    tp: int = 1,
+) -> Stage:  # fmt: skip
+    """`module` in the pipeline of the ranks of `group`; `sequences`: those of one micro-batch.
+
+    `tp`: ranks that share its matrices, and between layers the sequence.
+    """
+    part, own = module.stage, module.part
+    length = (train.seq_len if own is None else own.chunk * len(own.chunks)) // tp
+    tokens, activation, loss = _examples(train, (sequences, length, module.config.dim))
     return Stage(
         module,
         part.stage,
@@ -50,11 +55,11 @@ def stage(
     )
 
 
-def _examples(train: TrainConfig, dim: int, sequences: int) -> Sequence[torch.Tensor]:
-    """Tokens, activations and the loss of one micro-batch, as shapes and types alone."""
+def _examples(train: TrainConfig, shape: tuple[int, int, int]) -> Sequence[torch.Tensor]:
+    """Tokens, activations of this `shape` and the loss of one micro-batch, as shapes and types alone."""
     dtype = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}[train.dtype]
     return (
-        torch.empty(sequences, train.seq_len, dtype=torch.long, device="meta"),
-        torch.empty(sequences, train.seq_len, dim, dtype=dtype, device="meta", requires_grad=True),
+        torch.empty(shape[0], train.seq_len, dtype=torch.long, device="meta"),
+        torch.empty(shape, dtype=dtype, device="meta", requires_grad=True),
         torch.empty((), dtype=torch.float32, device="meta", requires_grad=True),
     )

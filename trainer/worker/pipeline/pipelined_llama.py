@@ -9,6 +9,7 @@ from trainer.contract.config import JobConfig
 from trainer.contract.pipeline.micro_batches import micro_batch_count, micro_batch_size
 from trainer.contract.pipeline.stage_fit import split_of
 from trainer.contract.pipeline.stage_ranks import stages_of_rank
+from trainer.worker.data_parallel import average_gradients
 from trainer.worker.mesh import Layout
 from trainer.worker.pipeline.build import stage, stage_module
 from trainer.worker.pipeline.llama_stage import LlamaStage, NumberedLayers
@@ -40,9 +41,12 @@ def pipelined_llama(config: JobConfig, layout: Layout) -> PipelinedLlama:
     modules = [stage_module(config, parts[number], layout) for number in stages_of_rank(pipeline, place)]
     sequences = micro_batch_size(pipeline, train, layout.dp_size)
     stages = [
-        stage(module, train, layout.pp.get_group(), layout.device, sequences=sequences) for module in modules
+        stage(module, train, layout.pp.get_group(), layout.device, sequences=sequences, tp=layout.sizes.tp)
+        for module in modules
     ]
-    return PipelinedLlama(modules, Pipeline(pipeline, stages, micro_batch_count(pipeline, train, layout.dp_size)))
+    model = PipelinedLlama(modules, Pipeline(pipeline, stages, micro_batch_count(pipeline, train, layout.dp_size)))
+    average_gradients(model, layout, config)
+    return model
 
 
 def pipeline_of(model: nn.Module) -> Pipeline | None:

@@ -36,14 +36,19 @@ class Pipeline:
         self._losses: list[torch.Tensor] = []
         # Scaled here, as the loop without a pipeline does it: dividing sums later would round other bits.
         self._runtime = _PipelineScheduleRuntime(list(stages), micro_batches, loss_fn=self._loss, scale_grads=False)
+        self._watchers = list(watchers)
         for stage in stages:
-            stage.watchers = watchers
-        self._runtime.fwd_recv_ops = _WatchedReceives(Activity.WAIT_FOR_ACTIVATION, watchers)
-        self._runtime.bwd_recv_ops = _WatchedReceives(Activity.WAIT_FOR_GRADIENT, watchers)
+            stage.watchers = self._watchers
+        self._runtime.fwd_recv_ops = _WatchedReceives(Activity.WAIT_FOR_ACTIVATION, self._watchers)
+        self._runtime.bwd_recv_ops = _WatchedReceives(Activity.WAIT_FOR_GRADIENT, self._watchers)
         self._runtime.pipeline_order = computations(config, micro_batches)
         self._runtime._prepare_schedule_with_comms(self._runtime.pipeline_order)
         self._all = self._runtime.pipeline_order_with_comms
         self._forward = {rank: [one for one in order if _is_forward(one)] for rank, order in self._all.items()}
+
+    def watch(self, watcher: Watcher) -> None:
+        """Have `watcher` told, too, from now on."""
+        self._watchers.append(watcher)
 
     @property
     def has_last(self) -> bool:

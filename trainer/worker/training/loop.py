@@ -13,9 +13,7 @@ from trainer.contract.events import EventKind
 from trainer.contract.outcome import ExitCode
 from trainer.contract.ranks.progress import SECTIONS, Phase, ProgressCell, StopReason
 from trainer.contract.save_trouble import short_reason
-from trainer.worker.data import take, unwrapped
-from trainer.worker.data_parallel import GradientSync
-from trainer.worker.gradient_buckets import SecondGradient
+from trainer.worker.data import take
 from trainer.worker.optimizer import set_learning_rate
 from trainer.worker.reporting.held_states import held_states
 from trainer.worker.reporting.metrics import Journal
@@ -29,6 +27,7 @@ from trainer.worker.training import reduction
 from trainer.worker.training.drill import Drill
 from trainer.worker.training.lr_schedule import learning_rate
 from trainer.worker.training.metric_reducer import MetricReducer
+from trainer.worker.training.passes import passes_of
 from trainer.worker.training.reduction import RankZeroMessage, Reduced, StepResult
 from trainer.worker.training.save_schedule import SaveSchedule, SaveVote
 from trainer.worker.training.spikes import BadStep, SpikeDetector
@@ -89,7 +88,7 @@ class Loop:
         self._save_vote = SaveVote.NONE
         self._committed = services.saver.committed_step or 0
         self._vote_ahead = SaveVote.NONE
-        self._gradients = GradientSync(objects.model, config.parallel.reduce)
+        self._passes = passes_of(objects, services.phases, services.drill, config.parallel.reduce)
         self._last = services.test_until or config.train.steps
         self._validation = Validation(objects, every=config.validation.every, last=config.train.steps)
         self._own_metrics = hook(objects.workload, "metrics")
@@ -119,7 +118,7 @@ class Loop:
         self._services.drill.in_data(step)
         position, batches = take(objects.data, self._services.skip)
         self._services.cell.add_input_bytes(sum(batch.nbytes for batch in batches if isinstance(batch, torch.Tensor)))
-        loss = self._accumulate(step, batches)
+        loss = self._passes.run(step, batches, self._train_state.loss_scale.scale)
         self._services.phases.enter(Phase.OPTIMIZER)
         reduced = self._reduce(step, loss)
         if objects.scheduler is None:
@@ -155,43 +154,18 @@ class Loop:
 
     def _reduce(self, step: int, loss: torch.Tensor) -> Reduced:
         """Sum over all ranks what they have to know of each other, and clip the gradients by it."""
-        gradients = self._gradients.found()
+        gradients = self._passes.gradients.found()
         reduction.unscale(gradients, self._train_state.loss_scale.scale)
         self._services.drill.before_reduce(step)
         self._services.phases.pause()
         own = None if self._own_metrics is None else self._reducer.pack(self._own_metrics())
         message = self._rank_zero_message(step)
-        used = reduction.usage_mark(self._gradients.averaged)
-        reduced = reduction.reduce(step, gradients, loss, self._stop.asked(), message, own, used=used)
+        stages = self._objects.layout.sizes.pp
+        used = reduction.usage_mark(self._passes.gradients.averaged)
+        reduced = reduction.reduce(step, gradients, loss, self._stop.asked(), message, own, used=used, stages=stages)
         self._services.phases.resume()
         reduction.clip(gradients, reduced.norm, self._config.optimizer.clip_norm)
         return reduced
-
-    def _accumulate(self, step: int, batches: Sequence[Any]) -> torch.Tensor:
-        """Gradients of all micro-batches; returns this rank's mean loss. Raises WorkloadError where there are none."""
-        objects, drill = self._objects, self._services.drill
-        if not len(batches):
-            data = type(unwrapped(objects.data)).__name__
-            raise WorkloadError(
-                f"{data}.take() returned no micro-batch for step {step}: every rank needs one or more in every step"
-            )
-        total = torch.zeros((), device=objects.layout.device)
-        factor, scale = drill.loss_factor(step), self._train_state.loss_scale.scale
-        for number, batch in enumerate(batches):
-            self._services.phases.enter(Phase.FORWARD)
-            if not number:
-                drill.in_forward(step)
-            loss = _scalar(objects.workload, objects.workload.loss(objects.model, batch)) / len(batches)
-            if factor != 1.0:
-                loss = loss * factor
-            self._services.phases.enter(Phase.BACKWARD)
-            scaled = loss if scale == 1.0 else loss.float() * scale
-            try:
-                self._gradients.backward(scaled, is_last=number == len(batches) - 1)
-            except SecondGradient as error:
-                raise WorkloadError(str(error)) from error
-            total += loss.detach()
-        return total
 
     def _end_step(self, pending: PendingStep) -> StopReason:
         """After a step: report, agree, save. Every rank decides alike here."""
@@ -357,7 +331,7 @@ class Loop:
 
     def _finish(self) -> None:
         """The weights' digest, by which two runs are compared, the probe, and the last phase."""
-        digest = weights_digest(self._objects.model)
+        digest = weights_digest(self._objects.model, self._objects.layout)
         probes = self._config.trains_built_in_workload and not self._services.test_until
         probe = {"probe": self._probe()} if probes else {}
         if self._objects.layout.rank == 0:
@@ -373,26 +347,14 @@ class Loop:
         """
         step, objects = self._train_state.step + 1, self._objects
         _, batches = take(objects.data, self._services.skip)
-        loss = self._accumulate(step, batches)
+        loss = self._passes.run(step, batches, self._train_state.loss_scale.scale)
         gradients = [p.grad for p in objects.model.parameters() if p.grad is not None]
         reduction.unscale(gradients, self._train_state.loss_scale.scale)
-        found = reduction.reduce(step, gradients, loss, StopReason.NONE, RankZeroMessage()).result()
+        found = reduction.reduce(
+            step, gradients, loss, StopReason.NONE, RankZeroMessage(), stages=objects.layout.sizes.pp
+        ).result()
         objects.optimizer.zero_grad(set_to_none=True)
         return {
             "step": step, "loss": found.loss, "grad_norm": found.grad_norm,
             "lr": self._scheduled(step),
         }  # fmt: skip
-
-
-def _scalar(workload: object, loss: Any) -> torch.Tensor:
-    """What `loss()` of a user has returned; raises WorkloadError for what no backward pass can begin with."""
-    if isinstance(loss, torch.Tensor) and not loss.dim() and loss.requires_grad:
-        return loss
-    if not isinstance(loss, torch.Tensor):
-        found = "None" if loss is None else f"a {type(loss).__name__}"
-    else:
-        found = f"a tensor of shape {list(loss.shape)}" if loss.dim() else "a tensor without a gradient"
-    raise WorkloadError(
-        f"{type(workload).__name__}.loss() returned {found}: it must return the mean loss of the micro-batch, a tensor "
-        "with one number, no dimension, and a gradient"
-    )

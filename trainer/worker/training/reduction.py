@@ -62,14 +62,15 @@ class Reduced:
 
 def reduce(
     step: int, gradients: Sequence[torch.Tensor], loss: torch.Tensor, asked: StopReason, message: RankZeroMessage,
-    own: torch.Tensor | None = None, *, used: int = 0,
+    own: torch.Tensor | None = None, *, used: int = 0, stages: int = 1,
 ) -> Reduced:  # fmt: skip
     """Sum over all ranks; `loss` is this rank's mean, and the mean over ranks is the step's.
 
-    `own`: a row of numbers of the workload's own; `used`: `usage_mark` of this rank.
+    `own`: a row of numbers of the workload's own; `used`: `usage_mark` of this rank; `stages`: ranks that have
+    different parameters of one model.
     """
     world = dist.get_world_size()
-    squares = squared_norm(gradients, world).to(loss.device)
+    squares = squared_norm(gradients, world // stages).to(loss.device)
     marks = [float(used), float(used) ** 2]  # exact: below 2**53 for a million ranks
     numbers = [float(message.save_vote), float(message.committed), *marks, *stop_votes(asked)]
     rest = torch.tensor(numbers, dtype=torch.float64).to(loss.device, non_blocking=True)
@@ -101,7 +102,10 @@ def agreed_stop(sums: list[float]) -> StopReason:
 
 
 def squared_norm(gradients: Sequence[torch.Tensor], world: int) -> torch.Tensor:
-    """This rank's share of the squared gradient norm, in float64: an element held by n ranks counts 1/n on each."""
+    """This rank's share of the squared gradient norm, in float64: an element held by n ranks counts 1/n on each.
+
+    `world`: the ranks that have these parameters, or shards of them.
+    """
     shares = [(local(gradient), 1.0 / copies(gradient, world)) for gradient in gradients]
     if not shares:
         return torch.zeros((), dtype=torch.float64)

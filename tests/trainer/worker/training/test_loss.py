@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from trainer.worker.training.loop import _scalar
+from trainer.worker.training.passes import scalar
 from trainer.worker.workload import WorkloadError
 
 
@@ -26,9 +26,9 @@ class Mine:
 )
 def test_a_loss_that_cannot_be_trained_on_is_the_users_error(loss: Any, found: str) -> None:
     with pytest.raises(WorkloadError, match=rf"^Mine\.loss\(\) returned {found}: it must return the mean loss"):
-        _scalar(Mine(), loss)
+        scalar(Mine(), loss)
 
 
 def test_a_scalar_is_taken_as_it_is() -> None:
     loss = torch.ones(2, requires_grad=True).sum()
-    assert _scalar(Mine(), loss) is loss
+    assert scalar(Mine(), loss) is loss

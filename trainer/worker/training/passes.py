@@ -1,0 +1,109 @@
+"""The forward and backward passes of a step: gradients of all its micro-batches, one after the other or in stages."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+from trainer.contract.parallel_config import Reduce
+from trainer.contract.ranks.progress import Phase
+from trainer.worker.data import unwrapped
+from trainer.worker.data_parallel import GradientSync
+from trainer.worker.gradient_buckets import SecondGradient
+from trainer.worker.pipeline.pipelined_llama import pipeline_of
+from trainer.worker.pipeline.runtime import Pipeline
+from trainer.worker.reporting.phase_tracker import PhaseTracker
+from trainer.worker.train_objects import TrainObjects
+from trainer.worker.training.drill import Drill
+from trainer.worker.training.stage_phases import StagePhases
+from trainer.worker.workload import WorkloadError
+
+
+class Passes(Protocol):
+    """What computes the gradients of a step."""
+
+    gradients: GradientSync
+
+    def run(self, step: int, batches: Sequence[Any], scale: float) -> torch.Tensor:
+        """Gradients of all micro-batches, times `scale`; returns this rank's mean loss. Raises WorkloadError."""
+
+
+def passes_of(objects: TrainObjects, phases: PhaseTracker, drill: Drill, reduce: Reduce) -> Passes:
+    """Those of a model in one piece, or in stages."""
+    gradients, pipeline = GradientSync(objects.model, reduce), pipeline_of(objects.model)
+    if pipeline is None:
+        return WholePasses(objects, phases, drill, gradients)
+    return StagedPasses(objects, phases, drill, gradients, pipeline)
+
+
+class WholePasses:
+    """Every micro-batch is computed by the model of this rank."""
+
+    def __init__(self, objects: TrainObjects, phases: PhaseTracker, drill: Drill, gradients: GradientSync) -> None:
+        self._objects, self._phases, self._drill, self.gradients = objects, phases, drill, gradients
+
+    def run(self, step: int, batches: Sequence[Any], scale: float) -> torch.Tensor:
+        """As `Passes.run`."""
+        objects, drill = self._objects, self._drill
+        require_batches(objects, step, batches)
+        total = torch.zeros((), device=objects.layout.device)
+        factor = drill.loss_factor(step)
+        for number, batch in enumerate(batches):
+            self._phases.enter(Phase.FORWARD)
+            if not number:
+                drill.in_forward(step)
+            loss = scalar(objects.workload, objects.workload.loss(objects.model, batch)) / len(batches)
+            if factor != 1.0:
+                loss = loss * factor
+            self._phases.enter(Phase.BACKWARD)
+            scaled = loss if scale == 1.0 else loss.float() * scale
+            try:
+                self.gradients.backward(scaled, is_last=number == len(batches) - 1)
+            except SecondGradient as error:
+                raise WorkloadError(str(error)) from error
+            total += loss.detach()
+        return total
+
+
+class StagedPasses:
+    """The micro-batches go through the stages of all ranks of a pipeline."""
+
+    def __init__(
+        self, objects: TrainObjects, phases: PhaseTracker, drill: Drill, gradients: GradientSync, pipeline: Pipeline
+    ) -> None:
+        self._objects, self._phases, self._drill, self.gradients = objects, phases, drill, gradients
+        self._pipeline = pipeline
+        pipeline.watch(StagePhases(phases))
+
+    def run(self, step: int, batches: Sequence[Any], scale: float) -> torch.Tensor:
+        """As `Passes.run`; only the last stage knows the loss, which stands for that of all stages."""
+        require_batches(self._objects, step, batches)
+        self._phases.enter(Phase.FORWARD)
+        self._drill.in_forward(step)
+        loss = self._pipeline.step(batches, factor=self._drill.loss_factor(step), scale=scale)
+        self._phases.enter(Phase.BACKWARD)
+        self.gradients.reduce_now()
+        return loss * self._objects.layout.sizes.pp
+
+
+def require_batches(objects: TrainObjects, step: int, batches: Sequence[Any]) -> None:
+    """Raises WorkloadError where there are none."""
+    if not len(batches):
+        data = type(unwrapped(objects.data)).__name__
+        raise WorkloadError(
+            f"{data}.take() returned no micro-batch for step {step}: every rank needs one or more in every step"
+        )
+
+
+def scalar(workload: object, loss: Any) -> torch.Tensor:
+    """What `loss()` of a user has returned; raises WorkloadError for what no backward pass can begin with."""
+    if isinstance(loss, torch.Tensor) and not loss.dim() and loss.requires_grad:
+        return loss
+    if not isinstance(loss, torch.Tensor):
+        found = "None" if loss is None else f"a {type(loss).__name__}"
+    else:
+        found = f"a tensor of shape {list(loss.shape)}" if loss.dim() else "a tensor without a gradient"
+    raise WorkloadError(
+        f"{type(workload).__name__}.loss() returned {found}: it must return the mean loss of the micro-batch, a tensor "
+        "with one number, no dimension, and a gradient"
+    )

@@ -39,6 +39,13 @@ class MeshSizes(NamedTuple):
     tp: int
 
 
+def place_words(sizes: MeshSizes, rank: int) -> str:
+    """Where `rank` stands in the dimensions that have several ranks; empty where that is one at most."""
+    places = zip(sizes._fields, sizes, place_in(sizes, rank), strict=True)
+    words = [f"{name} {place}" for name, size, place in places if size > 1]
+    return ", ".join(words) if len(words) > 1 else ""
+
+
 class ParameterSizes(NamedTuple):
     """The mesh over which parameters lie: ranks of one context-parallel group count among shards, or replicas."""
 

@@ -60,6 +60,11 @@ class Layout:
         return self.sizes.dp_replicate * self.sizes.dp_shard
 
     @property
+    def ranks_per_share(self) -> int:
+        """Ranks that read the same data."""
+        return self.world_size // self.dp_size
+
+    @property
     def dp_rank(self) -> int:
         """Which share of every batch this rank reads; the same for all ranks that share its layers or its sequences."""
         return self.place.dp_replicate * self.sizes.dp_shard + self.place.dp_shard

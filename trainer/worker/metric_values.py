@@ -18,7 +18,7 @@ class Mean:
 
 @dataclass(frozen=True)
 class Sum:
-    """The sum over the data-parallel ranks."""
+    """The sum over the data-parallel ranks; ranks that read the same data count once, with the mean of theirs."""
 
     value: Number
 

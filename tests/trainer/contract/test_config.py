@@ -8,7 +8,14 @@ import pytest
 from trainer.contract import config as configs
 from trainer.contract.config import ClusterShape, JobConfig, ModelConfig, OptimizerConfig, TrainConfig
 from trainer.contract.drill_config import DrillEvent
-from trainer.contract.parallel_config import FsdpConfig, MeshSizes, ParallelConfig, ParameterSizes, place_in
+from trainer.contract.parallel_config import (
+    FsdpConfig,
+    MeshSizes,
+    ParallelConfig,
+    ParameterSizes,
+    place_in,
+    place_words,
+)
 from trainer.contract.run_dir import RunDir
 
 
@@ -88,6 +95,13 @@ def test_a_rank_has_its_place_in_every_dimension_and_in_the_inner_ones():
         (0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 1), (1, 1, 1)
     ]  # fmt: skip
     assert place_in((2, 2), 5) == (0, 1)
+
+
+def test_the_place_of_a_rank_is_told_where_its_number_alone_does_not():
+    sizes = ParallelConfig(cp=2, tp=2).mesh_sizes(8)
+    assert place_words(sizes, 5) == "dp_shard 1, cp 0, tp 1"
+    assert place_words(ParallelConfig(cp=4).mesh_sizes(8), 6) == "dp_shard 1, cp 2"
+    assert place_words(ParallelConfig().mesh_sizes(8), 6) == ""
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,7 @@ KINDS = [
     pytest.param("Hooked", {}, {"dp_shard": 2}, id="cosine"),
     pytest.param("Frozen", {"plateau": True}, {"dp_shard": 2}, id="plateau-and-statistics", marks=pytest.mark.proof),
     pytest.param("HookedLlama", None, {"tp": 2}, id="tensor-parallel", marks=pytest.mark.proof),
+    pytest.param("HookedLlama", None, {"cp": 2}, id="context-parallel", marks=pytest.mark.proof),
 ]
 
 
@@ -64,7 +65,7 @@ def test_a_killed_run_with_every_hook_ends_with_the_same_bits(make_run, kind, ar
     assert len({line["lr"] for line in calm.metrics().values()}) > 2
     line = calm.metrics()[5]["metrics"]
     assert line["own"] == pytest.approx(calm.losses()[5], rel=1e-6)
-    if kind == "HookedLlama":  # both ranks of a tensor-parallel group have the same four
+    if kind == "HookedLlama":  # both ranks of a tensor-parallel or context-parallel group have the same four
         assert line["sequences"] == 4.0
         return
     assert (line["samples"], line["first"]) == (16, 7.0)

@@ -133,13 +133,16 @@ def test_ranks_that_are_new_begin_with_the_first_ones_statistics(make_run):
     assert run.train()["codes"] == [0, 0], run.log()
 
 
-def test_without_a_plan_tensor_parallelism_is_refused(make_run):
-    run = make_run(2, workload=PLANE, train=TRAIN, parallel={"tp": 2})
+@pytest.mark.parametrize("name", ["tp", pytest.param("cp", marks=pytest.mark.proof)])
+def test_without_a_plan_shared_layers_and_sequences_are_refused(make_run, name):
+    run = make_run(2, workload=PLANE, train=TRAIN, parallel={name: 2})
     first, second = run.train()["codes"]
     assert first == ExitCode.NEVER_RETRY
     # The store goes with the first rank: the other one may hear of that before it comes to the same mistake.
     assert second in (ExitCode.NEVER_RETRY, ExitCode.RETRY)
-    assert "has no `parallelize` of its own" in run.outcome(0, 1).message
+    message = run.outcome(0, 1).message
+    assert message.startswith(f"parallel.{name}=2, but Plane has no `parallelize` of its own"), message
+    assert message.endswith(f"set parallel.{name}=1")
 
 
 def test_a_rank_started_cold_does_the_same(make_run):

@@ -48,6 +48,8 @@ PEAKS: dict[str, tuple[int, dict]] = {
     "zero2 2": (2, {"strategy": "zero2"}),
     "zero3 2": (2, {"strategy": "zero3"}),
     "tp 2": (2, {"tp": 2}),
+    "ulysses 2": (2, {"cp": 2}),
+    "ring 2 in ddp": (2, {"cp": 2, "cp_method": "ring", "strategy": "ddp"}),
     "hsdp 2 x 2": (4, {"strategy": "hsdp", "dp_replicate": 2}),
     "fsdp 2, optimizer on the host": (2, {"fsdp": {"offload": "optimizer"}}),
     "fsdp 2, all on the host": (2, {"fsdp": {"offload": "all"}}),

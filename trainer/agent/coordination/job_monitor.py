@@ -4,7 +4,7 @@ import asyncio
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from trainer.agent.attempt_state.attempt_state import AttemptState
 from trainer.agent.attempt_state.ranks_file import MOST, rank_readings
@@ -19,11 +19,15 @@ from trainer.agent.watch.work_windows import WorkWindows
 from trainer.contract.events import EventKind
 from trainer.contract.messages.agents import EvidenceCollected, FlightRecords, ProgressReport, RankSpeeds
 from trainer.contract.outcome import Failure
+from trainer.contract.parallel_config import place_words
 from trainer.contract.rank_readings import RankReadings
 from trainer.contract.scheduler_kinds import traits
 
 _SETTLED = 0.5
 """Seconds after a first bad end until most of the others have come, and their flight records are written."""
+
+_PLACED = 3
+"""Ranks of which a reason says where they stand in the mesh."""
 
 
 class JobMonitor:
@@ -69,7 +73,8 @@ class JobMonitor:
             case ProgressReport():
                 self._hang_detector.add_report(node, message, time.monotonic())
                 for verdict in self._work_windows.add_report(message.work) if self._work_windows else ():
-                    self._events.write(EventKind.STRAGGLER, **asdict(verdict))
+                    told = replace(verdict, reason=self._with_places(verdict.reason, [verdict.rank]))
+                    self._events.write(EventKind.STRAGGLER, **asdict(told))
             case RankSpeeds():
                 self._add_measurement(message)
             case FlightRecords():
@@ -145,7 +150,18 @@ class JobMonitor:
             Incident(name=name, judgement=judgement, began=now, quiet=0.0, until=now, waits=set())
         )
 
-    async def _conclude(self, incident: Incident) -> Failure | None:
+    def _with_places(self, reason: str, ranks: Sequence[int]) -> str:
+        """The reason, and where the ranks that it names stand in the mesh."""
+        if self._config.command:  # a program of the user's own makes its own mesh
+            return reason
+        sizes = self._config.parallel.mesh_sizes(self._config.cluster.world_size)
+        places = [f"rank {rank} is {words}" for rank in ranks[:_PLACED] if (words := place_words(sizes, rank))]
+        return "; ".join([reason, *places])
+
+    async def _conclude(self, found: Incident) -> Failure | None:
+        told = found.judgement
+        named = [one.rank for one in told.culprits] or [rank for rank in (told.culprit,) if rank is not None]
+        incident = replace(found, judgement=replace(told, reason=self._with_places(told.reason, named)))
         withdrawn = self._hang_detector.moved_since(incident)
         bundle = self._state.attempt_dir.incident(incident.name)
         seen = self._hang_detector.snapshot.at(incident.began)

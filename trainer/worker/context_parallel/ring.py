@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 from trainer.worker.context_parallel.block_attention import BlockResult, joined, kernel_for
 from trainer.worker.context_parallel.peer_waits import waiting
 from trainer.worker.context_parallel.ulysses import repeated
+from trainer.worker.reporting.phase_tracker import current_tracker
 
 
 class Visible(NamedTuple):
@@ -51,6 +52,8 @@ class Ring:
         """Begin to send `tensor` and to receive one of its shape, while this rank computes."""
         received = torch.empty_like(tensor)
         self.sent_bytes += tensor.nbytes
+        if (tracker := current_tracker()) is not None:
+            tracker.message_begun()
         works = dist.batch_isend_irecv(
             [
                 dist.P2POp(dist.isend, tensor, self._next, self._group),

@@ -21,7 +21,8 @@ class PhaseTracker:
     def __init__(self, cell: ProgressCell, stopwatch: Stopwatch, *, compiles: bool = False) -> None:
         """`compiles`: the first forward pass compiles the model."""
         self._cell, self._stopwatch, self._compiles = cell, stopwatch, compiles
-        self._counters = _counters()
+        self._messages = 0
+        self._counters: list[Callable[[], int]] = [*_counters(), lambda: self._messages]
         self._section: int | None = None
         self._phase, self._slow_depth, self._thread = Phase.INIT, 0, threading.get_ident()
         self._before = [0] * len(SECTIONS)
@@ -38,6 +39,11 @@ class PhaseTracker:
         self._cell.enter(phase, sum([count() for count in self._counters]))
         self._section = _SECTION.get(phase)
         self._stopwatch.switch_to(self._section)
+
+    def message_begun(self) -> None:
+        """This rank has begun to send and to receive within a phase: shown at once, as gloo keeps no record of it."""
+        self._messages += 1
+        self._cell.update(collective=sum([count() for count in self._counters]))
 
     def pause(self) -> None:
         """What follows is no work of the step: a wait for peers, or a message to them."""

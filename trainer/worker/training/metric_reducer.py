@@ -77,8 +77,8 @@ class MetricReducer:
             return 0.0, 0.0, 0.0
         if isinstance(value, Rank0):
             return _whole(value.value), 1.0, 0.0
-        if isinstance(value, Sum):  # the ranks of one tensor-parallel group have the same number
-            return _whole(value.value) / self._layout.sizes.tp, 0.0, 1.0
+        if isinstance(value, Sum):  # ranks that read the same data count it once
+            return _whole(value.value) / self._layout.ranks_per_share, 0.0, 1.0
         weight = _whole(value.weight)
         # A mean over no samples is no number on this rank, and must be none of the sum.
         empty = isinstance(weight, float) and not weight

@@ -58,6 +58,19 @@ def test_every_phase_is_told_with_the_collectives_begun_so_far(world, cell):
     assert (reading.phase, reading.collective - before) == (Phase.OPTIMIZER, 3)
 
 
+def test_messages_are_told_within_a_phase_and_count_as_collectives_do(world, cell):
+    """gloo records none: how many a rank has begun is all that is known of those that wait in a receive."""
+    taken = PhaseTracker(cell, Clock())
+    taken.enter(Phase.FORWARD)
+    before = cell.read()
+    taken.message_begun()
+    reading = cell.read()
+    assert (reading.phase, reading.phase_at) == (Phase.FORWARD, before.phase_at)
+    assert (reading.collective - before.collective, reading.moved_at > before.moved_at) == (1, True)
+    taken.enter(Phase.BACKWARD)
+    assert cell.read().collective == reading.collective
+
+
 def test_the_first_forward_pass_of_a_compiled_model_is_called_so(world, cell):
     taken = PhaseTracker(cell, Clock(), compiles=True)
     phases = []

@@ -41,6 +41,18 @@ def test_the_second_step_is_measured_and_no_other() -> None:
     assert made.step_ended() is None
 
 
+def test_messages_count_once_with_or_without_a_record_of_them() -> None:
+    sent = {**entry(0, "2", [10]), "profiling_name": "nccl:send 0->1"}
+    received = {**entry(1, "2", [10]), "profiling_name": "nccl:recv 0<-1"}
+    made = meter([], [sent, received])
+    made.step_ended()
+    assert made.step_ended() == {"dp_shard": 40}
+    counts = iter([100, 164])
+    made = TrafficMeter({}, [lambda: json.dumps({"entries": []})], unrecorded={"cp": lambda: next(counts)})
+    made.step_ended()
+    assert made.step_ended() == {"cp": 64}
+
+
 def test_groups_of_others_do_not_count() -> None:
     made = meter([], [entry(0, "7", [100])])
     made.step_ended()

@@ -1,0 +1,24 @@
+"""The built-in model, of which one rank never comes back from the attention of its second layer."""
+
+import time
+from typing import Any
+
+from torch import nn
+
+from trainer.worker.llama import LlamaWorkload
+
+
+class StuckInRing(LlamaWorkload):
+    def build_model(self) -> Any:
+        model = super().build_model()
+        model.layers[1].attention.register_forward_pre_hook(self._wait)
+        return model
+
+    def parallelize(self, model: nn.Module, layout: Any) -> Any:
+        self.rank, self.calls = layout.rank, 0
+        return super().parallelize(model, layout)
+
+    def _wait(self, *_: object) -> None:
+        self.calls += 1
+        if self.rank == 2 and self.calls == 9:
+            time.sleep(3600)

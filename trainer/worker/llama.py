@@ -230,11 +230,7 @@ class LlamaWorkload(BaseWorkload):
         with torch.device("meta"):
             return Llama(config.model, config.train)
 
-    def parallelize(self, model: nn.Module, layout: Layout) -> nn.Module:
-        if layout.sizes.pp > 1:
-            from trainer.worker.pipeline.pipelined_llama import pipelined_llama  # its stages are parts of this model
-
-            return pipelined_llama(self.config, layout)
+    def parallelize(self, model: nn.Module, layout: Layout) -> Llama:
         assert isinstance(model, Llama)
         parallelize.shard(model, layout, self.config)
         model.materialize(layout.device, self.config.train.seed, offload=offloads_all(self.config))

@@ -67,6 +67,7 @@ class PendingStep:
     loss_scale: float = 1.0
     work: Sequence[int] = (0,) * len(SECTIONS)  # nanoseconds in each of them
     overflowed: bool = False  # in float16: the optimizer left it out
+    stage_wait: float | None = None  # seconds for which this rank waited for other stages; of the step before
 
 
 class Loop:
@@ -136,7 +137,9 @@ class Loop:
             objects.scheduler.step()
         self._services.phases.step_ended(step)
         self._services.figures.step_ended()
-        return PendingStep(reduced, position, rate, scale, self._services.phases.last_step, overflowed)
+        return PendingStep(
+            reduced, position, rate, scale, self._services.phases.last_step, overflowed, self._passes.waited
+        )
 
     def _overflowed(self, reduced: Reduced) -> bool:
         """Whether the gradients of this step are none in float16, which alone waits for the device to know it."""
@@ -263,7 +266,9 @@ class Loop:
         values["position"] = pending.position
         speed = {} if tokens is None else {"tokens_per_s": tokens / seconds}
         more: dict[str, Any] = {"metrics": own} if own else {}
-        more |= self._services.figures.of(result.step, seconds, self._stall, section_seconds(pending.work))
+        more |= self._services.figures.of(
+            result.step, seconds, self._stall, section_seconds(pending.work), pending.stage_wait
+        )
         if self._train_state.loss_scale.is_dynamic:
             more |= {"loss_scale": pending.loss_scale, "overflowed": pending.overflowed}
         self._services.journal.step(result.step, **values, **speed, stall=self._stall, **more)

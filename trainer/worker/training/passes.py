@@ -10,6 +10,7 @@ from trainer.contract.ranks.progress import Phase
 from trainer.worker.data import unwrapped
 from trainer.worker.data_parallel import GradientSync
 from trainer.worker.gradient_buckets import SecondGradient
+from trainer.worker.pipeline.bubble_meter import meter_for
 from trainer.worker.pipeline.pipelined_llama import pipeline_of
 from trainer.worker.pipeline.runtime import Pipeline
 from trainer.worker.reporting.phase_tracker import PhaseTracker
@@ -23,6 +24,8 @@ class Passes(Protocol):
     """What computes the gradients of a step."""
 
     gradients: GradientSync
+    waited: float | None
+    """Seconds for which this rank waited for other stages in the step before; None: there are none."""
 
     def run(self, step: int, batches: Sequence[Any], scale: float) -> torch.Tensor:
         """Gradients of all micro-batches, times `scale`; returns this rank's mean loss. Raises WorkloadError."""
@@ -38,6 +41,8 @@ def passes_of(objects: TrainObjects, phases: PhaseTracker, drill: Drill, reduce:
 
 class WholePasses:
     """Every micro-batch is computed by the model of this rank."""
+
+    waited: float | None = None
 
     def __init__(self, objects: TrainObjects, phases: PhaseTracker, drill: Drill, gradients: GradientSync) -> None:
         self._objects, self._phases, self._drill, self.gradients = objects, phases, drill, gradients
@@ -68,16 +73,24 @@ class WholePasses:
 class StagedPasses:
     """The micro-batches go through the stages of all ranks of a pipeline."""
 
+    waited: float | None = 0.0
+
     def __init__(
         self, objects: TrainObjects, phases: PhaseTracker, drill: Drill, gradients: GradientSync, pipeline: Pipeline
     ) -> None:
         self._objects, self._phases, self._drill, self.gradients = objects, phases, drill, gradients
-        self._pipeline = pipeline
+        self._pipeline, self._meter = pipeline, meter_for(objects.layout.device)
+        self._begun = False
         pipeline.watch(StagePhases(phases))
+        pipeline.watch(self._meter)
 
     def run(self, step: int, batches: Sequence[Any], scale: float) -> torch.Tensor:
         """As `Passes.run`; only the last stage knows the loss, which stands for that of all stages."""
         require_batches(self._objects, step, batches)
+        # Of the step before: on a GPU its end has been reached by now.
+        self.waited = sum(self._meter.take().waited.values()) if self._begun else 0.0
+        self._begun = True
+        self._meter.start()
         self._phases.enter(Phase.FORWARD)
         self._drill.in_forward(step)
         loss = self._pipeline.step(batches, factor=self._drill.loss_factor(step), scale=scale)

@@ -18,12 +18,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from trainer.contract.config import JobConfig, ModelConfig, RecomputeConfig, TrainConfig
+from trainer.contract.parallel_config import Reduce
 from trainer.contract.pipeline.pipeline_config import PipelineConfig
 from trainer.contract.pipeline.stage_fit import split_of
 from trainer.contract.pipeline.stage_ranks import stages_of_rank
 from trainer.contract.pipeline.stage_split import StagePart
 from trainer.worker import parallelize
-from trainer.worker.data_parallel import reduce_gradients_of_next
+from trainer.worker.data_parallel import GradientSync
 from trainer.worker.llama import Llama
 from trainer.worker.mesh import Layout
 from trainer.worker.pipeline.activities import Moment
@@ -74,11 +75,11 @@ def trained(
     model: Llama, data: Sequence[torch.Tensor], *, factor: float = 1.0, scale: float = 1.0
 ) -> tuple[torch.Tensor, Gradients]:
     """As the training loop does it: the loss of each micro-batch over their number, gradients reduced once."""
-    total = torch.zeros(())
+    total, sync = torch.zeros(()), GradientSync(model, Reduce.LAST)
     for number, batch in enumerate(data):
         loss = model(batch[:, :-1], batch[:, 1:]) / len(data)
-        reduce_gradients_of_next(model, now=number == len(data) - 1)
-        (loss if scale == 1.0 else (loss * factor).float() * scale).backward()
+        scaled = loss if scale == 1.0 else (loss * factor).float() * scale
+        sync.backward(scaled, is_last=number == len(data) - 1)
         total += loss.detach()
     return total, {name: whole(parameter) for name, parameter in model.named_parameters()}
 

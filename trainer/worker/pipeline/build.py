@@ -24,6 +24,8 @@ def stage_module(config: JobConfig, part: StagePart, layout: Layout) -> LlamaSta
     """
     # torch warns in every rank's log of what would happen if an activation were changed in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+    # And of each part of the plan for tensor parallelism that is in another stage.
+    warnings.filterwarnings("ignore", message="Parallelize plan key .* could not be resolved")
     fsdp = replace(config.parallel.fsdp, reshard_after_forward="never")
     config = replace(config, parallel=replace(config.parallel, fsdp=fsdp))
     with torch.device("meta"):
@@ -34,11 +36,15 @@ def stage_module(config: JobConfig, part: StagePart, layout: Layout) -> LlamaSta
 
 
 def stage(
-    module: LlamaStage, train: TrainConfig, group: dist.ProcessGroup, device: torch.device, *, sequences: int
-) -> Stage:
-    """`module` in the pipeline of the ranks of `group`; `sequences`: those of one micro-batch."""
+    module: LlamaStage, train: TrainConfig, group: dist.ProcessGroup, device: torch.device, *,
+    sequences: int, tp: int = 1,
+) -> Stage:  # fmt: skip
+    """`module` in the pipeline of the ranks of `group`; `sequences`: those of one micro-batch.
+
+    `tp` ranks have a part of every sequence each between layers, and so between stages.
+    """
     part = module.part
-    tokens, activation, loss = _examples(train, module.config.dim, sequences)
+    tokens, activation, loss = _examples(train, module.config.dim, sequences, tp)
     return Stage(
         module,
         part.stage,
@@ -50,11 +56,11 @@ def stage(
     )
 
 
-def _examples(train: TrainConfig, dim: int, sequences: int) -> Sequence[torch.Tensor]:
+def _examples(train: TrainConfig, dim: int, sequences: int, tp: int) -> Sequence[torch.Tensor]:
     """Tokens, activations and the loss of one micro-batch, as shapes and types alone."""
     dtype = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}[train.dtype]
     return (
         torch.empty(sequences, train.seq_len, dtype=torch.long, device="meta"),
-        torch.empty(sequences, train.seq_len, dim, dtype=dtype, device="meta", requires_grad=True),
+        torch.empty(sequences, train.seq_len // tp, dim, dtype=dtype, device="meta", requires_grad=True),
         torch.empty((), dtype=torch.float32, device="meta", requires_grad=True),
     )

@@ -1,7 +1,8 @@
-"""Ranks of one or several pipelines over gloo: FOLDER WORLD RANK DP TRAIN SCHEDULE..., each schedule one step.
+"""Ranks of one or several pipelines over gloo: FOLDER WORLD RANK DP TP TRAIN SCHEDULE..., each schedule one step.
 
-DP ranks share each stage by FSDP2; 0: one rank has it, without FSDP2. TRAIN: keys of `train` as JSON. Prints {schedule:
-{...}} with what the rank's gradients are beside those of the same training loop without a pipeline.
+DP x TP ranks share each stage, by FSDP2 and tensor parallelism; DP 0: one rank has it, without FSDP2. TRAIN: keys of
+`train` as JSON. Prints {schedule: {...}} with what the rank's gradients are beside those of the training loop without a
+pipeline, on the ranks that share a stage here.
 """
 
 import json
@@ -140,7 +141,7 @@ def pipeline_of(job: JobConfig, schedule: str, layout: Layout, recorder: Recorde
         (lambda part: stage_module(job, part, layout)) if sharded else (lambda part: whole_stage(job, part))
     )
     stages = [
-        stage(make(parts[number]), job.train, group, CPU, sequences=SEQUENCES)
+        stage(make(parts[number]), job.train, group, CPU, sequences=SEQUENCES, tp=layout.tp.size())
         for number in stages_of_rank(chosen, group.rank())
     ]
     return Pipeline(chosen, stages, MICRO_BATCHES, [recorder])
@@ -163,21 +164,21 @@ def step_of(pipeline: Pipeline, recorder: Recorder, data: Sequence[torch.Tensor]
 
 
 def main() -> None:
-    folder, world, rank, dp = Path(sys.argv[1]), *map(int, sys.argv[2:5])
+    folder, world, rank, dp, tp = Path(sys.argv[1]), *map(int, sys.argv[2:6])
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=world, timeout=timedelta(seconds=60)
     )
     dist.send_object_list = dist.recv_object_list = no_pickles
     names, ranks = ("pp", "dp_replicate", "dp_shard", "tp"), max(1, dp)
-    mesh = init_device_mesh("cpu", (world // ranks, 1, ranks, 1), mesh_dim_names=names)
+    mesh = init_device_mesh("cpu", (world // ranks // tp, 1, ranks, tp), mesh_dim_names=names)
     layout = Layout(mesh=mesh, device=CPU, rank=rank, world_size=world)
-    job, data = config(**json.loads(sys.argv[5])), batches(mesh["dp_shard"].get_local_rank())
+    job, data = config(**json.loads(sys.argv[6])), batches(mesh["dp_shard"].get_local_rank())
     loss, expected = of_data_parallel(job, layout, data)
     _, expected_scaled = of_data_parallel(job, layout, data, factor=2.0, scale=1024.0)
     alone = of_one_process(job, [batch for number in range(ranks) for batch in batches(number)])
     results = {}
-    for schedule in sys.argv[6:]:
+    for schedule in sys.argv[7:]:
         recorder = Recorder()
         pipeline = pipeline_of(job, schedule, layout, recorder, sharded=bool(dp))
         result = step_of(pipeline, recorder, data)

@@ -1,6 +1,6 @@
 """A part of the built-in model: some of its layers, under their names in the whole model."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
@@ -45,3 +45,24 @@ class LlamaStage(Llama):
         for layer in self.layers:
             x = layer(x, self.rotary)
         return self.result(x, targets) if self.part.is_last else x
+
+
+class StagesOfRank(nn.Module):
+    """All stages of one rank as one module: parameters under their names in the whole model, to optimize and to save.
+
+    It shares the modules of its stages and computes nothing.
+    """
+
+    def __init__(self, stages: Sequence[LlamaStage]) -> None:
+        super().__init__()
+        self.layers = NumberedLayers(
+            {
+                number: layer
+                for stage in stages
+                for number, layer in zip(stage.part.layers, stage.layers, strict=True)
+            }
+        )  # fmt: skip
+        for stage in stages:
+            for name, child in stage.named_children():
+                if name != "layers":
+                    self.add_module(name, child)

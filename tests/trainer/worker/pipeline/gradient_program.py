@@ -1,8 +1,9 @@
-"""Ranks of one or several pipelines over gloo: FOLDER WORLD RANK DP TP TRAIN SCHEDULE..., each schedule one step.
+"""Ranks of one or several pipelines over gloo: FOLDER WORLD RANK DP TP KEYS SCHEDULE..., each schedule one step.
 
-DP x TP ranks share each stage, by FSDP2 and tensor parallelism; DP 0: one rank has it, without FSDP2. TRAIN: keys of
-`train` as JSON. Prints {schedule: {...}} with what the rank's gradients are beside those of the training loop without a
-pipeline, on the ranks that share a stage here.
+DP x TP ranks share each stage, by FSDP2 and tensor parallelism; DP 0: one rank has it, without FSDP2. KEYS as JSON:
+those of `train`, `fsdp` with those of `parallel.fsdp`, and `replicas`, how many groups share each stage (HSDP). Prints
+{schedule: {...}} with what the rank's gradients are beside those of the training loop without a pipeline, on the ranks
+that share a stage here.
 """
 
 import json
@@ -19,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from trainer.contract.config import JobConfig, ModelConfig, RecomputeConfig, TrainConfig
+from trainer.contract.parallel_config import FsdpConfig, ParallelConfig
 from trainer.contract.pipeline.pipeline_config import PipelineConfig
 from trainer.contract.pipeline.stage_fit import split_of
 from trainer.contract.pipeline.stage_ranks import stages_of_rank
@@ -29,7 +31,7 @@ from trainer.worker.llama import Llama
 from trainer.worker.mesh import Layout
 from trainer.worker.pipeline.activities import Moment
 from trainer.worker.pipeline.build import stage, stage_module
-from trainer.worker.pipeline.llama_stage import LlamaStage
+from trainer.worker.pipeline.llama_stage import LlamaStage, StagesOfRank
 from trainer.worker.pipeline.runtime import Pipeline
 from trainer.worker.pipeline.stage import Stage
 
@@ -39,12 +41,14 @@ STAGES_PER_RANK = {"gpipe": 1, "1f1b": 1, "interleaved_1f1b": 2, "interleaved_ze
 Gradients = Mapping[str, torch.Tensor]
 
 
-def config(**train: Any) -> JobConfig:
+def config(keys: Mapping[str, Any]) -> JobConfig:
+    train = {"dtype": "float32", **keys.get("train", {})}
     if "recompute" in train:
         train["recompute"] = RecomputeConfig(**train["recompute"])
     return JobConfig(
         model=ModelConfig(dim=32, layers=8, heads=4, kv_heads=2, ffn_dim=64),
-        train=TrainConfig(seed=7, seq_len=16, **{"dtype": "float32", **train}),
+        train=TrainConfig(seed=7, seq_len=16, **train),
+        parallel=ParallelConfig(fsdp=FsdpConfig(**keys.get("fsdp", {}))),
     )
 
 
@@ -91,9 +95,9 @@ def whole(parameter: torch.Tensor) -> torch.Tensor:
 
 def gradients_of(pipeline: Pipeline) -> dict[str, torch.Tensor]:
     """By name in the whole model; takes them from the stages."""
-    found = {}
+    model = StagesOfRank([one.submod for one in pipeline.stages])
+    found = {name: whole(parameter) for name, parameter in model.named_parameters()}
     for one in pipeline.stages:
-        found |= {name: whole(parameter) for name, parameter in one.submod.named_parameters()}
         one.submod.zero_grad(set_to_none=True)
     return found
 
@@ -170,10 +174,15 @@ def main() -> None:
         "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=world, timeout=timedelta(seconds=60)
     )
     dist.send_object_list = dist.recv_object_list = no_pickles
-    names, ranks = ("pp", "dp_replicate", "dp_shard", "tp"), max(1, dp)
-    mesh = init_device_mesh("cpu", (world // ranks // tp, 1, ranks, tp), mesh_dim_names=names)
+    keys, ranks = json.loads(sys.argv[6]), max(1, dp)
+    replicas = keys.get("replicas", 1)
+    mesh = init_device_mesh(
+        "cpu", (world // ranks // tp, replicas, ranks // replicas, tp),
+        mesh_dim_names=("pp", "dp_replicate", "dp_shard", "tp"),
+    )  # fmt: skip
     layout = Layout(mesh=mesh, device=CPU, rank=rank, world_size=world)
-    job, data = config(**json.loads(sys.argv[6])), batches(mesh["dp_shard"].get_local_rank())
+    dp_rank = mesh["dp_replicate"].get_local_rank() * (ranks // replicas) + mesh["dp_shard"].get_local_rank()
+    job, data = config(keys), batches(dp_rank)
     loss, expected = of_data_parallel(job, layout, data)
     _, expected_scaled = of_data_parallel(job, layout, data, factor=2.0, scale=1024.0)
     alone = of_one_process(job, [batch for number in range(ranks) for batch in batches(number)])

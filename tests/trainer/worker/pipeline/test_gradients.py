@@ -34,7 +34,7 @@ class Ranks(NamedTuple):
     world: int
     dp: int = 0
     tp: int = 1
-    train: Mapping[str, Any] = MappingProxyType({})
+    keys: Mapping[str, Any] = MappingProxyType({})
 
     @property
     def holders(self) -> int:
@@ -49,12 +49,16 @@ LAYOUTS = {
     "pp 2 x dp 1": Ranks(2, dp=1),
     "pp 2 x tp 2": Ranks(4, dp=1, tp=2),
     "pp 2 x dp 2 x tp 2": Ranks(8, dp=2, tp=2),
-    "pp 2 x dp 2, bfloat16": Ranks(4, dp=2, train={"dtype": "bfloat16"}),
-    "pp 2 x dp 1, float16": Ranks(2, dp=1, train={"dtype": "float16"}),
-    "pp 2 x tp 2, bfloat16": Ranks(4, dp=1, tp=2, train={"dtype": "bfloat16"}),
-    "recomputed": Ranks(2, dp=1, train={"activation_checkpointing": True}),
-    "products kept": Ranks(2, dp=1, train={"activation_checkpointing": True, "recompute": {"keep": "products"}}),
-    "loss in chunks": Ranks(2, dp=1, train={"loss_chunks": 2}),
+    "pp 2 x dp 2, bfloat16": Ranks(4, dp=2, keys={"train": {"dtype": "bfloat16"}}),
+    "pp 2 x dp 1, float16": Ranks(2, dp=1, keys={"train": {"dtype": "float16"}}),
+    "pp 2 x tp 2, bfloat16": Ranks(4, dp=1, tp=2, keys={"train": {"dtype": "bfloat16"}}),
+    "recomputed": Ranks(2, dp=1, keys={"train": {"activation_checkpointing": True}}),
+    "products kept": Ranks(
+        2, dp=1, keys={"train": {"activation_checkpointing": True, "recompute": {"keep": "products"}}}
+    ),
+    "pp 2 x dp_replicate 2": Ranks(4, dp=2, keys={"replicas": 2}),
+    "pp 2 x dp 2, in host memory": Ranks(4, dp=2, keys={"fsdp": {"offload": "all"}}),
+    "loss in chunks": Ranks(2, dp=1, keys={"train": {"loss_chunks": 2}}),
 }
 LONG = tuple(LAYOUTS)[2:]
 NOT_SPLIT = ("gpipe", "1f1b", "interleaved_1f1b")
@@ -62,7 +66,7 @@ NOT_SPLIT = ("gpipe", "1f1b", "interleaved_1f1b")
 
 
 def schedules_of(layout: str) -> tuple[str, ...]:
-    return NOT_SPLIT if "activation_checkpointing" in LAYOUTS[layout].train else tuple(STAGES_PER_RANK)
+    return NOT_SPLIT if "activation_checkpointing" in LAYOUTS[layout].keys.get("train", {}) else tuple(STAGES_PER_RANK)
 
 
 CASES = [
@@ -79,11 +83,13 @@ def results(programs: WarmPrograms, tmp_path_factory: pytest.TempPathFactory) ->
 
     def of(layout: str) -> list[Result]:
         if layout not in found:
-            world, dp, tp, train = LAYOUTS[layout]
+            world, dp, tp, keys = LAYOUTS[layout]
             folder = tmp_path_factory.mktemp("pipeline")
-            told = (dp, tp, json.dumps(dict(train)), *schedules_of(layout))
+            told = (dp, tp, json.dumps(dict(keys)), *schedules_of(layout))
             rows = [(folder, world, rank, *told) for rank in range(world)]
-            found[layout] = programs.results(PROGRAM, rows)
+            ended = programs.run(PROGRAM, rows, patience=280.0)
+            assert [one.code for one in ended] == [0] * world, "\n".join(one.err for one in ended)
+            found[layout] = [one.result() for one in ended]
         return found[layout]
 
     return of

@@ -58,15 +58,17 @@ LAYOUTS = {
     ),
     "pp 2 x dp_replicate 2": Ranks(4, dp=2, keys={"replicas": 2}),
     "pp 2 x dp 2, in host memory": Ranks(4, dp=2, keys={"fsdp": {"offload": "all"}}),
+    "compiled": Ranks(2, dp=1, keys={"train": {"compile": True}}),
     "loss in chunks": Ranks(2, dp=1, keys={"train": {"loss_chunks": 2}}),
 }
 LONG = tuple(LAYOUTS)[2:]
 NOT_SPLIT = ("gpipe", "1f1b", "interleaved_1f1b")
-"""The schedules that go with activation checkpointing."""
+"""The schedules that go with activation checkpointing and with compiled layers."""
 
 
 def schedules_of(layout: str) -> tuple[str, ...]:
-    return NOT_SPLIT if "activation_checkpointing" in LAYOUTS[layout].keys.get("train", {}) else tuple(STAGES_PER_RANK)
+    train = LAYOUTS[layout].keys.get("train", {})
+    return NOT_SPLIT if {"activation_checkpointing", "compile"} & set(train) else tuple(STAGES_PER_RANK)
 
 
 CASES = [

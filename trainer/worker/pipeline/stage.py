@@ -33,14 +33,25 @@ class Stage(PipelineStage):
         self.watchers = watchers
 
     def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
-        super()._setup_forward_recv_info(num_microbatches, has_backward)
-        for number in self.args_recv_info:
-            self._drop(self.args_recv_info[number])
+        with self._on_meta_device():
+            super()._setup_forward_recv_info(num_microbatches, has_backward)
+        for infos in self.args_recv_info.values():
+            self._drop(infos)
 
     def _setup_backward_recv_info(self, num_microbatches: int) -> None:
-        super()._setup_backward_recv_info(num_microbatches)
-        for number in self.grad_recv_info:
-            self._drop(self.grad_recv_info[number])
+        with self._on_meta_device():
+            super()._setup_backward_recv_info(num_microbatches)
+        for infos in self.grad_recv_info.values():
+            self._drop(infos)
+
+    @contextmanager
+    def _on_meta_device(self) -> Iterator[None]:
+        """Buffers that torch makes of all micro-batches, which are dropped at once, take no memory."""
+        device, self.device = self.device, torch.device("meta")
+        try:
+            yield
+        finally:
+            self.device = device
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         self._allocate(self.args_recv_info[fwd_chunk_id])

@@ -20,7 +20,7 @@ def micro_batch_count(pipeline: PipelineConfig, train: TrainConfig, dp_size: int
     `train.batch_size` is a multiple of `dp_size`.
     """
     share = train.batch_size // dp_size
-    fitting = [count for count in range(1, share + 1) if share % count == 0 and takes(pipeline, count)]
+    fitting = _fitting(pipeline, share)
     key, count = _wanted(pipeline, train, share, fitting)
     if count in fitting:
         return count
@@ -44,6 +44,11 @@ def micro_batch_size(pipeline: PipelineConfig, train: TrainConfig, dp_size: int)
     if pipeline.stages == 1:
         return train.micro_batch_size or share
     return share // micro_batch_count(pipeline, train, dp_size)
+
+
+def _fitting(pipeline: PipelineConfig, share: int) -> list[int]:
+    """The counts into which so many sequences can be divided, and which the schedule takes; from the least."""
+    return [count for count in range(1, share + 1) if share % count == 0 and takes(pipeline, count)]
 
 
 def _wanted(pipeline: PipelineConfig, train: TrainConfig, share: int, fitting: list[int]) -> tuple[str, int]:
@@ -87,17 +92,22 @@ def nearest(counts: list[int], wanted: int, shown: int) -> list[int]:
     return sorted(counts, key=lambda count: (abs(count - wanted), count))[:shown]
 
 
-def too_few(pipeline: PipelineConfig, count: int) -> str | None:
-    """A warning where ranks wait for a fifth of each step or more, with the count from which on they do not.
+def too_few(pipeline: PipelineConfig, train: TrainConfig, dp_size: int) -> str | None:
+    """A warning where ranks wait for a fifth of each step or more, with what to type so that they do not.
 
-    Of `gpipe` and `1f1b` ranks are stages. The zero-bubble schedules need as many to fill the waiting with work.
+    Of `gpipe` and `1f1b` ranks are stages. The zero-bubble schedules need as many to fill the waiting with work. Raises
+    MicroBatchError as `micro_batch_count` does.
     """
-    enough = ENOUGH * pipeline.ranks
+    count, enough = micro_batch_count(pipeline, train, dp_size), ENOUGH * pipeline.ranks
     if pipeline.ranks == 1 or count >= enough:
         return None
     share = formula(pipeline.ranks, count, pipeline.per_rank)
     known = "" if pipeline.splits_backward else f": ranks wait for {share:.0%} of each step"
+    better = [one for one in _fitting(pipeline, train.batch_size // dp_size) if one >= enough]
+    keys = [f"parallel.pipeline.micro_batches={min(better, default=enough)}"]
+    keys += [] if better else [f"train.batch_size={enough * dp_size}"]
+    keys += ["train.micro_batch_size=0"] if train.micro_batch_size else []
     return (
-        f"{count} micro-batches for a pipeline of {pipeline.ranks} ranks{known}; from {enough} on it is worth it: "
-        f"type parallel.pipeline.micro_batches={enough}"
+        f"{count} micro-batches for a pipeline of {pipeline.ranks} ranks{known}; it is worth it from {enough} on: "
+        f"type {' '.join(keys)}"
     )

@@ -37,3 +37,18 @@ class Action(NamedTuple):
 
 Table = Sequence[Sequence[Action]]
 """By rank of the pipeline."""
+
+
+def activations_held(table: Table) -> list[int]:
+    """The most pairs of a stage and a micro-batch for which each rank keeps activations at a time.
+
+    They are kept from the forward pass to the last gradient that is computed from them.
+    """
+    most = []
+    for actions in table:
+        held = high = 0
+        for action in actions:
+            held += (action.kind is Kind.FORWARD) - (action.kind in (Kind.BACKWARD, Kind.WEIGHT_GRADIENT))
+            high = max(high, held)
+        most.append(high)
+    return most

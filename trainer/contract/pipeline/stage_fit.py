@@ -35,8 +35,6 @@ def _of_split_backward(pipeline: PipelineConfig, config: JobConfig) -> Iterator[
     """What torch 2.13 cannot do, or not well, where gradients of weights are computed apart."""
     other = "type parallel.pipeline.schedule=1f1b parallel.pipeline.stages_per_rank=1"
     key = f"parallel.pipeline.schedule={pipeline.schedule}"
-    if (tp := config.parallel.tp) > 1:
-        yield f'{key} with parallel.tp={tp}: torch 2.13 fails with "Can\'t detach views in-place": {other}'
     if config.train.activation_checkpointing:
         # 11 times for a layer of the built-in model, and with `keep: products` it raises.
         yield (

@@ -24,6 +24,8 @@ def stage_module(config: JobConfig, part: StagePart, layout: Layout) -> LlamaSta
     """
     # torch warns in every rank's log of what would happen if an activation were changed in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+    # And of each part of the plan for tensor parallelism that is in another stage.
+    warnings.filterwarnings("ignore", message="Parallelize plan key .* could not be resolved")
     fsdp = replace(config.parallel.fsdp, reshard_after_forward="never")
     config = replace(config, parallel=replace(config.parallel, fsdp=fsdp))
     with torch.device("meta"):
@@ -34,12 +36,12 @@ def stage_module(config: JobConfig, part: StagePart, layout: Layout) -> LlamaSta
 
 
 def stage(
-    module: LlamaStage, train: TrainConfig, group: dist.ProcessGroup, device: torch.device, *, sequences: int,
-    tp: int = 1,
+    module: LlamaStage, train: TrainConfig, group: dist.ProcessGroup, device: torch.device, *,
+    sequences: int, tp: int = 1,
 ) -> Stage:  # fmt: skip
     """`module` in the pipeline of the ranks of `group`; `sequences`: those of one micro-batch.
 
-    `tp`: ranks that share its matrices, and between layers the sequence.
+    `tp` ranks have a part of every sequence each between layers, and so between stages.
     """
     part, own = module.stage, module.part
     length = (train.seq_len if own is None else own.chunk * len(own.chunks)) // tp

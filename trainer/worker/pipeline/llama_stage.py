@@ -1,6 +1,6 @@
 """A part of the built-in model: some of its layers, under their names in the whole model."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
@@ -42,3 +42,24 @@ class LlamaStage(Llama):
     def forward(self, x: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
         x = self.through_layers(self.embed(x) if self.stage.is_first else x)
         return self.result(x, targets) if self.stage.is_last else x
+
+
+class StagesOfRank(nn.Module):
+    """All stages of one rank as one module: parameters under their names in the whole model, to optimize and to save.
+
+    It shares the modules of its stages and computes nothing.
+    """
+
+    def __init__(self, stages: Sequence[LlamaStage]) -> None:
+        super().__init__()
+        self.layers = NumberedLayers(
+            {
+                number: layer
+                for stage in stages
+                for number, layer in zip(stage.stage.layers, stage.layers, strict=True)
+            }
+        )  # fmt: skip
+        for stage in stages:
+            for name, child in stage.named_children():
+                if name != "layers":
+                    self.add_module(name, child)

@@ -2,36 +2,24 @@
 
 from collections.abc import Sequence
 
-import torch
 from torch import nn
 
 from trainer.contract.config import JobConfig
 from trainer.contract.pipeline.micro_batches import micro_batch_count, micro_batch_size
 from trainer.contract.pipeline.stage_fit import split_of
 from trainer.contract.pipeline.stage_ranks import stages_of_rank
-from trainer.worker.data_parallel import average_gradients
 from trainer.worker.mesh import Layout
 from trainer.worker.pipeline.build import stage, stage_module
-from trainer.worker.pipeline.llama_stage import LlamaStage, NumberedLayers
+from trainer.worker.pipeline.llama_stage import LlamaStage, StagesOfRank
 from trainer.worker.pipeline.runtime import Pipeline
 
 
-class PipelinedLlama(nn.Module):
+class PipelinedLlama(StagesOfRank):
     """What this rank has of the built-in model; `pipeline` computes with it, together with the other ranks."""
 
     def __init__(self, modules: Sequence[LlamaStage], pipeline: Pipeline) -> None:
-        super().__init__()
+        super().__init__(modules)
         self.pipeline = pipeline
-        for module in modules:
-            for name in ("embedding", "norm", "output"):
-                if hasattr(module, name):
-                    self.add_module(name, getattr(module, name))
-        layers = {int(name): layer for module in modules for name, layer in module.layers.named_children()}
-        self.layers = NumberedLayers(dict(sorted(layers.items())))
-
-    def forward(self, *_: torch.Tensor) -> torch.Tensor:
-        """No rank can compute all of the model by itself."""
-        raise RuntimeError("a model in stages is run by its pipeline")
 
 
 def pipelined_llama(config: JobConfig, layout: Layout) -> PipelinedLlama:
@@ -44,9 +32,7 @@ def pipelined_llama(config: JobConfig, layout: Layout) -> PipelinedLlama:
         stage(module, train, layout.pp.get_group(), layout.device, sequences=sequences, tp=layout.sizes.tp)
         for module in modules
     ]
-    model = PipelinedLlama(modules, Pipeline(pipeline, stages, micro_batch_count(pipeline, train, layout.dp_size)))
-    average_gradients(model, layout, config)
-    return model
+    return PipelinedLlama(modules, Pipeline(pipeline, stages, micro_batch_count(pipeline, train, layout.dp_size)))
 
 
 def pipeline_of(model: nn.Module) -> Pipeline | None:

@@ -71,11 +71,16 @@ class Pipeline:
         self._factor = self._scale = 1.0
         # torch's own `eval` takes all actions, and of a V fails at the first backward pass.
         self._runtime.pipeline_order_with_comms = self._forward
-        return self._run(self._runtime.eval, batches)
+        total = self._run(self._runtime.eval, batches)
+        for stage in self.stages:
+            stage.clear_runtime_states()  # activations that were sent
+        return total
 
     def _run(self, run: Any, batches: Sequence[torch.Tensor]) -> torch.Tensor:
         if len(batches) != self.micro_batches:
             raise ValueError(f"{len(batches)} micro-batches for a pipeline that was made for {self.micro_batches}")
+        if len(shapes := {batch.shape for batch in batches}) > 1:
+            raise ValueError(f"micro-batches of {len(shapes)} shapes: all of a pipeline must have the same")
         self._losses.clear()
         tokens = torch.cat(list(batches))
         args = (tokens[:, :-1],) if any(stage.is_first for stage in self.stages) else ()

@@ -1,6 +1,7 @@
 """A stage of torch's pipelining that says what it does, and keeps buffers of micro-batches in flight alone."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -32,14 +33,25 @@ class Stage(PipelineStage):
         self.watchers = watchers
 
     def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
-        super()._setup_forward_recv_info(num_microbatches, has_backward)
-        for number in self.args_recv_info:
-            self._drop(self.args_recv_info[number])
+        with self._on_meta_device():
+            super()._setup_forward_recv_info(num_microbatches, has_backward)
+        for infos in self.args_recv_info.values():
+            self._drop(infos)
 
     def _setup_backward_recv_info(self, num_microbatches: int) -> None:
-        super()._setup_backward_recv_info(num_microbatches)
-        for number in self.grad_recv_info:
-            self._drop(self.grad_recv_info[number])
+        with self._on_meta_device():
+            super()._setup_backward_recv_info(num_microbatches)
+        for infos in self.grad_recv_info.values():
+            self._drop(infos)
+
+    @contextmanager
+    def _on_meta_device(self) -> Iterator[None]:
+        """Buffers that torch makes of all micro-batches, which are dropped at once, take no memory."""
+        device, self.device = self.device, torch.device("meta")
+        try:
+            yield
+        finally:
+            self.device = device
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         self._allocate(self.args_recv_info[fwd_chunk_id])
@@ -51,7 +63,7 @@ class Stage(PipelineStage):
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        with watched(self.watchers, Moment(Activity.FORWARD, self.stage_index, fwd_chunk_id)):
+        with self._doing(Activity.FORWARD, fwd_chunk_id):
             output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         if not self.has_backward:
             self._drop(self.args_recv_info[fwd_chunk_id])
@@ -63,7 +75,7 @@ class Stage(PipelineStage):
         if not self.has_backward:
             return
         activity = Activity.BACKWARD if full_backward else Activity.INPUT_GRADIENT
-        with watched(self.watchers, Moment(activity, self.stage_index, bwd_chunk_id)):
+        with self._doing(activity, bwd_chunk_id):
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         if full_backward:
             self._forget(bwd_chunk_id)
@@ -71,7 +83,7 @@ class Stage(PipelineStage):
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         if not self.has_backward:
             return
-        with watched(self.watchers, Moment(Activity.WEIGHT_GRADIENT, self.stage_index, bwd_chunk_id)):
+        with self._doing(Activity.WEIGHT_GRADIENT, bwd_chunk_id):
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
             add_up_in_reduce_dtype(self.submod)
         self._forget(bwd_chunk_id)
@@ -79,8 +91,13 @@ class Stage(PipelineStage):
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         if not self.has_backward:
             return
-        with watched(self.watchers, Moment(Activity.REDUCE, self.stage_index, -1)):
+        with self._doing(Activity.REDUCE, -1):
             super().perform_reduce_grad(grad_scale_factor)
+
+    @contextmanager
+    def _doing(self, activity: Activity, micro_batch: int) -> Iterator[None]:
+        with watched(self.watchers, Moment(activity, self.stage_index, micro_batch)), errors_of_the_model():
+            yield
 
     def _forget(self, micro_batch: int) -> None:
         self._drop(self.args_recv_info[micro_batch])
@@ -95,6 +112,17 @@ class Stage(PipelineStage):
     def _drop(infos: Sequence[Any]) -> None:
         for info in infos:
             info.buffer = None
+
+
+@contextmanager
+def errors_of_the_model() -> Iterator[None]:
+    """Raise what the model has raised, such as being out of memory, and not torch's RuntimeError around it."""
+    try:
+        yield
+    except RuntimeError as error:
+        if error.__cause__ is None:
+            raise
+        raise error.__cause__ from None
 
 
 def add_up_in_reduce_dtype(module: nn.Module) -> None:

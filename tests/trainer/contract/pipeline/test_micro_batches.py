@@ -1,5 +1,7 @@
 """How many micro-batches a step has, and what is said where there can be none so."""
 
+from dataclasses import replace
+
 import pytest
 
 from trainer.contract.config import TrainConfig
@@ -88,15 +90,41 @@ def test_the_counts_that_a_refusal_names_are_taken() -> None:
     assert [counted({**INTERLEAVED, "micro_batches": count}, batch_size=36) for count in offered] == offered
 
 
-def test_ranks_that_would_wait_for_a_fifth_of_each_step_are_warned_of() -> None:
-    said = too_few(PipelineConfig(stages=4), 8)
-    assert said == (
-        "8 micro-batches for a pipeline of 4 ranks: ranks wait for 27% of each step; from 16 on it is worth it: "
-        "type parallel.pipeline.micro_batches=16"
-    )
-    assert too_few(PipelineConfig(stages=4), 16) is None
-    assert too_few(PipelineConfig(), 1) is None
+@pytest.mark.parametrize(
+    ("keys", "train", "said"),
+    [
+        (
+            {"micro_batches": 8}, {"batch_size": 64},
+            "8 micro-batches for a pipeline of 4 ranks: ranks wait for 27% of each step; it is worth it from 16 on: "
+            "type parallel.pipeline.micro_batches=16",
+        ),
+        (
+            {}, {"batch_size": 72, "micro_batch_size": 9},
+            "4 micro-batches for a pipeline of 4 ranks: ranks wait for 43% of each step; it is worth it from 16 on: "
+            "type parallel.pipeline.micro_batches=18 train.micro_batch_size=0",
+        ),
+        (
+            {}, {"batch_size": 16},
+            "8 micro-batches for a pipeline of 4 ranks: ranks wait for 27% of each step; it is worth it from 16 on: "
+            "type parallel.pipeline.micro_batches=16 train.batch_size=32",
+        ),
+    ],
+)  # fmt: skip
+def test_ranks_that_would_wait_for_a_fifth_of_each_step_are_warned_of(keys: dict, train: dict, said: str) -> None:
+    pipeline, config = PipelineConfig(stages=4, **keys), TrainConfig(**train)
+    assert too_few(pipeline, config, dp_size=2) == said
+    typed = dict(word.split("=") for word in said.split("type ")[1].split())
+    better = replace(pipeline, micro_batches=int(typed.pop("parallel.pipeline.micro_batches")))
+    config = replace(config, **{key.removeprefix("train."): int(value) for key, value in typed.items()})
+    assert too_few(better, config, dp_size=2) is None
+
+
+def test_enough_micro_batches_and_one_stage_are_not_warned_of() -> None:
+    assert too_few(PipelineConfig(stages=4), TrainConfig(batch_size=32), dp_size=2) is None
+    assert too_few(PipelineConfig(), TrainConfig(batch_size=2), dp_size=2) is None
 
 
 def test_of_a_zero_bubble_no_formula_is_told() -> None:
-    assert "%" not in (too_few(PipelineConfig(stages=8, schedule="zbv"), 8) or "%")
+    said = too_few(PipelineConfig(stages=8, schedule="zbv"), TrainConfig(batch_size=16), dp_size=2)
+    assert said is not None
+    assert "%" not in said

@@ -1,7 +1,9 @@
-"""Ranks of one or several pipelines over gloo: FOLDER WORLD RANK DP TRAIN SCHEDULE..., each schedule one step.
+"""Ranks of one or several pipelines over gloo: FOLDER WORLD RANK DP TP KEYS SCHEDULE..., each schedule one step.
 
-DP ranks share each stage by FSDP2; 0: one rank has it, without FSDP2. TRAIN: keys of `train` as JSON. Prints {schedule:
-{...}} with what the rank's gradients are beside those of the same training loop without a pipeline.
+DP x TP ranks share each stage, by FSDP2 and tensor parallelism; DP 0: one rank has it, without FSDP2. KEYS as JSON:
+those of `train`, `fsdp` with those of `parallel.fsdp`, and `replicas`, how many groups share each stage (HSDP). Prints
+{schedule: {...}} with what the rank's gradients are beside those of the training loop without a pipeline, on the ranks
+that share a stage here.
 """
 
 import json
@@ -18,18 +20,18 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from trainer.contract.config import JobConfig, ModelConfig, RecomputeConfig, TrainConfig
-from trainer.contract.parallel_config import Reduce
+from trainer.contract.parallel_config import FsdpConfig, ParallelConfig
 from trainer.contract.pipeline.pipeline_config import PipelineConfig
 from trainer.contract.pipeline.stage_fit import split_of
 from trainer.contract.pipeline.stage_ranks import stages_of_rank
 from trainer.contract.pipeline.stage_split import StagePart
 from trainer.worker import parallelize
-from trainer.worker.data_parallel import GradientSync
+from trainer.worker.data_parallel import reduce_gradients_of_next
 from trainer.worker.llama import Llama
 from trainer.worker.mesh import Layout
 from trainer.worker.pipeline.activities import Moment
 from trainer.worker.pipeline.build import stage, stage_module
-from trainer.worker.pipeline.llama_stage import LlamaStage
+from trainer.worker.pipeline.llama_stage import LlamaStage, StagesOfRank
 from trainer.worker.pipeline.runtime import Pipeline
 from trainer.worker.pipeline.stage import Stage
 
@@ -39,12 +41,14 @@ STAGES_PER_RANK = {"gpipe": 1, "1f1b": 1, "interleaved_1f1b": 2, "interleaved_ze
 Gradients = Mapping[str, torch.Tensor]
 
 
-def config(**train: Any) -> JobConfig:
+def config(keys: Mapping[str, Any]) -> JobConfig:
+    train = {"dtype": "float32", **keys.get("train", {})}
     if "recompute" in train:
         train["recompute"] = RecomputeConfig(**train["recompute"])
     return JobConfig(
         model=ModelConfig(dim=32, layers=8, heads=4, kv_heads=2, ffn_dim=64),
-        train=TrainConfig(seed=7, seq_len=16, **{"dtype": "float32", **train}),
+        train=TrainConfig(seed=7, seq_len=16, **train),
+        parallel=ParallelConfig(fsdp=FsdpConfig(**keys.get("fsdp", {}))),
     )
 
 
@@ -75,11 +79,11 @@ def trained(
     model: Llama, data: Sequence[torch.Tensor], *, factor: float = 1.0, scale: float = 1.0
 ) -> tuple[torch.Tensor, Gradients]:
     """As the training loop does it: the loss of each micro-batch over their number, gradients reduced once."""
-    total, sync = torch.zeros(()), GradientSync(model, Reduce.LAST)
+    total = torch.zeros(())
     for number, batch in enumerate(data):
         loss = model(batch[:, :-1], batch[:, 1:]) / len(data)
-        scaled = loss if scale == 1.0 else (loss * factor).float() * scale
-        sync.backward(scaled, is_last=number == len(data) - 1)
+        reduce_gradients_of_next(model, now=number == len(data) - 1)
+        (loss if scale == 1.0 else (loss * factor).float() * scale).backward()
         total += loss.detach()
     return total, {name: whole(parameter) for name, parameter in model.named_parameters()}
 
@@ -91,9 +95,9 @@ def whole(parameter: torch.Tensor) -> torch.Tensor:
 
 def gradients_of(pipeline: Pipeline) -> dict[str, torch.Tensor]:
     """By name in the whole model; takes them from the stages."""
-    found = {}
+    model = StagesOfRank([one.submod for one in pipeline.stages])
+    found = {name: whole(parameter) for name, parameter in model.named_parameters()}
     for one in pipeline.stages:
-        found |= {name: whole(parameter) for name, parameter in one.submod.named_parameters()}
         one.submod.zero_grad(set_to_none=True)
     return found
 
@@ -141,7 +145,7 @@ def pipeline_of(job: JobConfig, schedule: str, layout: Layout, recorder: Recorde
         (lambda part: stage_module(job, part, layout)) if sharded else (lambda part: whole_stage(job, part))
     )
     stages = [
-        stage(make(parts[number]), job.train, group, CPU, sequences=SEQUENCES)
+        stage(make(parts[number]), job.train, group, CPU, sequences=SEQUENCES, tp=layout.tp.size())
         for number in stages_of_rank(chosen, group.rank())
     ]
     return Pipeline(chosen, stages, MICRO_BATCHES, [recorder])
@@ -164,21 +168,26 @@ def step_of(pipeline: Pipeline, recorder: Recorder, data: Sequence[torch.Tensor]
 
 
 def main() -> None:
-    folder, world, rank, dp = Path(sys.argv[1]), *map(int, sys.argv[2:5])
+    folder, world, rank, dp, tp = Path(sys.argv[1]), *map(int, sys.argv[2:6])
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=world, timeout=timedelta(seconds=60)
     )
     dist.send_object_list = dist.recv_object_list = no_pickles
-    names, ranks = ("pp", "dp_replicate", "dp_shard", "tp"), max(1, dp)
-    mesh = init_device_mesh("cpu", (world // ranks, 1, ranks, 1), mesh_dim_names=names)
+    keys, ranks = json.loads(sys.argv[6]), max(1, dp)
+    replicas = keys.get("replicas", 1)
+    mesh = init_device_mesh(
+        "cpu", (world // ranks // tp, replicas, ranks // replicas, tp),
+        mesh_dim_names=("pp", "dp_replicate", "dp_shard", "tp"),
+    )  # fmt: skip
     layout = Layout(mesh=mesh, device=CPU, rank=rank, world_size=world)
-    job, data = config(**json.loads(sys.argv[5])), batches(mesh["dp_shard"].get_local_rank())
+    dp_rank = mesh["dp_replicate"].get_local_rank() * (ranks // replicas) + mesh["dp_shard"].get_local_rank()
+    job, data = config(keys), batches(dp_rank)
     loss, expected = of_data_parallel(job, layout, data)
     _, expected_scaled = of_data_parallel(job, layout, data, factor=2.0, scale=1024.0)
     alone = of_one_process(job, [batch for number in range(ranks) for batch in batches(number)])
     results = {}
-    for schedule in sys.argv[6:]:
+    for schedule in sys.argv[7:]:
         recorder = Recorder()
         pipeline = pipeline_of(job, schedule, layout, recorder, sharded=bool(dp))
         result = step_of(pipeline, recorder, data)

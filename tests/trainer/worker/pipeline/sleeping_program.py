@@ -1,6 +1,6 @@
-"""Stages that sleep for fixed times: FOLDER WORLD RANK SECONDS MICRO_BATCHES SCHEDULE..., two steps of each schedule.
+"""Stages that sleep for fixed times: FOLDER WORLD RANK SECONDS MICRO_BATCHES STEPS SCHEDULE...
 
-Prints {schedule: RankSeconds} of this rank's second step. SECONDS are those of one rank's forward pass of a
+Prints {schedule: [RankSeconds of this rank in each step]}. SECONDS are those of one rank's forward pass of a
 micro-batch; gradients of activations and of weights take as long each.
 """
 
@@ -72,22 +72,24 @@ def sleeping_stages(config: PipelineConfig, group: dist.ProcessGroup, seconds: f
     ]  # fmt: skip
 
 
-def measured(pipeline: Pipeline, meter: BubbleMeter[float], micro_batches: int) -> RankSeconds:
-    """Of the second step: in the first one ranks meet, and no stage sleeps."""
+def measured(pipeline: Pipeline, meter: BubbleMeter[float], micro_batches: int, steps: int) -> list[RankSeconds]:
+    """Of every step but the first one, in which ranks meet and no stage sleeps."""
     sleepers = [stage.submod for stage in pipeline.stages]
     seconds = [one.seconds for one in sleepers]
-    for share in (0.0, 1.0):
+    found = []
+    for step in range(steps + 1):
         for one, longest in zip(sleepers, seconds, strict=True):
-            one.seconds = share * longest
+            one.seconds = longest if step else 0.0
         dist.barrier()
         meter.start()
         pipeline.step([torch.ones(1, WIDTH + 1, dtype=torch.long) for _ in range(micro_batches)])
-    return meter.take()
+        found.append(meter.take())
+    return found[1:]
 
 
 def main() -> None:
     folder, world, rank = Path(sys.argv[1]), *map(int, sys.argv[2:4])
-    seconds, micro_batches = float(sys.argv[4]), int(sys.argv[5])
+    seconds, micro_batches, steps = float(sys.argv[4]), int(sys.argv[5]), int(sys.argv[6])
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=world, timeout=timedelta(seconds=60)
@@ -95,12 +97,12 @@ def main() -> None:
     group = dist.group.WORLD
     assert group is not None
     results = {}
-    for schedule in sys.argv[6:]:
+    for schedule in sys.argv[7:]:
         per_rank = PipelineConfig(stages=2 * world, schedule=schedule).per_rank
         config = PipelineConfig(stages=per_rank * world, schedule=schedule)
         meter = BubbleMeter(HostClock())
         pipeline = Pipeline(config, sleeping_stages(config, group, seconds), micro_batches, [meter])
-        results[schedule] = asdict(measured(pipeline, meter, micro_batches))
+        results[schedule] = [asdict(one) for one in measured(pipeline, meter, micro_batches, steps)]
     sys.stdout.write(json.dumps(results) + "\n")
     sys.stdout.flush()
     os._exit(0)

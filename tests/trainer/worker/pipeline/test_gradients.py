@@ -1,8 +1,9 @@
 """Gradients of every schedule have the bits of the training loop without a pipeline, on gloo ranks."""
 
 import json
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -25,25 +26,49 @@ ACTIVITIES = {
     Kind.INPUT_GRADIENT: Activity.INPUT_GRADIENT,
     Kind.WEIGHT_GRADIENT: Activity.WEIGHT_GRADIENT,
 }
+
+
+class Ranks(NamedTuple):
+    """`dp` 0: without FSDP2."""
+
+    world: int
+    dp: int = 0
+    tp: int = 1
+    keys: Mapping[str, Any] = MappingProxyType({})
+
+    @property
+    def holders(self) -> int:
+        """Ranks that have each stage."""
+        return max(1, self.dp) * self.tp
+
+
 LAYOUTS = {
-    "4 ranks": (4, 0, {}),
-    "2 x 2 ranks, FSDP2": (4, 2, {}),
-    "2 ranks": (2, 0, {}),
-    "2 ranks, FSDP2": (2, 1, {}),
-    "2 x 2 ranks, FSDP2, bfloat16": (4, 2, {"dtype": "bfloat16"}),
-    "2 ranks, FSDP2, float16": (2, 1, {"dtype": "float16"}),
-    "2 ranks, FSDP2, recomputed": (2, 1, {"activation_checkpointing": True}),
-    "2 ranks, FSDP2, products kept": (2, 1, {"activation_checkpointing": True, "recompute": {"keep": "products"}}),
-    "2 ranks, FSDP2, loss in chunks": (2, 1, {"loss_chunks": 2}),
+    "4 ranks": Ranks(4),
+    "pp 2 x dp 2": Ranks(4, dp=2),
+    "2 ranks": Ranks(2),
+    "pp 2 x dp 1": Ranks(2, dp=1),
+    "pp 2 x tp 2": Ranks(4, dp=1, tp=2),
+    "pp 2 x dp 2 x tp 2": Ranks(8, dp=2, tp=2),
+    "pp 2 x dp 2, bfloat16": Ranks(4, dp=2, keys={"train": {"dtype": "bfloat16"}}),
+    "pp 2 x dp 1, float16": Ranks(2, dp=1, keys={"train": {"dtype": "float16"}}),
+    "pp 2 x tp 2, bfloat16": Ranks(4, dp=1, tp=2, keys={"train": {"dtype": "bfloat16"}}),
+    "recomputed": Ranks(2, dp=1, keys={"train": {"activation_checkpointing": True}}),
+    "products kept": Ranks(
+        2, dp=1, keys={"train": {"activation_checkpointing": True, "recompute": {"keep": "products"}}}
+    ),
+    "pp 2 x dp_replicate 2": Ranks(4, dp=2, keys={"replicas": 2}),
+    "pp 2 x dp 2, in host memory": Ranks(4, dp=2, keys={"fsdp": {"offload": "all"}}),
+    "compiled": Ranks(2, dp=1, keys={"train": {"compile": True}}),
+    "loss in chunks": Ranks(2, dp=1, keys={"train": {"loss_chunks": 2}}),
 }
-"""Ranks, how many of them share a stage (0: without FSDP2), and keys of `train`."""
 LONG = tuple(LAYOUTS)[2:]
 NOT_SPLIT = ("gpipe", "1f1b", "interleaved_1f1b")
-"""The schedules that go with activation checkpointing."""
+"""The schedules that go with activation checkpointing and with compiled layers."""
 
 
 def schedules_of(layout: str) -> tuple[str, ...]:
-    return NOT_SPLIT if "activation_checkpointing" in LAYOUTS[layout][2] else tuple(STAGES_PER_RANK)
+    train = LAYOUTS[layout].keys.get("train", {})
+    return NOT_SPLIT if {"activation_checkpointing", "compile"} & set(train) else tuple(STAGES_PER_RANK)
 
 
 CASES = [
@@ -60,10 +85,13 @@ def results(programs: WarmPrograms, tmp_path_factory: pytest.TempPathFactory) ->
 
     def of(layout: str) -> list[Result]:
         if layout not in found:
-            world, dp, train = LAYOUTS[layout]
+            world, dp, tp, keys = LAYOUTS[layout]
             folder = tmp_path_factory.mktemp("pipeline")
-            rows = [(folder, world, rank, dp, json.dumps(train), *schedules_of(layout)) for rank in range(world)]
-            found[layout] = programs.results(PROGRAM, rows)
+            told = (dp, tp, json.dumps(dict(keys)), *schedules_of(layout))
+            rows = [(folder, world, rank, *told) for rank in range(world)]
+            ended = programs.run(PROGRAM, rows, patience=280.0)
+            assert [one.code for one in ended] == [0] * world, "\n".join(one.err for one in ended)
+            found[layout] = [one.result() for one in ended]
         return found[layout]
 
     return of
@@ -71,11 +99,11 @@ def results(programs: WarmPrograms, tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.mark.parametrize(("layout", "schedule"), CASES)
 def test_gradients_are_those_of_no_pipeline(results: Callable[[str], list[Result]], layout: str, schedule: str) -> None:
-    world, dp, _ = LAYOUTS[layout]
+    world, holders = LAYOUTS[layout].world, LAYOUTS[layout].holders
     found = [one[schedule] for one in results(layout)]
     names = [name for one in found for name in one["names"]]
     assert len(set(names)) == NAMES
-    assert len(names) == NAMES * max(1, dp)
+    assert len(names) == NAMES * holders
     assert [one["different"] for one in found] == [[]] * world
     # The same with twice the loss, times the scale of float16.
     assert [one["scaled"] for one in found] == [[]] * world
@@ -85,19 +113,28 @@ def test_gradients_are_those_of_no_pipeline(results: Callable[[str], list[Result
 def test_over_data_parallel_ranks_they_are_those_of_one_process_but_for_the_order_of_sums(
     results: Callable[[str], list[Result]], schedule: str
 ) -> None:
-    assert max(one[schedule]["from_one_process"] for one in results("2 x 2 ranks, FSDP2")) < 1e-6
+    assert max(one[schedule]["from_one_process"] for one in results("pp 2 x dp 2")) < 1e-6
     assert max(one[schedule]["from_one_process"] for one in results("4 ranks")) == 0.0
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("schedule", STAGES_PER_RANK)
-@pytest.mark.parametrize("layout", ["4 ranks", "2 x 2 ranks, FSDP2"])
+@pytest.mark.parametrize("layout", ["pp 2 x tp 2", "pp 2 x dp 2 x tp 2"])
+def test_with_tensor_parallelism_they_are_those_of_one_process_but_for_the_order_of_sums(
+    results: Callable[[str], list[Result]], layout: str, schedule: str
+) -> None:
+    assert max(one[schedule]["from_one_process"] for one in results(layout)) < 1e-5
+
+
+@pytest.mark.parametrize("schedule", STAGES_PER_RANK)
+@pytest.mark.parametrize("layout", ["4 ranks", "pp 2 x dp 2"])
 def test_the_rank_of_the_last_stage_has_the_loss_with_and_without_gradients(
     results: Callable[[str], list[Result]], layout: str, schedule: str
 ) -> None:
     found = [one[schedule] for one in results(layout)]
     expected = [one["expected_loss"] if one["has_last"] else 0.0 for one in found]
     assert [one["loss"] for one in found] == [one["validated"] for one in found] == expected
-    assert sum(one["has_last"] for one in found) == max(1, LAYOUTS[layout][1])
+    assert sum(one["has_last"] for one in found) == LAYOUTS[layout].holders
 
 
 @pytest.mark.parametrize("schedule", STAGES_PER_RANK)

@@ -8,7 +8,7 @@ from trainer.contract.pipeline.pipeline_config import PipelineConfig
 from trainer.contract.pipeline.stage_fit import split_of
 from trainer.worker.fsdp_units import chosen_units
 from trainer.worker.llama import Llama
-from trainer.worker.pipeline.llama_stage import LlamaStage
+from trainer.worker.pipeline.llama_stage import LlamaStage, StagesOfRank
 
 CPU = torch.device("cpu")
 JOB = JobConfig(
@@ -65,3 +65,16 @@ def test_layers_can_be_wrapped_by_class_and_by_size() -> None:
     stage = stages(2)[1]
     assert chosen_units(stage, "Block", []) == list(stage.layers)
     assert chosen_units(stage, "9000", []) == [*stage.layers, stage.output]
+
+
+def test_the_stages_of_a_rank_are_one_module_with_the_names_of_the_whole_model(whole: Llama) -> None:
+    made = stages(4)
+    model = StagesOfRank([made[0], made[3]])
+    expected = {"embedding.weight", "norm.weight", "output.weight"}
+    expected |= {
+        name for name, _ in whole.named_parameters() if name.startswith(("layers.0.", "layers.1.", "layers.4."))
+    }
+    assert {name for name, _ in model.named_parameters()} == expected
+    assert model.layers[0] is made[0].layers[0]
+    own = {id(parameter) for stage in (made[0], made[3]) for parameter in stage.parameters()}
+    assert {id(parameter) for parameter in model.parameters()} == own

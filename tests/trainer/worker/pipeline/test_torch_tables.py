@@ -7,7 +7,7 @@ import pytest
 from trainer.contract.pipeline.bubble import bubbles, formula
 from trainer.contract.pipeline.micro_batches import takes
 from trainer.contract.pipeline.pipeline_config import PipelineConfig, Schedule
-from trainer.contract.pipeline.schedule_table import COMPUTES, Kind
+from trainer.contract.pipeline.schedule_table import COMPUTES, Kind, activations_held
 from trainer.contract.pipeline.simulation import StageSeconds, Timeline, simulate
 from trainer.contract.pipeline.stage_ranks import stages_of_rank
 from trainer.worker.pipeline.torch_tables import with_communication
@@ -87,20 +87,12 @@ def test_interleaving_divides_the_bubble_and_a_zero_bubble_is_smaller_still(rank
     assert most["zbv"] < most["interleaved_1f1b"]
 
 
-def test_1f1b_keeps_fewer_activations_than_gpipe() -> None:
-    def kept(schedule: str) -> list[int]:
-        """The most micro-batches of each rank that are between their forward and their backward pass."""
-        most = []
-        for actions in with_communication(config(schedule, 4), 16):
-            held, high = 0, 0
-            for action in actions:
-                held += (action.kind is Kind.FORWARD) - (action.kind is Kind.BACKWARD)
-                high = max(high, held)
-            most.append(high)
-        return most
-
-    assert kept("gpipe") == [16, 16, 16, 16]
-    assert kept("1f1b") == [4, 3, 2, 1]
+def test_1f1b_keeps_fewer_activations_than_gpipe_and_interleaving_more() -> None:
+    held = {schedule: activations_held(with_communication(config(schedule, 4), 16)) for schedule in Schedule}
+    assert held["gpipe"] == [16, 16, 16, 16]
+    assert held["1f1b"] == [4, 3, 2, 1]
+    assert held["interleaved_1f1b"] == [11, 9, 7, 5]  # of half as many layers each
+    assert held["zbv"] == [8, 8, 8, 8]
 
 
 def test_a_slow_stage_makes_the_others_wait() -> None:

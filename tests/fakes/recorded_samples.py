@@ -9,9 +9,9 @@ Lines = dict[int, list[dict[str, Any]]]
 
 
 def recorded(record: Path, run: str) -> Lines:
-    """By the beginning of each batch: a line of each data-parallel rank that trained it last, in their order.
+    """By the beginning of each batch: a line of each rank with tokens of its own that trained it last, in their order.
 
-    Ranks of one tensor-parallel group must have read, and drawn, the same.
+    Ranks of one tensor-parallel group must have read, and drawn, the same; those that share sequences have read it.
     """
     newest: dict[int, tuple[int, int]] = {}
     found: dict[int, dict[int, dict[str, Any]]] = {}
@@ -23,7 +23,7 @@ def recorded(record: Path, run: str) -> Lines:
             if order > newest.get(position, (0, 0)):
                 newest[position], found[position] = order, {}
             if order == newest[position]:
-                assert found[position].setdefault(line["dp_rank"], line) == line
+                assert found[position].setdefault(line["token_rank"], line) == line
     return {position: [ranks[rank] for rank in sorted(ranks)] for position, ranks in sorted(found.items())}
 
 
@@ -36,8 +36,11 @@ def assert_every_sample_once(lines: Lines, calm: Lines, steps: int, batch: int) 
 
 
 def numbers(ranks: Sequence[dict[str, Any]]) -> list[int]:
-    """The sequences of one batch in the global order: each rank has a part of it, one after the other."""
-    return [number for line in ranks for number in line["numbers"]]
+    """The sequences of one batch in the global order: each data-parallel rank has a part of it, one after the other."""
+    parts: dict[int, list[int]] = {}
+    for line in ranks:
+        assert parts.setdefault(line["dp_rank"], line["numbers"]) == line["numbers"]
+    return [number for part in parts.values() for number in part]
 
 
 def assert_nothing_is_drawn_twice(lines: Lines) -> None:

@@ -51,14 +51,14 @@ class RecordingLlama(SlowLlama):
     def build_data(self, layout: Layout) -> Any:
         data = super().build_data(layout)
         data.__class__, data.numbers = RecordedData, []
-        self._data, self._dp_rank = data, layout.dp_rank
+        self._data, self._ranks = data, {"dp_rank": layout.dp_rank, "token_rank": layout.token_rank}
         return data
 
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
         read: list[int] = self._data.numbers
         if read:  # the first micro-batch of a step
             position = self._data.consumed - self.config.train.batch_size
-            self._write({"position": position, "dp_rank": self._dp_rank, "numbers": list(read)})
+            self._write({"position": position, **self._ranks, "numbers": list(read)})
             read.clear()
         return super().loss(model, batch)
 

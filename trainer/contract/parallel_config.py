@@ -98,7 +98,8 @@ class FsdpConfig:
 
     reduce: str = Reduce.AUTO
     """Gradients are reduced after `each` micro-batch, which keeps only shards of them, or after the `last` one of a
-    step: less traffic, whole gradients in memory. `auto`: `last` with `ddp` and `zero1`, else `each`."""
+    step: less traffic, whole gradients in memory. `auto`: `last` with `ddp` and `zero1`, else `each`; `ddp` in float32
+    always `last`."""
 
     offload: str = Offload.NONE
     """`optimizer` keeps the optimizer's state in host memory, where it then runs; `all` shards of parameters and

@@ -50,7 +50,7 @@ def _averaged(parameters: Sequence[Parameter], parallel: ParallelConfig, world_s
     for positions in packed((None, nbytes) for nbytes in gradients):
         bucket = sum(gradients[position] for position in positions)
         done += bucket
-        yield done + (bucket if sizes.dp_replicate > 1 else 0)
+        yield done + (bucket if sizes.dp_replicate * sizes.tp > 1 else 0)
 
 
 def _units(parameters: Sequence[Parameter], parallel: ParallelConfig, world_size: int) -> _Units:

@@ -1,6 +1,6 @@
 """Wrapping a model for its data-parallel ranks: FSDP2 with another mesh or another resharding, or plain replicas."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -9,9 +9,11 @@ from torch.distributed.tensor import DTensor
 
 from trainer.contract.config import JobConfig
 from trainer.contract.parallel_config import Offload, Reduce
+from trainer.worker.equal_replicas import require_equal
 from trainer.worker.fsdp_units import chosen_units, refuse_parameters
-from trainer.worker.gradient_buckets import bucket_gradients, buckets_of
+from trainer.worker.gradient_buckets import CannotAverage, GradientBuckets, mark_replica, replicated_parameters
 from trainer.worker.mesh import Layout
+from trainer.worker.training.reduction import GradientFacts, usage_mark
 
 
 def share_out(
@@ -21,10 +23,11 @@ def share_out(
 
     `parallel.fsdp.wrap` may choose other parts; raises CannotShard for what cannot be done with this model.
 
-    Replicas without shards (DDP) stay as they are in float32: `average_gradients` is all that they need. With half
+    Replicas without shards (DDP) stay as they are in float32: `GradientSync` averages their gradients. With half
     precision, or in host memory, they are FSDP2 on a mesh whose inner dimension has one rank.
     """
     if config.parallel.has_plain_replicas(config.train.dtype):
+        mark_replica(model)
         return
     # Pinned memory is what a GPU copies from while it computes.
     pins = layout.device.type == "cuda"
@@ -50,39 +53,51 @@ def offloads_optimizer(config: JobConfig) -> bool:
     return config.parallel.fsdp.offload == Offload.OPTIMIZER
 
 
-def average_gradients(model: nn.Module, layout: Layout, config: JobConfig) -> None:
-    """For replicas that FSDP does not know of: average gradients; call when the parameters exist."""
-    replicas = layout.mesh["dp_replicate"]
-    if config.parallel.has_plain_replicas(config.train.dtype) and replicas.size() > 1:
-        bucket_gradients(model, replicas.get_group())
-
-
 class GradientSync:
     """Backward passes of the micro-batches of a step, with gradients that are reduced after each or after the last."""
 
-    def __init__(self, model: nn.Module, reduce: Reduce) -> None:
+    def __init__(
+        self, model: nn.Module, layout: Layout, reduce: Reduce, on_wait: Callable[[], None] = lambda: None
+    ) -> None:
+        """Make it when everything that is trained exists. `on_wait` as in GradientBuckets; raises CannotAverage."""
+        self._model = model
         self._each = reduce is Reduce.EACH
         self._fsdp = model if isinstance(model, FSDPModule) else None
-        self._buckets = buckets_of(model)
+        self._buckets = _buckets(model, layout, on_wait)
         self._reduces = True
-        self._parameters = list(model.parameters())
         bucketed = {id(parameter) for parameter in self._buckets.parameters} if self._buckets else set()
-        self.averaged = [one for one in self._parameters if isinstance(one, DTensor) or id(one) in bucketed]
-        """Parameters whose gradients are: every rank has to use the same ones of them."""
+        self._averaged = [one for one in model.parameters() if isinstance(one, DTensor) or id(one) in bucketed]
+        self._makes_equal = self._buckets is not None and layout.sizes.tp == layout.sizes.pp == 1
+        self._stages = layout.sizes.pp
 
-    def found(self) -> list[torch.Tensor]:
-        """All gradients that there are."""
-        return [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+    def begin_step(self) -> None:
+        """Call before the first forward pass of a step."""
+        if self._buckets is not None:
+            self._buckets.begin_step()
+
+    def end_step(self) -> list[torch.Tensor]:
+        """All gradients that there are; there will be no more of this step."""
+        if self._buckets is not None:
+            self._buckets.end_step()
+        return [parameter.grad for parameter in self._model.parameters() if parameter.grad is not None]
+
+    def facts(self) -> GradientFacts:
+        """What all ranks have to agree on; stages have other parameters, and compare nothing."""
+        used = usage_mark(self._averaged) if self._stages == 1 else 0
+        return GradientFacts(used=used, alike=self._makes_equal, stages=self._stages)
 
     def backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
-        """Compute gradients of a micro-batch, the last one of its step or another; collective."""
+        """Compute gradients of a micro-batch, the last one of its step or another; collective.
+
+        Plain replicas average once a step: a gradient that is an average already must not be averaged again.
+        """
         reduces = self._each or is_last
         if self._fsdp is not None and reduces != self._reduces:
             if not reduces:
                 _gather_the_unused(self._fsdp)
             self._fsdp.set_requires_gradient_sync(reduces)
             self._reduces = reduces
-        if self._buckets is None or not reduces:
+        if self._buckets is None or not is_last:
             loss.backward()
             return
         self._buckets.begin()
@@ -94,6 +109,26 @@ class GradientSync:
         if self._buckets is not None:
             self._buckets.begin()
             self._buckets.finish()
+
+
+def _buckets(model: nn.Module, layout: Layout, on_wait: Callable[[], None]) -> GradientBuckets | None:
+    """Those of plain replicas; None where there are none, or nobody to average with.
+
+    With tensor parallelism one replica needs them too: gradients of norms are sums over its ranks.
+    """
+    replicated = replicated_parameters(model)
+    if not replicated or layout.world_size == 1:
+        return None
+    ids = set(map(id, replicated.values()))
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and id(parameter) not in ids and not isinstance(parameter, DTensor):
+            raise CannotAverage(
+                f"{name} was made after `parallelize`, or is outside the model that it was given: nobody would average "
+                "its gradients: make it in build_model()"
+            )
+    group = layout.mesh["dp_replicate"].get_group()
+    require_equal(replicated, group)
+    return GradientBuckets(replicated, group, on_wait)
 
 
 def _gather_the_unused(model: FSDPModule) -> None:

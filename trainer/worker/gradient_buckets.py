@@ -4,9 +4,8 @@ As torch's DistributedDataParallel does it (Li et al. 2020, section 3), but that
 taken in the same order in every step, so that a restart is bit-equal.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -16,8 +15,8 @@ from torch.distributed.tensor import DTensor
 from trainer.contract.bucket_packing import packed
 
 
-class SecondGradient(RuntimeError):
-    """A parameter got a second gradient in one backward pass, when the first one was on its way."""
+class CannotAverage(RuntimeError):
+    """Gradients of these parameters cannot be averaged; the text says why and what to do."""
 
 
 class GradientBuckets:
@@ -27,17 +26,25 @@ class GradientBuckets:
     on. All ranks send the same buckets in the same order, whichever parameters they have used.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
-        self.parameters = list(parameters)
-        self.on_wait: Callable[[], None] = lambda: None
-        """Called before a wait for gradients of other ranks."""
-        self._group = group
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], group: dist.ProcessGroup, on_wait: Callable[[], None]
+    ) -> None:
+        """`on_wait` is called before a wait for gradients of other ranks. Raises CannotAverage."""
+        own = {name: one for name, one in parameters.items() if one.is_floating_point() or one.is_complex()}
+        self._names = {id(parameter): name for name, parameter in own.items()}
+        self.parameters = list(own.values())
+        self._group, self._on_wait = group, on_wait
         self._buckets = list(_buckets(self.parameters))
         self._left: int | None = None  # how many buckets of this backward pass have; None: they are kept
         self._works: list[dist.Work] = []
+        self._is_over = False
         for bucket in self._buckets:
             for parameter in bucket.members:
                 self._watch(parameter, bucket)
+
+    def begin_step(self) -> None:
+        """From now on gradients may come."""
+        self._is_over = False
 
     def begin(self) -> None:
         """The next backward pass averages; without this it adds up gradients of this rank."""
@@ -45,31 +52,51 @@ class GradientBuckets:
         for bucket in self._buckets:
             bucket.has_left = False
             bucket.missing = {id(parameter) for parameter in bucket.members if parameter.requires_grad}
+            for parameter in bucket.members:
+                if len(parameter._post_accumulate_grad_hooks) != 1:
+                    raise self._hooked(parameter)
 
     def finish(self) -> None:
         """The backward pass is over: send what parameters without a gradient have held back, and wait for all."""
         while self._left is not None and self._left < len(self._buckets):
             self._send_next()
         self._left = None
-        self.on_wait()
+        self._on_wait()
         for work in self._works:
             work.wait()
         self._works.clear()
 
+    def end_step(self) -> None:
+        """Gradients that come from now on, until the next step, would be of this rank alone: they are refused."""
+        self._is_over = True
+
     def _watch(self, parameter: nn.Parameter, bucket: "_Bucket") -> None:
         """Hear of each gradient; frozen parameters may be thawed later, and take no hook before."""
+        if parameter._post_accumulate_grad_hooks:
+            raise self._hooked(parameter)
         wanted = parameter.requires_grad
         parameter.requires_grad_(True)
         parameter.register_post_accumulate_grad_hook(lambda one: self._arrived(one, bucket))
         parameter.requires_grad_(wanted)
 
+    def _hooked(self, parameter: torch.Tensor) -> CannotAverage:
+        return CannotAverage(
+            f"{self._names[id(parameter)]} has a hook of the workload's own (register_post_accumulate_grad_hook), "
+            "which would see gradients before they are averaged: type parallel.strategy=zero2, whose hooks come later"
+        )
+
     def _arrived(self, parameter: torch.Tensor, bucket: "_Bucket") -> None:
+        if self._is_over:
+            raise CannotAverage(
+                f"{self._names[id(parameter)]} got a gradient outside the backward pass, as an optimizer makes that "
+                "computes gradients itself: each rank would have its own: type parallel.strategy=zero2"
+            )
         if self._left is None:
             return
         if bucket.has_left:
-            raise SecondGradient(
-                f"a parameter {list(parameter.shape)} got two gradients in one backward pass: recompute activations "
-                "with use_reentrant=False, or type parallel.strategy=zero2"
+            raise CannotAverage(
+                f"{self._names[id(parameter)]} got two gradients in one backward pass: recompute activations with "
+                "use_reentrant=False"
             )
         bucket.missing.discard(id(parameter))
         while self._left < len(self._buckets) and not self._buckets[self._left].missing:
@@ -78,10 +105,11 @@ class GradientBuckets:
     def _send_next(self) -> None:
         assert self._left is not None
         bucket = self._buckets[self._left]
-        flat = bucket.packed()
         bucket.has_left = True
         self._left += 1
-        if flat is not None:
+        if self._group.size() == 1:
+            bucket.complete()
+        elif (flat := bucket.packed()) is not None:
             work = dist.all_reduce(flat.div_(self._group.size()), group=self._group, async_op=True)
             assert work is not None
             self._works.append(work)
@@ -97,12 +125,20 @@ class _Bucket:
         self.has_left = False
         self._places = [_place(parameter) for parameter in members]
 
+    def complete(self) -> None:
+        """Have gradients that are still sums over tensor-parallel ranks taken; there is nobody to average with."""
+        for parameter in self.members:
+            if isinstance(parameter, DTensor) and isinstance(parameter.grad, DTensor):
+                parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
+
     def packed(self) -> torch.Tensor | None:
         """All gradients in one tensor, which the parameters' `grad` are parts of from now on; None when all are frozen.
 
         What this rank has not used counts as zero and still has no `grad` afterwards.
         """
-        pairs = [pair for pair in zip(self.members, self._places, strict=True) if pair[0].requires_grad]
+        every = zip(self.members, self._places, strict=True)
+        # One that is frozen now may have a gradient of an earlier micro-batch.
+        pairs = [pair for pair in every if pair[0].requires_grad or pair[0].grad is not None]
         if not pairs:
             return None
         flat = _local(pairs[0][0]).new_empty(sum(place.elements for _, place in pairs))
@@ -115,7 +151,8 @@ class _Bucket:
             else:
                 used.append(parameter)
                 parts.append(part)
-        torch._foreach_copy_(parts, [_gradient(parameter) for parameter in used])
+        if used:
+            torch._foreach_copy_(parts, [_gradient(parameter) for parameter in used])
         for parameter, part in zip(used, parts, strict=True):
             parameter.grad = _like(part, parameter)
         return flat
@@ -165,14 +202,17 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-_OF_MODELS: WeakKeyDictionary[nn.Module, GradientBuckets] = WeakKeyDictionary()
+_MARK = "_is_plain_replica"
 
 
-def bucket_gradients(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Have the gradients of `model`, whose parameters exist by now, averaged over `group` from now on."""
-    _OF_MODELS[model] = GradientBuckets(model.parameters(), group)
+def mark_replica(model: nn.Module) -> None:
+    """The gradients of this module's parameters are to be averaged, once training begins; copies of it are marked."""
+    vars(model)[_MARK] = True
 
 
-def buckets_of(model: nn.Module) -> GradientBuckets | None:
-    """Those of `model`, or of a module within it."""
-    return next((_OF_MODELS[module] for module in model.modules() if module in _OF_MODELS), None)
+def replicated_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters of all modules within `model` that are marked, by their names in it."""
+    members = {
+        id(parameter) for module in model.modules() if vars(module).get(_MARK) for parameter in module.parameters()
+    }
+    return {name: parameter for name, parameter in model.named_parameters() if id(parameter) in members}

@@ -19,7 +19,7 @@ from trainer.worker.activation_checkpointing import Recompute, for_layer
 from trainer.worker.context_parallel.sequence_part import SequencePart
 from trainer.worker.cross_entropy import summed_cross_entropy
 from trainer.worker.data import Data, StatefulData
-from trainer.worker.data_parallel import average_gradients, offloads_all
+from trainer.worker.data_parallel import offloads_all
 from trainer.worker.initial_weights import fill
 from trainer.worker.mesh import Layout
 from trainer.worker.workload import BaseWorkload, WorkloadError
@@ -234,7 +234,6 @@ class LlamaWorkload(BaseWorkload):
         assert isinstance(model, Llama)
         parallelize.shard(model, layout, self.config)
         model.materialize(layout.device, self.config.train.seed, offload=offloads_all(self.config))
-        average_gradients(model, layout, self.config)
         return model
 
     def build_data(self, layout: Layout) -> Data | StatefulData:

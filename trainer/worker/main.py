@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import setproctitle
+from torch import nn
 
 from checkpointing.owner import Owner
 from checkpointing.storage.backends import storage_at
 from checkpointing.storage.trusted_path import pinned
 from checkpointing.tiers.tier import RunTiers, resolve_tiers
-from trainer.contract.config import load
+from trainer.contract.config import JobConfig, load
 from trainer.contract.launch_token import LaunchToken, holds
 from trainer.contract.outcome import ExitCode
 from trainer.contract.ranks.progress import Phase, ProgressCell
@@ -100,7 +101,9 @@ def _build(made: workload.Workload, config: JobConfig, layout: mesh.Layout) -> T
 def _model(made: workload.Workload, config: JobConfig, layout: mesh.Layout) -> nn.Module:
     """The model of this rank, or the stages of it that it has; only the built-in one is split into stages."""
     if layout.sizes.pp > 1 and config.trains_built_in_workload:
-        from trainer.worker.pipeline.pipelined_llama import pipelined_llama  # torch.distributed.pipelining takes a while
+        from trainer.worker.pipeline.pipelined_llama import (
+            pipelined_llama,
+        )  # torch.distributed.pipelining takes a while
 
         return pipelined_llama(config, layout)
     return made.parallelize(made.build_model(), layout)

@@ -16,6 +16,7 @@ from trainer.contract.ranks.progress import Phase, ProgressCell
 from trainer.contract.ranks.rank_messages import RankSpec
 from trainer.contract.run_dir import AttemptDir, RunDir
 from trainer.worker.data import unwrapped
+from trainer.worker.gradient_buckets import CannotAverage
 from trainer.worker.optimizer import set_learning_rate
 from trainer.worker.reporting.metrics import Journal
 from trainer.worker.reporting.phase_tracker import phase_tracker
@@ -109,7 +110,10 @@ def train_on(
         skip=skip,
         test_until=test_until,
     )
-    return Loop(config, objects, state, services).run()
+    try:
+        return Loop(config, objects, state, services).run()
+    except CannotAverage as error:
+        raise WorkloadError(str(error)) from error
 
 
 def _figures(session: Session) -> StepFigures:

@@ -22,7 +22,7 @@ from trainer.contract.pipeline.micro_batches import micro_batch_size
 from trainer.contract.ranks.progress import Phase
 from trainer.contract.token_shards import TokensError
 from trainer.worker.data import Data, StatefulData, TokenData
-from trainer.worker.data_parallel import average_gradients, offloads_optimizer, share_out
+from trainer.worker.data_parallel import offloads_optimizer, share_out
 from trainer.worker.fsdp_units import CannotShard, fsdp_units
 from trainer.worker.host_adamw import HostAdamW
 from trainer.worker.mesh import Layout
@@ -104,7 +104,6 @@ class BaseWorkload:
             share_out(units, model, layout, self.config, mixed_precision(self.config))
         except CannotShard as error:
             raise WorkloadError(str(error)) from error
-        average_gradients(model, layout, self.config)
         return model
 
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:

@@ -16,6 +16,7 @@ pytestmark = [pytest.mark.multi, pytest.mark.proof, pytest.mark.timeout(300)]
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "ring 4": {"cp": 4, "cp_method": "ring"},
+    "ring 4 in ddp": {"cp": 4, "cp_method": "ring", "strategy": "ddp"},  # nothing but messages in a forward pass
     "ring 2 in ddp 2": {"cp": 2, "cp_method": "ring", "strategy": "ddp"},
     "ulysses 4": {"cp": 4, "cp_method": "ulysses"},
 }

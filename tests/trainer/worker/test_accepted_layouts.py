@@ -28,12 +28,16 @@ SMALL: dict[str, tuple[Any, ...]] = {
 
 
 def accepted(count: int) -> list[dict[str, Any]]:
-    """The first of the random layouts that are accepted; every other one has tensor parallelism."""
+    """The first of the random layouts that are accepted: half of them with tensor parallelism, half of the others with
+    context parallelism.
+    """
     rng, found = Random(19), []
     while len(found) < count:
         values = drawn(rng, most_odd=3) | {key: rng.choice(choices) for key, choices in SMALL.items()}
         split = (1, 2, 1, 3 + len(found) // 4 % 2)[len(found) % 4]  # one in four: all ranks share each layer
         values |= {"parallel.tp": split} | ({"cluster.ranks_per_node": split} if split > 2 else {})
+        if not len(found) % 4:  # two ranks share each sequence, or all
+            values["parallel.cp"] = values["cluster.ranks_per_node"] if len(found) // 4 % 2 else 2
         if refusal(job(values)) is None:
             found.append(values)
     return found

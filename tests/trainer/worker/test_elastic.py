@@ -100,7 +100,7 @@ LAYOUTS = [
     pytest.param((4, 2, 4), {}, id="fsdp 4-2-4"),
     pytest.param((4, 3, 4), {"strategy": "ddp"}, id="ddp 4-3-4"),
     pytest.param((4, 2, 4), {"dp_replicate": 2, "dp_shard": 2}, id="hsdp 4-2-4"),
-    pytest.param((4, 2, 4), {"tp": 2}, id="tp 4-2-4"),
+    pytest.param((4, 2, 4), {"tp": 2, "tp_across_nodes": True}, id="tp 4-2-4"),
     pytest.param((4, 2, 4), {"cp": 2}, id="ulysses 4-2-4"),
     pytest.param((4, 2, 4), {"cp": 2, "cp_method": "ring"}, id="ring 4-2-4"),
 ]

@@ -83,9 +83,40 @@ def test_replicas_refuse_two_gradients_of_a_parameter_in_one_backward_pass(make_
     target = {**PLANE, "target": "my_workload:UsedTwice"}
     run = make_run(2, workload=target, parallel={"strategy": "ddp"}, train={**TRAIN, "steps": 2})
     assert run.train()["codes"] == [ExitCode.NEVER_RETRY] * 2, run.log()
-    assert "type parallel.strategy=zero2" in (run.outcome(0, 1).message or "")
-    other = make_run(2, workload=target, parallel={"strategy": "zero2"}, train={**TRAIN, "steps": 2})
-    assert other.train()["codes"] == [0, 0], other.log()
+    assert "0.bias got two gradients" in (run.outcome(0, 1).message or "")
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("Hooked", "2.weight has a hook of the workload's own"),
+        ("AddedLater", "extra.weight was made after `parallelize`"),
+        ("ReplacedLater", "step 2: gradients of ranks differ"),
+        ("StepsByItself", "got a gradient outside the backward pass"),
+        ("OwnWeights", "ranks begin with different weights"),
+        ("OwnFreezing", "step 1: ranks used different parameters"),
+    ],
+)
+def test_what_would_let_replicas_drift_apart_is_named(make_run, name, said):
+    run = make_run(
+        2, workload={**PLANE, "target": f"replicas_workload:{name}"}, parallel={"strategy": "ddp"},
+        train={**TRAIN, "steps": 4},
+    )  # fmt: skip
+    assert run.train()["codes"] == [ExitCode.NEVER_RETRY] * 2, run.log()
+    assert said in (run.outcome(0, 1).message or "")
+
+
+@pytest.mark.parametrize("reduce", ["last", pytest.param("each", marks=pytest.mark.proof)])
+@pytest.mark.parametrize("name", ["TwoParts", "FrozenByMicroBatch", "Varied"])
+def test_replicas_average_what_was_given_to_them(make_run, name, reduce):
+    """Parts that were wrapped apart, layers that are frozen after a micro-batch, whole buckets that nobody uses."""
+    target = {**PLANE, "target": f"replicas_workload:{name}"}
+    over = {"workload": target, "train": {**TRAIN, "steps": 6}}
+    run = make_run(2, parallel={"strategy": "ddp", "fsdp": {"reduce": reduce}}, **over)
+    other = make_run(2, parallel={"strategy": "zero1"}, **over)
+    for one in (run, other):
+        assert one.train()["codes"] == [0, 0], one.log()
+    assert run.losses() == pytest.approx(other.losses(), rel=1e-6)
 
 
 def test_batch_norm_in_half_precision_is_refused_on_cpus(make_run):

@@ -62,7 +62,7 @@ class Progress:
     step: int = 0
     phase: Phase = Phase.INIT
     generation: int = 0
-    collective: int = 0  # collectives begun by this rank in all its groups, as of `moved_at`
+    collective: int = 0  # collectives, and messages of a ring, begun by this rank in all its groups, as of `moved_at`
     io_bytes: int = 0  # of training data that this rank has taken
     step_at: int = 0
     phase_at: int = 0

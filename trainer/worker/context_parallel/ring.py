@@ -127,8 +127,8 @@ def _forward(query: torch.Tensor, pair: torch.Tensor, ring: Ring) -> BlockResult
         seen = visible(ring.rank, source, tokens)
         key, value = _for_heads(pair, seen.keys, query.shape[1])
         block = kernel.forward(query[:, :, seen.queries], key, value, is_causal=seen.is_causal)
-        if whole is None:
-            whole = BlockResult(block.out.float(), block.log_sum_exp)
+        if whole is None:  # copies: what activation checkpointing has kept of a block must not change
+            whole = BlockResult(block.out.to(torch.float32, copy=True), block.log_sum_exp.clone())
         else:
             _join(whole, seen.queries, block)
         if transfer is not None:

@@ -11,7 +11,6 @@ from torch.autograd import Variable
 from torch.distributed.fsdp import FSDPModule
 
 from trainer.contract.ranks.progress import SECTIONS, Phase
-from trainer.worker.gradient_buckets import buckets_of
 
 _DATA = SECTIONS.index(Phase.DATA)
 
@@ -96,11 +95,8 @@ def exclude_fsdp_waits(model: nn.Module, pause: Callable[[], None], resume: Call
     """Have `pause` and `resume` called around every wait for parameters that FSDP gathers, and `pause` before its last.
 
     A stream waits for a collective as it does for a kernel: without this a slow peer would look like own work. FSDP's
-    hooks are there already, so that ours stand before them (prepended) and behind them (appended). Replicas that FSDP
-    does not know of wait once, for the averages of their gradients.
+    hooks are there already, so that ours stand before them (prepended) and behind them (appended).
     """
-    if (buckets := buckets_of(model)) is not None:
-        buckets.on_wait = pause
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.register_forward_pre_hook(_ignoring_arguments(pause), prepend=True)

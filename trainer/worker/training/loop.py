@@ -133,6 +133,7 @@ class Loop:
         if not overflowed:
             objects.optimizer.step()
         objects.optimizer.zero_grad(set_to_none=True)
+        self._passes.gradients.begin_step()
         if objects.scheduler is not None and not steps_on_plateau(objects.scheduler):
             objects.scheduler.step()
         self._services.phases.step_ended(step)
@@ -157,15 +158,14 @@ class Loop:
 
     def _reduce(self, step: int, loss: torch.Tensor) -> Reduced:
         """Sum over all ranks what they have to know of each other, and clip the gradients by it."""
-        gradients = self._passes.gradients.found()
+        gradients = self._passes.gradients.end_step()
         reduction.unscale(gradients, self._train_state.loss_scale.scale)
         self._services.drill.before_reduce(step)
         self._services.phases.pause()
         own = None if self._own_metrics is None else self._reducer.pack(self._own_metrics())
         message = self._rank_zero_message(step)
-        stages = self._objects.layout.sizes.pp
-        used = reduction.usage_mark(self._passes.gradients.averaged)
-        reduced = reduction.reduce(step, gradients, loss, self._stop.asked(), message, own, used=used, stages=stages)
+        facts = self._passes.gradients.facts()
+        reduced = reduction.reduce(step, gradients, loss, self._stop.asked(), message, own, facts)
         self._services.phases.resume()
         reduction.clip(gradients, reduced.norm, self._config.optimizer.clip_norm)
         return reduced
@@ -241,6 +241,11 @@ class Loop:
             raise WorkloadError(
                 f"step {result.step}: ranks used different parameters, whose gradients cannot be averaged: every rank "
                 "has to use the same ones in every step (add 0 * parameter.sum() to the loss for one it does not need)"
+            )
+        if not result.gradients_alike:
+            raise WorkloadError(
+                f"step {result.step}: gradients of ranks differ after parallel.strategy=ddp has averaged them: a hook "
+                "has changed them, or a parameter was made after training began: type parallel.strategy=zero2"
             )
         self._train_state.loss = result.loss
         own = self._train_state.metrics = self._reducer.unpack(result.own)
@@ -355,9 +360,8 @@ class Loop:
         loss = self._passes.run(step, batches, self._train_state.loss_scale.scale)
         gradients = [p.grad for p in objects.model.parameters() if p.grad is not None]
         reduction.unscale(gradients, self._train_state.loss_scale.scale)
-        found = reduction.reduce(
-            step, gradients, loss, StopReason.NONE, RankZeroMessage(), stages=objects.layout.sizes.pp
-        ).result()
+        about = reduction.GradientFacts(stages=objects.layout.sizes.pp)
+        found = reduction.reduce(step, gradients, loss, StopReason.NONE, RankZeroMessage(), about=about).result()
         objects.optimizer.zero_grad(set_to_none=True)
         return {
             "step": step, "loss": found.loss, "grad_norm": found.grad_norm,

@@ -9,7 +9,6 @@ from trainer.contract.parallel_config import Reduce
 from trainer.contract.ranks.progress import Phase
 from trainer.worker.data import unwrapped
 from trainer.worker.data_parallel import GradientSync
-from trainer.worker.gradient_buckets import SecondGradient
 from trainer.worker.pipeline.bubble_meter import meter_for
 from trainer.worker.pipeline.pipelined_llama import pipeline_of
 from trainer.worker.pipeline.runtime import Pipeline
@@ -33,7 +32,8 @@ class Passes(Protocol):
 
 def passes_of(objects: TrainObjects, phases: PhaseTracker, drill: Drill, reduce: Reduce) -> Passes:
     """Those of a model in one piece, or in stages."""
-    gradients, pipeline = GradientSync(objects.model, reduce), pipeline_of(objects.model)
+    gradients = GradientSync(objects.model, objects.layout, reduce, phases.pause)
+    pipeline = pipeline_of(objects.model)
     if pipeline is None:
         return WholePasses(objects, phases, drill, gradients)
     return StagedPasses(objects, phases, drill, gradients, pipeline)
@@ -62,10 +62,7 @@ class WholePasses:
                 loss = loss * factor
             self._phases.enter(Phase.BACKWARD)
             scaled = loss if scale == 1.0 else loss.float() * scale
-            try:
-                self.gradients.backward(scaled, is_last=number == len(batches) - 1)
-            except SecondGradient as error:
-                raise WorkloadError(str(error)) from error
+            self.gradients.backward(scaled, is_last=number == len(batches) - 1)
             total += loss.detach()
         return total
 

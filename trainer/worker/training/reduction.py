@@ -1,5 +1,6 @@
 """The one all-reduce of a step: gradient norm, loss, stop votes and the message of rank 0 travel together."""
 
+import math
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from trainer.contract.ranks.progress import StopReason
+from trainer.worker.equal_replicas import are_equal, residue
 from trainer.worker.training.save_schedule import SaveVote
 
 
@@ -30,7 +32,17 @@ class StepResult:
     stop: StopReason
     message: RankZeroMessage
     used_alike: bool = True  # whether all ranks have gradients of the same parameters
+    gradients_alike: bool = True  # whether all ranks have the same gradients, where they have all of them
     own: list[float] = field(default_factory=list)  # of the workload's own numbers
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientFacts:
+    """What ranks compare of their gradients, and over how many ranks these are spread."""
+
+    used: int = 0  # `usage_mark` of this rank
+    alike: bool = False  # all ranks have the same gradients
+    stages: int = 1  # ranks that have different parameters of one model
 
 
 class Reduced:
@@ -49,44 +61,46 @@ class Reduced:
     def result(self) -> StepResult:
         if self._copied is not None:
             self._copied.synchronize()
-        squares, loss, save_vote, committed, marks, mark_squares, *sums = self._host.tolist()
+        squares, loss, residues, residue_squares, save_vote, committed, marks, mark_squares, *sums = self._host.tolist()
         message = RankZeroMessage(save_vote=SaveVote(int(save_vote)), committed=int(committed))
         votes, own = sums[: len(StopReason)], sums[len(StopReason) :]
         stop = agreed_stop(votes)
         return StepResult(
             step=self.step, loss=loss, grad_norm=squares**0.5, stop=stop, message=message, own=own,
-            # The numbers of n ranks are equal when n times the sum of their squares is the square of their sum.
-            used_alike=self._world * mark_squares == marks * marks,
+            used_alike=are_equal(self._world, marks, mark_squares),
+            # What is no number is told as a spike.
+            gradients_alike=not math.isfinite(squares) or are_equal(self._world, residues, residue_squares),
         )  # fmt: skip
 
 
 def reduce(
     step: int, gradients: Sequence[torch.Tensor], loss: torch.Tensor, asked: StopReason, message: RankZeroMessage,
-    own: torch.Tensor | None = None, *, used: int = 0, stages: int = 1,
+    own: torch.Tensor | None = None, about: GradientFacts | None = None,
 ) -> Reduced:  # fmt: skip
     """Sum over all ranks; `loss` is this rank's mean, and the mean over ranks is the step's.
 
-    `own`: a row of numbers of the workload's own; `used`: `usage_mark` of this rank; `stages`: ranks that have
-    different parameters of one model.
+    `own`: a row of numbers of the workload's own; `about`: None for gradients of which nothing is compared.
     """
     world = dist.get_world_size()
-    squares = squared_norm(gradients, world // stages).to(loss.device)
-    marks = [float(used), float(used) ** 2]  # exact: below 2**53 for a million ranks
+    about = about or GradientFacts()
+    squares = squared_norm(gradients, world // about.stages).to(loss.device)
+    marks = [float(about.used), float(about.used) ** 2]  # exact: below 2**53 for a million ranks
     numbers = [float(message.save_vote), float(message.committed), *marks, *stop_votes(asked)]
     rest = torch.tensor(numbers, dtype=torch.float64).to(loss.device, non_blocking=True)
     more = [] if own is None else [own]
-    sums = torch.cat([squares.reshape(1), loss.detach().double().reshape(1) / world, rest, *more])
+    mark = residue(squares) if about.alike else torch.zeros_like(squares)
+    sums = torch.cat([torch.stack([squares, loss.detach().double() / world, mark, mark * mark]), rest, *more])
     dist.all_reduce(sums)
     return Reduced(step, sums)
 
 
 def usage_mark(parameters: Iterable[torch.Tensor]) -> int:
-    """Stands for which of these, whose gradients are reduced, have none; 0 for none, at most 2**16.
+    """Stands for which of these, whose gradients are reduced, have none or are frozen; 0 for none, at most 2**16.
 
     Ranks that use different ones gather, and average, one for another: nothing else notices where shapes are equal.
     """
     missing = [
-        number for number, parameter in enumerate(parameters) if parameter.grad is None and parameter.requires_grad
+        (number, parameter.requires_grad) for number, parameter in enumerate(parameters) if parameter.grad is None
     ]
     return zlib.crc32(repr(missing).encode()) % (1 << 16) + 1 if missing else 0
 

@@ -3,8 +3,11 @@
 import pytest
 import torch
 
+from trainer.contract.config import ModelConfig, TrainConfig
 from trainer.contract.parallel_config import CpMethod, ParallelConfig
 from trainer.worker.context_parallel.sequence_part import sequence_part
+from trainer.worker.llama import Llama
+from trainer.worker.workload import WorkloadError
 
 
 @pytest.mark.parametrize("method", [CpMethod.ULYSSES, CpMethod.RING])
@@ -35,3 +38,12 @@ def test_a_ring_has_one_chunk_of_the_head_and_one_of_the_tail() -> None:
     config = ParallelConfig(cp=3)
     assert [sequence_part(12, config, CpMethod.RING, rank).chunks for rank in range(3)] == [(0, 5), (1, 4), (2, 3)]
     assert [sequence_part(12, config, CpMethod.ULYSSES, rank).chunks for rank in range(3)] == [(0,), (1,), (2,)]
+
+
+def test_a_model_that_is_asked_for_all_logits_says_that_no_rank_has_them() -> None:
+    model = Llama(ModelConfig(dim=16, layers=1, heads=2, kv_heads=2, ffn_dim=8), TrainConfig(seq_len=8))
+    model.part = sequence_part(8, ParallelConfig(cp=2), CpMethod.RING, 0)
+    with pytest.raises(
+        WorkloadError, match=r"parallel\.cp=2: no rank has all logits .* call the model with its targets"
+    ):
+        model(torch.zeros(1, 8, dtype=torch.int64))

@@ -17,16 +17,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from trainer.contract.config import JobConfig, ModelConfig, RecomputeConfig, TrainConfig
-from trainer.contract.parallel_config import FsdpConfig, ParallelConfig
+from trainer.contract.parallel_config import FsdpConfig, MeshSizes, ParallelConfig
 from trainer.contract.pipeline.pipeline_config import PipelineConfig
 from trainer.contract.pipeline.stage_fit import split_of
 from trainer.contract.pipeline.stage_ranks import stages_of_rank
 from trainer.contract.pipeline.stage_split import StagePart
 from trainer.worker import parallelize
-from trainer.worker.data_parallel import reduce_gradients_of_next
 from trainer.worker.llama import Llama
 from trainer.worker.mesh import Layout
 from trainer.worker.pipeline.activities import Moment
@@ -82,7 +82,8 @@ def trained(
     total = torch.zeros(())
     for number, batch in enumerate(data):
         loss = model(batch[:, :-1], batch[:, 1:]) / len(data)
-        reduce_gradients_of_next(model, now=number == len(data) - 1)
+        if isinstance(model, FSDPModule):
+            model.set_requires_gradient_sync(number == len(data) - 1)
         (loss if scale == 1.0 else (loss * factor).float() * scale).backward()
         total += loss.detach()
     return total, {name: whole(parameter) for name, parameter in model.named_parameters()}
@@ -180,7 +181,8 @@ def main() -> None:
         "cpu", (world // ranks // tp, replicas, ranks // replicas, tp),
         mesh_dim_names=("pp", "dp_replicate", "dp_shard", "tp"),
     )  # fmt: skip
-    layout = Layout(mesh=mesh, device=CPU, rank=rank, world_size=world)
+    sizes = MeshSizes(world // ranks // tp, replicas, ranks // replicas, 1, tp)
+    layout = Layout(mesh=mesh, sequence_mesh=None, sizes=sizes, device=CPU, rank=rank, world_size=world)
     dp_rank = mesh["dp_replicate"].get_local_rank() * (ranks // replicas) + mesh["dp_shard"].get_local_rank()
     job, data = config(keys), batches(dp_rank)
     loss, expected = of_data_parallel(job, layout, data)

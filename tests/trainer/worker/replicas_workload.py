@@ -1,0 +1,126 @@
+"""Workloads of users whose replicas would drift apart, and some whose must not."""
+
+import torch
+from torch import nn
+
+from tests.trainer.worker.my_workload import HalvedPoints, Plane
+
+
+class Replicas(Plane):
+    """Without dropout, so that ranks differ in their data alone."""
+
+    def build_model(self):
+        return nn.Sequential(nn.Linear(4, self.args["width"]), nn.Tanh(), nn.Linear(self.args["width"], 1))
+
+    def build_optimizer(self, model):
+        return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+class Hooked(Replicas):
+    def build_optimizer(self, model):
+        model[2].weight.register_post_accumulate_grad_hook(lambda parameter: parameter.grad.clamp_(-1e-3, 1e-3))
+        return super().build_optimizer(model)
+
+
+class AddedLater(Replicas):
+    def parallelize(self, model, layout):
+        model = super().parallelize(model, layout)
+        wrapped = nn.Sequential(model)
+        wrapped.extra = nn.Linear(1, 1)
+        wrapped.forward = lambda x: wrapped.extra(model(x))
+        return wrapped
+
+
+class ReplacedLater(Replicas):
+    taken = 0
+
+    def build_optimizer(self, model):
+        self.optimizer = super().build_optimizer(model)
+        return self.optimizer
+
+    def loss(self, model, batch):
+        self.taken += 1
+        if self.taken == 2:
+            model[2].bias = nn.Parameter(torch.zeros(1))
+            self.optimizer.add_param_group({"params": [model[2].bias]})
+        return super().loss(model, batch)
+
+
+class OwnSteps(torch.optim.SGD):
+    def step(self, closure=None):
+        if self.batch is not None:
+            nn.functional.mse_loss(self.model(self.batch[0]), self.batch[1]).backward()
+        super().step()
+
+
+class StepsByItself(Replicas):
+    def build_optimizer(self, model):
+        self.optimizer = OwnSteps(model.parameters(), lr=0.1)
+        self.optimizer.model, self.optimizer.batch = model, None
+        return self.optimizer
+
+    def loss(self, model, batch):
+        self.optimizer.batch = batch
+        return super().loss(model, batch)
+
+
+class OwnWeights(Replicas):
+    def build_data(self, layout):
+        self.dp_rank = layout.dp_rank
+        return super().build_data(layout)
+
+    def parallelize(self, model, layout):
+        with torch.no_grad():
+            model[0].weight += layout.dp_rank
+        return super().parallelize(model, layout)
+
+
+class OwnFreezing(Replicas):
+    """Each rank freezes another layer of two of the same size."""
+
+    def build_model(self):
+        return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1))
+
+    def parallelize(self, model, layout):
+        self.frozen = model[layout.dp_rank]
+        return super().parallelize(model, layout)
+
+    def loss(self, model, batch):
+        self.frozen.requires_grad_(False)
+        return super().loss(model, batch)
+
+
+class TwoParts(Replicas):
+    """Parts that are wrapped one by one, as a generator and a discriminator are."""
+
+    def parallelize(self, model, layout):
+        for number in (0, 2):
+            model[number] = super().parallelize(model[number], layout)
+        return model
+
+
+class FrozenByMicroBatch(Replicas):
+    """The first layer learns from the first of two micro-batches alone."""
+
+    def build_data(self, layout):
+        return HalvedPoints(layout.dp_rank, layout.dp_size)
+
+    def loss(self, model, batch):
+        x, y, is_last = batch
+        model[0].requires_grad_(not is_last)
+        return nn.functional.mse_loss(model(x), y)
+
+
+class Varied(Replicas):
+    """A head that nobody uses and that fills a bucket, integers, and numbers in another precision."""
+
+    def build_model(self):
+        model = super().build_model()
+        model.unused = nn.Linear(8, 900_000)
+        model.steps = nn.Parameter(torch.zeros(3, dtype=torch.int64), requires_grad=False)
+        model.exact = nn.ParameterList([nn.Parameter(torch.ones(2, dtype=torch.float64))])
+        model.forward = lambda x: model[2](model[1](model[0](x)))
+        return model
+
+    def build_optimizer(self, model):
+        return torch.optim.AdamW([one for one in model.parameters() if one.is_floating_point()], lr=0.01)

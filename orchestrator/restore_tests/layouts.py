@@ -28,9 +28,9 @@ def with_layout(data: dict[str, Any], layout: str) -> dict[str, Any]:
             replicas = 1
         if strategy == Strategy.HSDP and replicas == 1:
             strategy = Strategy.AUTO
-        pipeline = {**parallel.get("pipeline", {}), "stages": 1, "stages_per_rank": 0, "micro_batches": 0}
+        if "pipeline" in parallel:
+            parallel["pipeline"] = {**parallel["pipeline"], "stages": 1, "stages_per_rank": 0, "micro_batches": 0}
         parallel |= {
-            "pipeline": pipeline,
             "strategy": str(strategy),
             "cp": cp,
             "tp": tp,

@@ -8,6 +8,7 @@ from trainer.contract.config import JobConfig
 from trainer.contract.pipeline.micro_batches import micro_batch_count, micro_batch_size
 from trainer.contract.pipeline.stage_fit import split_of
 from trainer.contract.pipeline.stage_ranks import stages_of_rank
+from trainer.worker.gradient_buckets import mark_replica
 from trainer.worker.mesh import Layout
 from trainer.worker.pipeline.build import stage, stage_module
 from trainer.worker.pipeline.llama_stage import LlamaStage, StagesOfRank
@@ -32,7 +33,10 @@ def pipelined_llama(config: JobConfig, layout: Layout) -> PipelinedLlama:
         stage(module, train, layout.pp.get_group(), layout.device, sequences=sequences, tp=layout.sizes.tp)
         for module in modules
     ]
-    return PipelinedLlama(modules, Pipeline(pipeline, stages, micro_batch_count(pipeline, train, layout.dp_size)))
+    model = PipelinedLlama(modules, Pipeline(pipeline, stages, micro_batch_count(pipeline, train, layout.dp_size)))
+    if config.parallel.has_plain_replicas(train.dtype):
+        mark_replica(model)  # its parameters are those of stages, which are no modules of it
+    return model
 
 
 def pipeline_of(model: nn.Module) -> Pipeline | None:

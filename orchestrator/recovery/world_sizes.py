@@ -8,6 +8,7 @@ from typing import Any
 from orchestrator.config.run_config import RunConfig
 from trainer.contract.layout.expert_parallel import can_share
 from trainer.contract.parallel_config import ParallelConfig, Strategy
+from trainer.contract.pipeline.micro_batches import micro_batch_size, takes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +49,7 @@ def world_sizes(config: RunConfig) -> tuple[WorldSize, ...]:
 def smaller_world(config: RunConfig, nodes: int) -> WorldSize | None:
     """The run on so many nodes, fewer than its own, with the same batch; None where that does not divide.
 
-    A rank has no more sequences in a forward pass than in the full world; tensor, context and expert
+    A rank has no more sequences in a forward pass than in the full world; tensor, context, expert and pipeline
     parallelism stay.
     """
     ranks, idle = divmod(nodes * config.cluster.ranks_per_node, config.parallel.ranks_per_share)
@@ -58,15 +59,26 @@ def smaller_world(config: RunConfig, nodes: int) -> WorldSize | None:
     if parallel is None:
         return None
     share = config.train.batch_size // ranks
-    overrides = {"cluster.nodes": nodes, "cluster.spare_nodes": 0, "train.micro_batch_size": _micro(config, share)}
+    size = _micro(config, share)
+    if size is None:
+        return None
+    overrides = {"cluster.nodes": nodes, "cluster.spare_nodes": 0, "train.micro_batch_size": size}
     return WorldSize(nodes=nodes, overrides=overrides | {f"parallel.{key}": value for key, value in parallel.items()})
 
 
-def _micro(config: RunConfig, share: int) -> int:
-    """The largest divisor of a rank's share that fits where a forward pass of the full world does."""
-    train = config.train
-    most = train.micro_batch_size or train.batch_size // config.parallel.data_parallel_size(config.cluster.world_size)
-    return next(size for size in range(min(most, share), 0, -1) if share % size == 0)
+def _micro(config: RunConfig, share: int) -> int | None:
+    """The largest divisor of a rank's share that fits where a forward pass of the full world does.
+
+    None where the pipeline cannot take so many micro-batches.
+    """
+    train, pipeline = config.train, config.parallel.pipeline
+    most = micro_batch_size(pipeline, train, config.parallel.data_parallel_size(config.cluster.world_size))
+    for size in range(min(most, share), 0, -1):
+        count, rest = divmod(share, size)
+        fits = pipeline.stages == 1 or (takes(pipeline, count) and pipeline.micro_batches in (0, count))
+        if not rest and fits:
+            return size
+    return None
 
 
 def _smaller_mesh(config: RunConfig, ranks: int) -> dict[str, Any] | None:

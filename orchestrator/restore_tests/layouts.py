@@ -11,7 +11,8 @@ from trainer.contract.parallel_config import Strategy
 def with_layout(data: dict[str, Any], layout: str) -> dict[str, Any]:
     """The sections `cluster` and `parallel` of a config on `layout`: `same`, `RANKS` or `NODESxRANKS`.
 
-    Tensor, context and expert parallelism and replicas stay as far as they fit; the rest of the ranks shard.
+    Tensor, context and expert parallelism and replicas stay as far as they fit, a pipeline does not; the rest of the
+    ranks shard.
     """
     cluster, parallel = dict(data["cluster"]), dict(data["parallel"])
     cluster |= {"spare_nodes": 0, "min_nodes": 0}
@@ -27,6 +28,8 @@ def with_layout(data: dict[str, Any], layout: str) -> dict[str, Any]:
             replicas = 1
         if strategy == Strategy.HSDP and replicas == 1:
             strategy = Strategy.AUTO
+        if "pipeline" in parallel:
+            parallel["pipeline"] = {**parallel["pipeline"], "stages": 1, "stages_per_rank": 0, "micro_batches": 0}
         sizes = {"cp": cp, "tp": tp, "ep": _ep(data, left // replicas * cp), "dp_replicate": replicas, "dp_shard": 0}
         parallel |= {"strategy": str(strategy), **sizes}
     return {"cluster": cluster, "parallel": parallel}

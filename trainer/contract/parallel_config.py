@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
+from trainer.contract.pipeline.pipeline_config import PipelineConfig
+
 
 class Strategy(StrEnum):
     """What data-parallel ranks keep whole, and what they share out among them."""
@@ -30,6 +32,7 @@ class CpMethod(StrEnum):
 class MeshSizes(NamedTuple):
     """The dimensions of the mesh, outermost first."""
 
+    pp: int
     dp_replicate: int
     dp_shard: int
     cp: int
@@ -46,6 +49,7 @@ def place_words(sizes: MeshSizes, rank: int) -> str:
 class ParameterSizes(NamedTuple):
     """The mesh over which parameters lie: ranks of one context-parallel group count among shards, or replicas."""
 
+    pp: int
     dp_replicate: int
     dp_shard: int
     tp: int
@@ -102,7 +106,8 @@ class FsdpConfig:
 
     reduce: str = Reduce.AUTO
     """Gradients are reduced after `each` micro-batch, which keeps only shards of them, or after the `last` one of a
-    step: less traffic, whole gradients in memory. `auto`: `last` with `ddp` and `zero1`, else `each`."""
+    step: less traffic, whole gradients in memory. `auto`: `last` with `ddp` and `zero1`, else `each`; `ddp` in float32
+    always `last`."""
 
     offload: str = Offload.NONE
     """`optimizer` keeps the optimizer's state in host memory, where it then runs; `all` shards of parameters and
@@ -174,6 +179,7 @@ class ParallelConfig:
     """Ranks that share the experts of each layer (expert parallelism, built-in model), some of the `dp_shard` x `cp`
     ranks: each computes its own experts for the tokens of all of them."""
 
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     fsdp: FsdpConfig = field(default_factory=FsdpConfig)
 
     def __post_init__(self) -> None:
@@ -191,9 +197,10 @@ class ParallelConfig:
         replicas, shards = self.dp_replicate, self.dp_shard or max(1, ranks // self.dp_replicate)
         if self.strategy == Strategy.DDP:
             replicas, shards = replicas if replicas > 1 else ranks, 1
-        sizes = MeshSizes(replicas, shards, self.cp, self.tp)
+        sizes = MeshSizes(self.pipeline.ranks, replicas, shards, self.cp, self.tp)
         if (product := math.prod(sizes)) != world_size:
-            words = " x ".join(f"{name}={size}" for name, size in sizes._asdict().items() if name != "cp" or size > 1)
+            shown = [(name, size) for name, size in sizes._asdict().items() if name not in ("pp", "cp") or size > 1]
+            words = " x ".join(f"{name}={size}" for name, size in shown)
             raise ValueError(f"parallel.{words} = {product}, but cluster.nodes x cluster.ranks_per_node = {world_size}")
         return sizes
 
@@ -201,8 +208,8 @@ class ParallelConfig:
         """The mesh over which parameters lie: ranks that share a sequence share parameters, or with `ddp` have all."""
         sizes = self.mesh_sizes(world_size)
         if self.strategy == Strategy.DDP:
-            return ParameterSizes(sizes.dp_replicate * sizes.cp, 1, sizes.tp)
-        return ParameterSizes(sizes.dp_replicate, sizes.dp_shard * sizes.cp, sizes.tp)
+            return ParameterSizes(sizes.pp, sizes.dp_replicate * sizes.cp, 1, sizes.tp)
+        return ParameterSizes(sizes.pp, sizes.dp_replicate, sizes.dp_shard * sizes.cp, sizes.tp)
 
     def expert_sizes(self, world_size: int) -> ExpertSizes:
         """The mesh over which stacks of experts lie."""
@@ -212,7 +219,7 @@ class ParallelConfig:
     @property
     def ranks_per_share(self) -> int:
         """Ranks that read the same share of every batch."""
-        return self.cp * self.tp
+        return self.pipeline.ranks * self.cp * self.tp
 
     def data_parallel_size(self, world_size: int) -> int:
         """Ranks that read different data."""

@@ -51,7 +51,7 @@ def local_shape(parameter: Parameter, sizes: ParameterSizes, rank: int, ep: int 
     Of experts that `ep` ranks share: some experts, and of these its share of the second dimension.
     """
     shape = list(parameter.shape)
-    _, shard, part = place_in(sizes, rank)
+    *_, shard, part = place_in(sizes, rank)
     if parameter.is_expert and ep > 1:
         return (shape[0] // ep, shape[1] * ep // sizes.dp_shard, *shape[2:])
     if parameter.tp_dim is not None:

@@ -14,6 +14,7 @@ from trainer.worker.equal_replicas import require_equal
 from trainer.worker.fsdp_units import chosen_units, refuse_parameters
 from trainer.worker.gradient_buckets import CannotAverage, GradientBuckets, mark_replica, replicated_parameters
 from trainer.worker.mesh import Layout
+from trainer.worker.training.reduction import GradientFacts, usage_mark
 
 
 def share_out(
@@ -72,10 +73,9 @@ class GradientSync:
         self._buckets = _buckets(model, layout, on_wait)
         self._reduces = True
         bucketed = {id(parameter) for parameter in self._buckets.parameters} if self._buckets else set()
-        self.averaged = [one for one in model.parameters() if isinstance(one, DTensor) or id(one) in bucketed]
-        """Parameters whose gradients are: every rank has to use the same ones of them."""
-        self.makes_equal = self._buckets is not None and layout.tp.size() == 1
-        """Whether all ranks have all gradients afterwards, with the same bits."""
+        self._averaged = [one for one in model.parameters() if isinstance(one, DTensor) or id(one) in bucketed]
+        self._makes_equal = self._buckets is not None and layout.sizes.tp == layout.sizes.pp == 1
+        self._stages = layout.sizes.pp
 
     def begin_step(self) -> None:
         """Call before the first forward pass of a step."""
@@ -87,6 +87,11 @@ class GradientSync:
         if self._buckets is not None:
             self._buckets.end_step()
         return [parameter.grad for parameter in self._model.parameters() if parameter.grad is not None]
+
+    def facts(self) -> GradientFacts:
+        """What all ranks have to agree on; stages have other parameters, and compare nothing."""
+        used = usage_mark(self._averaged) if self._stages == 1 else 0
+        return GradientFacts(used=used, alike=self._makes_equal, stages=self._stages)
 
     def backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
         """Compute gradients of a micro-batch, the last one of its step or another; collective.
@@ -105,6 +110,12 @@ class GradientSync:
         self._buckets.begin()
         loss.backward()
         self._buckets.finish()
+
+    def reduce_now(self) -> None:
+        """Average gradients that are all there, where their backward passes have not."""
+        if self._buckets is not None:
+            self._buckets.begin()
+            self._buckets.finish()
 
 
 def _buckets(model: nn.Module, layout: Layout, on_wait: Callable[[], None]) -> GradientBuckets | None:

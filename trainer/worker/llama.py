@@ -158,35 +158,44 @@ class Llama(nn.Module):
         return 0.02
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
-        if self.part is not None:
-            return self._loss_of_part(self.part, tokens, targets)
-        x = self._hidden(tokens)
+        return self.result(self.through_layers(self.embed(tokens)), targets)
+
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Activations of this rank's part of whole rows of tokens."""
+        x: torch.Tensor = self.embedding(tokens if self.part is None else self.part.of(tokens))
+        return x
+
+    def through_layers(self, x: torch.Tensor) -> torch.Tensor:
+        """Activations behind the last layer that is here."""
+        for layer in self.layers:
+            x = layer(x, self.rotary)
+        return x
+
+    def result(self, x: torch.Tensor, targets: torch.Tensor | None) -> torch.Tensor:
+        """Logits, or with targets their mean loss, of what the last layer returned.
+
+        With context parallelism it is this rank's share of that mean, such that the mean over ranks is the mean.
+        """
+        x = self.norm(x)
+        if isinstance(x, DTensor):  # on every tensor-parallel rank for all tokens
+            x = x.redistribute(placements=[Replicate()])
+        part = self.part
+        if part is not None:
+            return self._loss_of_part(part, x, targets)
         if targets is not None:
             return self._summed_loss(x, targets) / targets.numel()
         logits = self.output(x)
         whole: torch.Tensor = logits.full_tensor() if isinstance(logits, DTensor) else logits
         return whole
 
-    def _loss_of_part(self, part: SequencePart, tokens: torch.Tensor, targets: torch.Tensor | None) -> torch.Tensor:
-        """This rank's share of the mean loss of whole sequences, such that the mean over ranks is that mean."""
+    def _loss_of_part(self, part: SequencePart, x: torch.Tensor, targets: torch.Tensor | None) -> torch.Tensor:
         if targets is None:
             raise WorkloadError(
                 f"parallel.cp={part.ranks}: no rank has all logits of a sequence: call the model with its targets, "
                 "for their mean loss, or type parallel.cp=1"
             )
-        x, own = self._hidden(part.of(tokens)), part.of(targets)
+        own = part.of(targets)
         return self._summed_loss(x[:, : part.real], own[:, : part.real]) * (part.ranks / targets.numel())
-
-    def _hidden(self, tokens: torch.Tensor) -> torch.Tensor:
-        """What the output matrix is given, on every tensor-parallel rank for all of `tokens`."""
-        x = self.embedding(tokens)
-        for layer in self.layers:
-            x = layer(x, self.rotary)
-        x = self.norm(x)
-        if isinstance(x, DTensor):
-            x = x.redistribute(placements=[Replicate()])
-        hidden: torch.Tensor = x
-        return hidden
 
     def _summed_loss(self, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Cross-entropy in float32; of several chunks of the sequence, only the logits of one exist at a time."""

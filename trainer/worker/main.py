@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import setproctitle
+from torch import nn
 
 from checkpointing.owner import Owner
 from checkpointing.storage.backends import storage_at
 from checkpointing.storage.trusted_path import pinned
 from checkpointing.tiers.tier import RunTiers, resolve_tiers
-from trainer.contract.config import load
+from trainer.contract.config import JobConfig, load
 from trainer.contract.launch_token import LaunchToken, holds
 from trainer.contract.outcome import ExitCode
 from trainer.contract.ranks.progress import Phase, ProgressCell
@@ -77,7 +78,7 @@ def _train(spec: RankSpec, cell: ProgressCell, control: socket.socket, started: 
     with flight_recorder.recording(spec):
         key = rendezvous.join(spec, control, device)
         node_benchmark.measure(spec, config, control, device)
-        objects = _build(made, mesh.build(config.parallel, device, spec.rank, spec.world_size))
+        objects = _build(made, config, mesh.build(config.parallel, device, spec.rank, spec.world_size))
         require_resharding(objects.data, config.cluster)
         flight_recorder.write_groups(spec)
         session = Session(
@@ -89,12 +90,23 @@ def _train(spec: RankSpec, cell: ProgressCell, control: socket.socket, started: 
     return code
 
 
-def _build(made: workload.Workload, layout: mesh.Layout) -> TrainObjects:
-    model = made.parallelize(made.build_model(), layout)
+def _build(made: workload.Workload, config: JobConfig, layout: mesh.Layout) -> TrainObjects:
+    model = _model(made, config, layout)
     optimizer = workload.build_optimizer(made, model)
     scheduler = workload.build_scheduler(made, optimizer)
     data = with_position(made.build_data(layout))
     return TrainObjects(workload=made, model=model, optimizer=optimizer, data=data, layout=layout, scheduler=scheduler)
+
+
+def _model(made: workload.Workload, config: JobConfig, layout: mesh.Layout) -> nn.Module:
+    """The model of this rank, or the stages of it that it has; only the built-in one is split into stages."""
+    if layout.sizes.pp > 1 and config.trains_built_in_workload:
+        from trainer.worker.pipeline.pipelined_llama import (
+            pipelined_llama,
+        )  # torch.distributed.pipelining takes a while
+
+        return pipelined_llama(config, layout)
+    return made.parallelize(made.build_model(), layout)
 
 
 def _restore_and_train(session: Session) -> ExitCode:

@@ -1,4 +1,4 @@
-"""The device mesh: dp_replicate x dp_shard x cp x tp, tensor parallelism innermost so that it stays within a node.
+"""The device mesh: pp x dp_replicate x dp_shard x cp x tp, tensor parallelism innermost so that it stays within a node.
 
 Parameters lie on a mesh of their own, on which the ranks that share a sequence (cp) count among the shards, or with
 `ddp` among the replicas: they differ in nothing but the tokens that they compute on.
@@ -17,7 +17,7 @@ class Layout:
     """How the ranks of this generation share the model, seen from one of them."""
 
     mesh: DeviceMesh
-    """That of parameters: dp_replicate, dp_shard, tp."""
+    """That of parameters: dp_replicate, dp_shard, tp; before them pp, where the model has several stages."""
 
     sequence_mesh: DeviceMesh | None
     """Where ranks share sequences: dp, cp, tp; else None."""
@@ -62,6 +62,11 @@ class Layout:
         return self.sequence_mesh["cp"]
 
     @property
+    def pp(self) -> DeviceMesh:
+        """The ranks that have the other stages of the model for this rank's tokens; only where there are several."""
+        return self.mesh["pp"]
+
+    @property
     def place(self) -> MeshSizes:
         """Where this rank stands in each dimension."""
         return MeshSizes(*place_in(self.sizes, self.rank))
@@ -86,12 +91,18 @@ class Layout:
         """Which tokens of a batch this rank computes on; the same for all ranks of one tensor-parallel group."""
         return self.dp_rank * self.sizes.cp + self.place.cp
 
+    @property
+    def generator_rank(self) -> int:
+        """Which random numbers this rank draws: those of one tensor-parallel group draw the same ones."""
+        return self.place.pp * self.dp_size * self.sizes.cp + self.token_rank
+
 
 def build(parallel: ParallelConfig, device: torch.device, rank: int, world_size: int) -> Layout:
     """Build the meshes over the initialized world; raises ValueError when the sizes do not multiply to it."""
     sizes, of_parameters = parallel.mesh_sizes(world_size), parallel.parameter_sizes(world_size)
+    dimensions = {name: size for name, size in of_parameters._asdict().items() if name != "pp" or size > 1}
     return Layout(
-        mesh=init_device_mesh(device.type, of_parameters, mesh_dim_names=of_parameters._fields),
+        mesh=init_device_mesh(device.type, tuple(dimensions.values()), mesh_dim_names=tuple(dimensions)),
         sequence_mesh=_sequence_mesh(sizes, device) if sizes.cp > 1 else None,
         sizes=sizes, device=device, rank=rank, world_size=world_size,
         expert_mesh=_expert_mesh(parallel.expert_sizes(world_size), device) if parallel.ep > 1 else None,
@@ -102,7 +113,7 @@ def _sequence_mesh(sizes: MeshSizes, device: torch.device) -> DeviceMesh:
     """With groups of its own for `cp`, also where they have the members of others: so traffic is told apart."""
     return init_device_mesh(
         device.type,
-        (sizes.dp_replicate * sizes.dp_shard, sizes.cp, sizes.tp),
+        (sizes.pp * sizes.dp_replicate * sizes.dp_shard, sizes.cp, sizes.tp),
         mesh_dim_names=("dp", "cp", "tp"),
         backend_override={"cp": _backend(device)},
     )

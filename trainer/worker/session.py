@@ -78,7 +78,7 @@ def new_train_state(
         warn=_warner(journal, rank),
         on_other_software=on_software or _on_other_software(journal, rank),
     )
-    seed_by_data(config.train.seed, session.objects.layout.token_rank)
+    seed_by_data(config.train.seed, session.objects.layout.generator_rank)
     session.cell.update(phase=Phase.RESTORE)
     return state
 

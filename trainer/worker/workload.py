@@ -9,6 +9,7 @@ import importlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,6 +18,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from trainer.contract.config import JobConfig, WorkloadConfig
+from trainer.contract.pipeline.micro_batches import micro_batch_size
 from trainer.contract.ranks.progress import Phase
 from trainer.contract.token_shards import TokensError
 from trainer.worker.data import Data, StatefulData, TokenData
@@ -87,7 +89,8 @@ class BaseWorkload:
 
     def parallelize(self, model: nn.Module, layout: Layout) -> nn.Module:
         """FSDP over `fsdp_units` and the rest; has no plan for tensor parallelism and for shared sequences."""
-        for name, size in (("tp", layout.sizes.tp), ("cp", layout.sizes.cp), ("ep", self.config.parallel.ep)):
+        sizes = {"tp": layout.sizes.tp, "cp": layout.sizes.cp, "pipeline.stages": layout.sizes.pp}
+        for name, size in {**sizes, "ep": self.config.parallel.ep}.items():
             if size > 1:
                 raise WorkloadError(
                     f"parallel.{name}={size}, but {type(self).__name__} has no `parallelize` of its own: "
@@ -121,9 +124,10 @@ class BaseWorkload:
             raise WorkloadError(str(error)) from error
 
     def _token_data(self, layout: Layout) -> TokenData:
-        data = self.config.data
+        data, train = self.config.data, self.config.train
+        size = micro_batch_size(self.config.parallel.pipeline, train, layout.dp_size)
         return TokenData(
-            Path(data.path), self.config.train, shuffle=data.shuffle,
+            Path(data.path), replace(train, micro_batch_size=size), shuffle=data.shuffle,
             dp_rank=layout.dp_rank, dp_size=layout.dp_size, device=layout.device,
         )  # fmt: skip
 

@@ -92,6 +92,7 @@ def figures_words(figures: TrainingFigures | None) -> dict[str, str]:
         "time": f"{', '.join(parts)} of a step of rank 0" if parts else "",
         "memory": f"{', '.join(peaks)} at most on rank 0" if peaks else "",
         "ranks": _slowest(figures.ranks),
+        "bubble": _bubble(figures.ranks),
         "traffic": f"{', '.join(_traffic(figures.traffic))} in each step of rank 0" if figures.traffic else "",
         "experts": _experts(figures.experts),
     }
@@ -102,6 +103,14 @@ def _slowest(ranks: Mapping[str, Mapping[str, float]]) -> str:
     told = {name: one for name, one in ranks.items() if name in _SECTIONS and one["median"] >= _LEAST_SECONDS}
     parts = [f"{name} rank {one['rank']:.0f} ({one['most'] / one['median']:.2f} x)" for name, one in told.items()]
     return f"slowest, beside the median of all: {', '.join(parts)}" if parts else ""
+
+
+def _bubble(ranks: Mapping[str, Mapping[str, float]]) -> str:
+    """How much of a step ranks of a pipeline wait for other stages; empty without one."""
+    if (found := ranks.get("bubble")) is None:
+        return ""
+    shares = f"{100 * found['least']:.0f} to {100 * found['most']:.0f} %"
+    return f"ranks wait {shares} of a step for other stages, rank {found['rank']:.0f} most"
 
 
 def _traffic(traffic: Mapping[str, int]) -> list[str]:

@@ -68,7 +68,7 @@ def test_zero_shards_over_what_is_left(world, parallel, shard):
 )
 def test_every_strategy_is_a_mesh_and_a_time_to_free_parameters(parallel, sizes, reshards):
     config = ParallelConfig(**parallel)
-    assert config.parameter_sizes(8) == sizes
+    assert config.parameter_sizes(8) == (1, *sizes)
     assert config.reshard_after_forward is reshards
     assert config.data_parallel_size(8) * config.tp == 8
 
@@ -85,8 +85,8 @@ def test_every_strategy_is_a_mesh_and_a_time_to_free_parameters(parallel, sizes,
 )
 def test_ranks_that_share_sequences_are_shards_or_replicas_of_parameters(parallel, sizes, of_parameters):
     config = ParallelConfig(**parallel)
-    assert config.mesh_sizes(8) == MeshSizes(*sizes)
-    assert config.parameter_sizes(8) == ParameterSizes(*of_parameters)
+    assert config.mesh_sizes(8) == MeshSizes(1, *sizes)
+    assert config.parameter_sizes(8) == ParameterSizes(1, *of_parameters)
     assert config.data_parallel_size(8) * config.ranks_per_share == 8
 
 

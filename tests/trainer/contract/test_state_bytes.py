@@ -26,14 +26,14 @@ def test_sixteen_bytes_for_each_parameter_that_a_rank_has(strategy, share):
 
 def test_shards_that_do_not_divide_are_smaller_at_the_end():
     rows = Parameter(name="weight", shape=(10, 3))
-    sizes = ParameterSizes(dp_replicate=1, dp_shard=4, tp=1)
+    sizes = ParameterSizes(pp=1, dp_replicate=1, dp_shard=4, tp=1)
     assert [local_shape(rows, sizes, rank) for rank in range(4)] == [(3, 3), (3, 3), (3, 3), (1, 3)]
     short = Parameter(name="weight", shape=(5,))
     assert [local_shape(short, sizes, rank) for rank in range(4)] == [(2,), (2,), (1,), (0,)]
 
 
 def test_tensor_parallel_ranks_share_their_dimension_first():
-    sizes = ParameterSizes(dp_replicate=2, dp_shard=2, tp=2)
+    sizes = ParameterSizes(pp=1, dp_replicate=2, dp_shard=2, tp=2)
     columns = Parameter(name="wo", shape=(6, 8), tp_dim=1)
     assert {local_shape(columns, sizes, rank) for rank in range(8)} == {(3, 4)}
     norm = Parameter(name="norm", shape=(6,))

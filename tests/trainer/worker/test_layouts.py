@@ -142,7 +142,8 @@ def test_gradients_that_are_reduced_once_a_step_add_up_to_the_same(undisturbed, 
         for when in ("each", "last")
     )
     assert last.losses() == pytest.approx(each.losses(), rel=1e-4)
-    assert last.losses() != each.losses()  # sums in another order
+    # Plain replicas reduce once a step in any case; else the sums are in another order.
+    assert (last.losses() == each.losses()) is (name == "ddp")
 
 
 @pytest.mark.proof

@@ -48,7 +48,7 @@ class JobMonitor:
         cluster, straggler = self._config.cluster, self._config.detection.straggler
         nodes = [member.name for member in self._roster.training_members() for _ in range(cluster.ranks_per_node)]
         known = straggler.on and len(nodes) == cluster.world_size
-        alike = coordinate(self._config.parallel)
+        alike = coordinate(self._config.parallel, cluster.world_size)
         self._work_windows = WorkWindows(cluster.world_size, alike, nodes, straggler) if known else None
         machines = {member.name: member.machine for member in self._roster.training_members()}
         preflight = self._config.detection.preflight

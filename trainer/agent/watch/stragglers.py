@@ -54,10 +54,16 @@ class Verdict:
     over: bool = False
 
 
-def coordinate(parallel: ParallelConfig) -> Callable[[int], Hashable]:
-    """Ranks for which this gives the same value do the same work; further kinds of parallelism extend the tuple."""
-    sizes = (parallel.cp, parallel.tp)
-    return lambda rank: place_in(sizes, rank)
+def coordinate(parallel: ParallelConfig, world_size: int) -> Callable[[int], Hashable]:
+    """Ranks for which this gives the same value do the same work: those of one place in a pipeline, in cp and in tp."""
+    stages = parallel.pipeline.ranks
+    sizes = (stages, world_size // (stages * parallel.cp * parallel.tp), parallel.cp, parallel.tp)
+
+    def place(rank: int) -> Hashable:
+        stage, _, *shares = place_in(sizes, rank)
+        return stage, *shares
+
+    return place
 
 
 def should_report_work(told: int, steps: int) -> bool:

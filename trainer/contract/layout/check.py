@@ -32,6 +32,8 @@ def refusal(config: JobConfig, may_change: MayChange = lambda key: True) -> Refu
     found = problems(config)
     if not found:
         return None
+    if all(problem.has_hint for problem in found):
+        return Refusal(what="; ".join(problem.what for problem in found[:SHOWN]), fixes=())
     of_tp = any(problem.of_tp for problem in found)
     ways = fixes(config, may_change, second=of_tp)
     found += [problem for problem in _then(config, ways) if problem not in found]
@@ -48,7 +50,8 @@ def _then(config: JobConfig, ways: list[Fix]) -> list[Problem]:
     if config.command or not ways or "cluster.nodes" in ways[0]:
         return []
     sizes = (ways[0].get(f"parallel.{name}", getattr(config.parallel, name)) for name in ("cp", "tp"))
-    return batch_problems(config.train, config.cluster.world_size // math.prod(sizes))
+    ranks = config.cluster.world_size // config.parallel.pipeline.ranks
+    return batch_problems(config.train, ranks // math.prod(sizes))
 
 
 def _one_of(sizes: list[int]) -> str:

@@ -40,7 +40,7 @@ def fixes(config: JobConfig, may_change: MayChange, *, second: bool) -> list[Fix
 
 def workable_tp(config: JobConfig) -> list[int]:
     """Sizes of `parallel.tp` for which neither the model nor the sequence has to change."""
-    world, cp = config.cluster.world_size, config.parallel.cp
+    world, cp = _ranks_of_stage(config), config.parallel.cp
     dividing = [tp for tp in _divisors(world) if world % (cp * tp) == 0]
     possible = [tp for tp in dividing if _within_node(config, tp) and _can_split(config, tp)]
     return [tp for tp in possible if not any(key.startswith(_SPLIT) for key in _sizes(config, cp, tp))]
@@ -53,7 +53,7 @@ def _ranked(config: JobConfig, may_change: MayChange) -> list[Fix]:
 
 def _candidates(config: JobConfig) -> Iterator[Fix]:
     """One for each size of `tp` and of `cp` that divide the ranks: all other sizes follow from them."""
-    layout, world = config.parallel, config.cluster.world_size
+    layout, world = config.parallel, _ranks_of_stage(config)
     for tp in _divisors(world):
         across = {} if _within_node(config, tp) else {_ACROSS: True}
         if (across and tp != layout.tp) or not _can_split(config, tp):
@@ -86,6 +86,11 @@ def _other_nodes(config: JobConfig, may_change: MayChange) -> list[Fix]:
                 ways.append({"cluster.nodes": nodes, **found[0]})
                 break
     return ways
+
+
+def _ranks_of_stage(config: JobConfig) -> int:
+    """Those that have the same layers; a pipeline stays as it is."""
+    return config.cluster.world_size // config.parallel.pipeline.ranks
 
 
 def _within_node(config: JobConfig, tp: int) -> bool:
@@ -130,7 +135,7 @@ def _sizes(config: JobConfig, cp: int, tp: int) -> Fix:
     if config.command:
         return {}
     split = tp if config.trains_built_in_workload else 1
-    sizes = {**_batch(config.train, config.cluster.world_size // (cp * tp)), **_sequence(config.train, split)}
+    sizes = {**_batch(config.train, _ranks_of_stage(config) // (cp * tp)), **_sequence(config.train, split)}
     sizes |= _heads(config.model, split)
     if not config.trains_built_in_workload:
         return sizes

@@ -7,6 +7,8 @@ from trainer.contract.config import JobConfig, ModelConfig, TrainConfig
 from trainer.contract.layout.context_parallel import can_exchange_heads
 from trainer.contract.layout.expert_parallel import ep_problems, expert_problems
 from trainer.contract.parallel_config import ONE_GROUP, CpMethod, ParallelConfig, Strategy
+from trainer.contract.pipeline.micro_batches import MicroBatchError, micro_batch_size
+from trainer.contract.pipeline.stage_fit import problems as pipeline_problems
 
 
 class Problem(NamedTuple):
@@ -15,6 +17,9 @@ class Problem(NamedTuple):
     what: str
     of_tp: bool = False
     """Whether another `parallel.tp` would do as well as other sizes."""
+
+    has_hint: bool = False
+    """Whether `what` says itself what to type."""
 
 
 def problems(config: JobConfig) -> list[Problem]:
@@ -27,7 +32,7 @@ def problems(config: JobConfig) -> list[Problem]:
     if config.command:
         return found
     if not found:
-        found += batch_problems(config.train, layout.data_parallel_size(world))
+        found += batch_problems(config.train, layout.data_parallel_size(world)) or _pipeline(config)
         found += map(Problem, ep_problems(config, layout.parameter_sizes(world).dp_shard))
     found += [*_nodes(config), *_chunks(config.train), *_heads(config.model)]
     if not config.trains_built_in_workload:
@@ -61,10 +66,35 @@ def _strategy(layout: ParallelConfig) -> Iterator[Problem]:
 
 
 def _product(layout: ParallelConfig, world: int) -> Iterator[Problem]:
+    pipeline = layout.pipeline
+    if world % pipeline.ranks:
+        sizes = [size for size in range(1, world // 2 + 1) if world % size == 0]
+        offered = sorted(sizes, key=lambda size: abs(size - pipeline.ranks))[:2]
+        yield Problem(
+            f"parallel.pipeline.stages={pipeline.stages} is a pipeline of {pipeline.ranks} ranks, which must divide "
+            f"the {world} of cluster.nodes x cluster.ranks_per_node: type "
+            f"{' or '.join(f'parallel.pipeline.stages={size * pipeline.per_rank}' for size in sorted(offered))}",
+            has_hint=True,
+        )
+        return
     try:
         layout.mesh_sizes(world)
     except ValueError as error:
         yield Problem(str(error), of_tp=world % layout.ranks_per_share != 0)
+
+
+def _pipeline(config: JobConfig) -> list[Problem]:
+    """What of model and batch cannot be computed in stages, where there are several."""
+    pipeline = config.parallel.pipeline
+    if pipeline.stages == 1:
+        return []
+    found = list(pipeline_problems(pipeline, config))
+    if not found:
+        try:
+            micro_batch_size(pipeline, config.train, config.parallel.data_parallel_size(config.cluster.world_size))
+        except MicroBatchError as error:
+            found = [str(error)]
+    return [Problem(what, has_hint=True) for what in found]
 
 
 def _nodes(config: JobConfig) -> Iterator[Problem]:

@@ -36,16 +36,22 @@ class StepFigures:
         if (found := self._meter.step_ended()) is not None:
             self._bytes, self._tells_bytes = found, True
 
-    def of(self, step: int, seconds: float, stall: float, sections: Mapping[str, float]) -> dict[str, Any]:
+    def of(
+        self, step: int, seconds: float, stall: float, sections: Mapping[str, float], stage_wait: float | None = None
+    ) -> dict[str, Any]:
         """`seconds` of the step, of which saves took `stall`; `sections`: this rank's own work in each of them.
 
-        What is left of the step is `waiting`: for peers, collectives that nothing hides, and the host. All ranks call
-        it for the same steps: some of them compare the ranks.
+        `stage_wait`: seconds in receives from other stages of the model, measured in the step before, None without a
+        pipeline; as a share of the step it is told as `bubble`. What is left of the step is `waiting`: for peers,
+        collectives that nothing hides, and the host. All ranks call it for the same steps: some compare the ranks.
         """
         work = {name: round(value, 6) for name, value in sections.items()}
         waiting, memory = max(0.0, seconds - stall - sum(sections.values())), self._memory()
         told = {"work": work, "waiting": round(waiting, 6), "memory": memory, **self._speed(seconds)}
-        if ranks := self._comparison.add(step, {**sections, "waiting": waiting}, memory):
+        compared = {**sections, "waiting": waiting}
+        if stage_wait is not None:
+            told["bubble"] = compared["bubble"] = round(stage_wait / seconds, 4) if seconds > 0 else 0.0
+        if ranks := self._comparison.add(step, compared, memory):
             told["ranks"] = ranks
         # Not in every line: it is the same for all steps of a generation.
         if self._bytes and (self._tells_bytes or ranks):

@@ -74,7 +74,7 @@ class TrainState:
         model, optimizer, rank, device = objects.model, objects.optimizer, objects.layout.rank, objects.layout.device
         self._model, self._optimizer, self._data = model, optimizer, objects.data
         self._rank, self._rng, self._device = rank, rng_name(rank), device
-        self._token_rank = objects.layout.token_rank
+        self._generator_rank = objects.layout.generator_rank
         self._config_digest, self._seed, self._skip = config_digest, seed, skip
         self._software, self._on_other_software = software(device), on_other_software
         self._optimizer_state = OptimizerState(model, optimizer)
@@ -186,7 +186,7 @@ class TrainState:
         if packed.any():
             unpack_rng(packed, self._device)
         else:  # the checkpoint of a smaller world has none for this rank
-            seed_by_data(self._seed, self._token_rank, self.step)
+            seed_by_data(self._seed, self._generator_rank, self.step)
 
     def _restore_scheduler(self, saved: Mapping[str, Any]) -> list[str]:
         """Says where the checkpoint's schedule is another one than the workload's."""

@@ -13,8 +13,7 @@ from trainer.contract.events import EventKind
 from trainer.contract.outcome import ExitCode
 from trainer.contract.ranks.progress import SECTIONS, Phase, ProgressCell, StopReason
 from trainer.contract.save_trouble import short_reason
-from trainer.worker.data import take, unwrapped
-from trainer.worker.data_parallel import GradientSync
+from trainer.worker.data import take
 from trainer.worker.experts.balance import ExpertBalance
 from trainer.worker.optimizer import set_learning_rate
 from trainer.worker.reporting.expert_loads import expert_loads
@@ -30,9 +29,9 @@ from trainer.worker.training import reduction
 from trainer.worker.training.drill import Drill
 from trainer.worker.training.lr_schedule import learning_rate
 from trainer.worker.training.metric_reducer import MetricReducer
+from trainer.worker.training.passes import passes_of
 from trainer.worker.training.reduction import OwnNumbers, RankZeroMessage, Reduced, StepResult
 from trainer.worker.training.save_schedule import SaveSchedule, SaveVote
-from trainer.worker.training.scalar_loss import scalar_loss
 from trainer.worker.training.spikes import BadStep, SpikeDetector
 from trainer.worker.training.stop import StopFlag
 from trainer.worker.training.validation import Validation, steps_on_plateau
@@ -70,6 +69,7 @@ class PendingStep:
     loss_scale: float = 1.0
     work: Sequence[int] = (0,) * len(SECTIONS)  # nanoseconds in each of them
     overflowed: bool = False  # in float16: the optimizer left it out
+    stage_wait: float | None = None  # seconds for which this rank waited for other stages; of the step before
 
 
 class Loop:
@@ -91,7 +91,7 @@ class Loop:
         self._save_vote = SaveVote.NONE
         self._committed = services.saver.committed_step or 0
         self._vote_ahead = SaveVote.NONE
-        self._gradients = GradientSync(objects.model, objects.layout, config.parallel.reduce, services.phases.pause)
+        self._passes = passes_of(objects, services.phases, services.drill, config.parallel.reduce)
         self._experts = ExpertBalance(objects.model)
         self._last = services.test_until or config.train.steps
         self._validation = Validation(objects, every=config.validation.every, last=config.train.steps)
@@ -122,7 +122,7 @@ class Loop:
         self._services.drill.in_data(step)
         position, batches = take(objects.data, self._services.skip)
         self._services.cell.add_input_bytes(sum(batch.nbytes for batch in batches if isinstance(batch, torch.Tensor)))
-        loss = self._accumulate(step, batches)
+        loss = self._passes.run(step, batches, self._train_state.loss_scale.scale)
         self._services.phases.enter(Phase.OPTIMIZER)
         reduced = self._reduce(step, loss)
         if objects.scheduler is None:
@@ -137,12 +137,14 @@ class Loop:
             objects.optimizer.step()
         self._experts.step_ended(reduced.loads, moves=not overflowed)
         objects.optimizer.zero_grad(set_to_none=True)
-        self._gradients.begin_step()
+        self._passes.gradients.begin_step()
         if objects.scheduler is not None and not steps_on_plateau(objects.scheduler):
             objects.scheduler.step()
         self._services.phases.step_ended(step)
         self._services.figures.step_ended()
-        return PendingStep(reduced, position, rate, scale, self._services.phases.last_step, overflowed)
+        return PendingStep(
+            reduced, position, rate, scale, self._services.phases.last_step, overflowed, self._passes.waited
+        )
 
     def _overflowed(self, reduced: Reduced) -> bool:
         """Whether the gradients of this step are none in float16, which alone waits for the device to know it."""
@@ -160,41 +162,17 @@ class Loop:
 
     def _reduce(self, step: int, loss: torch.Tensor) -> Reduced:
         """Sum over all ranks what they have to know of each other, and clip the gradients by it."""
-        gradients = self._gradients.end_step()
+        gradients = self._passes.gradients.end_step()
         reduction.unscale(gradients, self._train_state.loss_scale.scale)
         self._services.drill.before_reduce(step)
         self._services.phases.pause()
         own = None if self._own_metrics is None else self._reducer.pack(self._own_metrics())
         message = self._rank_zero_message(step)
-        used, alike = reduction.usage_mark(self._gradients.averaged), self._gradients.makes_equal
-        numbers = OwnNumbers(own, self._experts.loads())
-        reduced = reduction.reduce(step, gradients, loss, self._stop.asked(), message, numbers, used=used, alike=alike)
+        numbers, facts = OwnNumbers(own, self._experts.loads()), self._passes.gradients.facts()
+        reduced = reduction.reduce(step, gradients, loss, self._stop.asked(), message, numbers, facts)
         self._services.phases.resume()
         reduction.clip(gradients, reduced.norm, self._config.optimizer.clip_norm)
         return reduced
-
-    def _accumulate(self, step: int, batches: Sequence[Any]) -> torch.Tensor:
-        """Gradients of all micro-batches; returns this rank's mean loss. Raises WorkloadError where there are none."""
-        objects, drill = self._objects, self._services.drill
-        if not len(batches):
-            data = type(unwrapped(objects.data)).__name__
-            raise WorkloadError(
-                f"{data}.take() returned no micro-batch for step {step}: every rank needs one or more in every step"
-            )
-        total = torch.zeros((), device=objects.layout.device)
-        factor, scale = drill.loss_factor(step), self._train_state.loss_scale.scale
-        for number, batch in enumerate(batches):
-            self._services.phases.enter(Phase.FORWARD)
-            if not number:
-                drill.in_forward(step)
-            loss = scalar_loss(objects.workload, objects.workload.loss(objects.model, batch)) / len(batches)
-            if factor != 1.0:
-                loss = loss * factor
-            self._services.phases.enter(Phase.BACKWARD)
-            scaled = loss if scale == 1.0 else loss.float() * scale
-            self._gradients.backward(scaled, is_last=number == len(batches) - 1)
-            total += loss.detach()
-        return total
 
     def _end_step(self, pending: PendingStep) -> StopReason:
         """After a step: report, agree, save. Every rank decides alike here."""
@@ -297,7 +275,9 @@ class Loop:
         values["position"] = pending.position
         speed = {} if tokens is None else {"tokens_per_s": tokens / seconds}
         more: dict[str, Any] = {"metrics": own} if own else {}
-        more |= self._services.figures.of(result.step, seconds, self._stall, section_seconds(pending.work))
+        more |= self._services.figures.of(
+            result.step, seconds, self._stall, section_seconds(pending.work), pending.stage_wait
+        )
         more |= expert_loads(result.step, result.loads, self._experts.layers)
         if self._train_state.loss_scale.is_dynamic:
             more |= {"loss_scale": pending.loss_scale, "overflowed": pending.overflowed}
@@ -366,7 +346,7 @@ class Loop:
 
     def _finish(self) -> None:
         """The weights' digest, by which two runs are compared, the probe, and the last phase."""
-        digest = weights_digest(self._objects.model)
+        digest = weights_digest(self._objects.model, self._objects.layout)
         probes = self._config.trains_built_in_workload and not self._services.test_until
         probe = {"probe": self._probe()} if probes else {}
         if self._objects.layout.rank == 0:
@@ -382,10 +362,11 @@ class Loop:
         """
         step, objects = self._train_state.step + 1, self._objects
         _, batches = take(objects.data, self._services.skip)
-        loss = self._accumulate(step, batches)
+        loss = self._passes.run(step, batches, self._train_state.loss_scale.scale)
         gradients = [p.grad for p in objects.model.parameters() if p.grad is not None]
         reduction.unscale(gradients, self._train_state.loss_scale.scale)
-        found = reduction.reduce(step, gradients, loss, StopReason.NONE, RankZeroMessage()).result()
+        about = reduction.GradientFacts(stages=objects.layout.sizes.pp)
+        found = reduction.reduce(step, gradients, loss, StopReason.NONE, RankZeroMessage(), about=about).result()
         objects.optimizer.zero_grad(set_to_none=True)
         return {
             "step": step, "loss": found.loss, "grad_norm": found.grad_norm,

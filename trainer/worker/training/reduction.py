@@ -51,6 +51,15 @@ class OwnNumbers(NamedTuple):
 NO_NUMBERS = OwnNumbers()
 
 
+@dataclass(frozen=True, kw_only=True)
+class GradientFacts:
+    """What ranks compare of their gradients, and over how many ranks these are spread."""
+
+    used: int = 0  # `usage_mark` of this rank
+    alike: bool = False  # all ranks have the same gradients
+    stages: int = 1  # ranks that have different parameters of one model
+
+
 class Reduced:
     """The sums of one step: usable on the device at once, on the host when somebody asks for `result`."""
 
@@ -85,20 +94,20 @@ class Reduced:
 
 def reduce(
     step: int, gradients: Sequence[torch.Tensor], loss: torch.Tensor, asked: StopReason, message: RankZeroMessage,
-    own: OwnNumbers = NO_NUMBERS, *, used: int = 0, alike: bool = False,
+    own: OwnNumbers = NO_NUMBERS, about: GradientFacts | None = None,
 ) -> Reduced:  # fmt: skip
     """Sum over all ranks; `loss` is this rank's mean, and the mean over ranks is the step's.
 
-    `used`: `usage_mark` of this rank; `alike`: all ranks have the same
-    gradients.
+    `about`: None for gradients of which nothing is compared.
     """
     world = dist.get_world_size()
-    squares = squared_norm(gradients, world).to(loss.device)
-    marks = [float(used), float(used) ** 2]  # exact: below 2**53 for a million ranks
+    about = about or GradientFacts()
+    squares = squared_norm(gradients, world // about.stages).to(loss.device)
+    marks = [float(about.used), float(about.used) ** 2]  # exact: below 2**53 for a million ranks
     numbers = [float(message.save_vote), float(message.committed), *marks, *stop_votes(asked)]
     rest = torch.tensor(numbers, dtype=torch.float64).to(loss.device, non_blocking=True)
     more = [row for row in own if row is not None]
-    mark = residue(squares) if alike else torch.zeros_like(squares)
+    mark = residue(squares) if about.alike else torch.zeros_like(squares)
     sums = torch.cat([torch.stack([squares, loss.detach().double() / world, mark, mark * mark]), rest, *more])
     dist.all_reduce(sums)
     return Reduced(step, sums, 0 if own.loads is None else len(own.loads))
@@ -126,7 +135,10 @@ def agreed_stop(sums: list[float]) -> StopReason:
 
 
 def squared_norm(gradients: Sequence[torch.Tensor], world: int) -> torch.Tensor:
-    """This rank's share of the squared gradient norm, in float64: an element held by n ranks counts 1/n on each."""
+    """This rank's share of the squared gradient norm, in float64: an element held by n ranks counts 1/n on each.
+
+    `world`: the ranks that have these parameters, or shards of them.
+    """
     shares = [(local(gradient), 1.0 / copies(gradient, world)) for gradient in gradients]
     if not shares:
         return torch.zeros((), dtype=torch.float64)

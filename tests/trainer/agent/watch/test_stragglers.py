@@ -13,6 +13,7 @@ from trainer.agent.watch.stragglers import LONG, SHORT, WINDOW, Verdict
 from trainer.agent.watch.work_windows import WorkWindows
 from trainer.contract.fault_detection_config import StragglerConfig
 from trainer.contract.parallel_config import ParallelConfig
+from trainer.contract.pipeline.pipeline_config import PipelineConfig
 
 CONFIG = StragglerConfig()
 SECOND = 10**9
@@ -41,11 +42,13 @@ EXACT = [name for name in WORLDS if name not in (*SMALL, "quiet, many hiccups", 
 
 
 def test_ranks_are_compared_within_their_coordinate():
-    of = stragglers.coordinate(ParallelConfig(tp=2))
+    of = stragglers.coordinate(ParallelConfig(tp=2), 8)
     assert (of(0) == of(2), of(0) == of(1)) == (True, False)
-    of = stragglers.coordinate(ParallelConfig(cp=2, tp=2))
-    assert [of(rank) for rank in range(8)] == 2 * [(0, 0), (0, 1), (1, 0), (1, 1)]
-    of = stragglers.coordinate(ParallelConfig())
+    of = stragglers.coordinate(ParallelConfig(cp=2, tp=2), 8)
+    assert [of(rank) for rank in range(8)] == 2 * [(0, 0, 0), (0, 0, 1), (0, 1, 0), (0, 1, 1)]
+    of = stragglers.coordinate(ParallelConfig(tp=2, pipeline=PipelineConfig(stages=2)), 8)
+    assert [of(rank) for rank in range(8)] == [*2 * [(0, 0, 0), (0, 0, 1)], *2 * [(1, 0, 0), (1, 0, 1)]]
+    of = stragglers.coordinate(ParallelConfig(), 8)
     assert of(0) == of(7)
 
 

@@ -152,9 +152,11 @@ def test_one_save_that_hung_is_no_measure_of_the_next_ones() -> None:
 def test_steps_that_only_memory_holds_count_as_unsaved() -> None:
     now, saver = SimpleNamespace(step=640), SimpleNamespace(committed_step=500, failure="disk full")
     phases = SimpleNamespace(pause=None)
-    services = SimpleNamespace(saver=saver, cell=None, test_until=0, phases=phases)
+    services = SimpleNamespace(saver=saver, cell=None, test_until=0, phases=phases, drill=None)
     config = JobConfig(checkpoint=CheckpointConfig(max_unsaved_steps=200))
-    objects = SimpleNamespace(workload=None, layout=None, model=nn.Linear(1, 1))
+    objects = SimpleNamespace(
+        workload=None, layout=SimpleNamespace(sizes=SimpleNamespace(tp=1, pp=1)), model=nn.Linear(1, 1)
+    )
     loop: Any = Loop(config, objects, now, services)  # type: ignore[arg-type]
     loop._check_saved(700)
     with pytest.raises(SaveFailed, match="201 steps are in no committed checkpoint, the newest is of step 500"):

@@ -1,0 +1,205 @@
+"""Ranks of one or several pipelines over gloo: FOLDER WORLD RANK DP TP KEYS SCHEDULE..., each schedule one step.
+
+DP x TP ranks share each stage, by FSDP2 and tensor parallelism; DP 0: one rank has it, without FSDP2. KEYS as JSON:
+those of `train`, `fsdp` with those of `parallel.fsdp`, and `replicas`, how many groups share each stage (HSDP). Prints
+{schedule: {...}} with what the rank's gradients are beside those of the training loop without a pipeline, on the ranks
+that share a stage here.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from trainer.contract.config import JobConfig, ModelConfig, RecomputeConfig, TrainConfig
+from trainer.contract.parallel_config import FsdpConfig, MeshSizes, ParallelConfig
+from trainer.contract.pipeline.pipeline_config import PipelineConfig
+from trainer.contract.pipeline.stage_fit import split_of
+from trainer.contract.pipeline.stage_ranks import stages_of_rank
+from trainer.contract.pipeline.stage_split import StagePart
+from trainer.worker import parallelize
+from trainer.worker.llama import Llama
+from trainer.worker.mesh import Layout
+from trainer.worker.pipeline.activities import Moment
+from trainer.worker.pipeline.build import stage, stage_module
+from trainer.worker.pipeline.llama_stage import LlamaStage, StagesOfRank
+from trainer.worker.pipeline.runtime import Pipeline
+from trainer.worker.pipeline.stage import Stage
+
+CPU = torch.device("cpu")
+MICRO_BATCHES, SEQUENCES = 8, 2
+STAGES_PER_RANK = {"gpipe": 1, "1f1b": 1, "interleaved_1f1b": 2, "interleaved_zero_bubble": 2, "zbv": 2}
+Gradients = Mapping[str, torch.Tensor]
+
+
+def config(keys: Mapping[str, Any]) -> JobConfig:
+    train = {"dtype": "float32", **keys.get("train", {})}
+    if "recompute" in train:
+        train["recompute"] = RecomputeConfig(**train["recompute"])
+    return JobConfig(
+        model=ModelConfig(dim=32, layers=8, heads=4, kv_heads=2, ffn_dim=64),
+        train=TrainConfig(seed=7, seq_len=16, **train),
+        parallel=ParallelConfig(fsdp=FsdpConfig(**keys.get("fsdp", {}))),
+    )
+
+
+def batches(dp_rank: int) -> list[torch.Tensor]:
+    """The micro-batches of a step on one data-parallel rank."""
+    generator = torch.Generator().manual_seed(dp_rank)
+    return [torch.randint(0, 257, (SEQUENCES, 17), generator=generator) for _ in range(MICRO_BATCHES)]
+
+
+def of_one_process(job: JobConfig, data: Sequence[torch.Tensor]) -> Gradients:
+    model = Llama(job.model, job.train)
+    model.materialize(CPU, job.train.seed)
+    return trained(model, data)[1]
+
+
+def of_data_parallel(
+    job: JobConfig, layout: Layout, data: Sequence[torch.Tensor], **scaling: float
+) -> tuple[torch.Tensor, Gradients]:
+    """Of the whole model, shared over the ranks that share a stage in the pipeline."""
+    with torch.device("meta"):
+        model = Llama(job.model, job.train)
+    parallelize.shard(model, layout, job)
+    model.materialize(CPU, job.train.seed)
+    return trained(model, data, **scaling)
+
+
+def trained(
+    model: Llama, data: Sequence[torch.Tensor], *, factor: float = 1.0, scale: float = 1.0
+) -> tuple[torch.Tensor, Gradients]:
+    """As the training loop does it: the loss of each micro-batch over their number, gradients reduced once."""
+    total = torch.zeros(())
+    for number, batch in enumerate(data):
+        loss = model(batch[:, :-1], batch[:, 1:]) / len(data)
+        if isinstance(model, FSDPModule):
+            model.set_requires_gradient_sync(number == len(data) - 1)
+        (loss if scale == 1.0 else (loss * factor).float() * scale).backward()
+        total += loss.detach()
+    return total, {name: whole(parameter) for name, parameter in model.named_parameters()}
+
+
+def whole(parameter: torch.Tensor) -> torch.Tensor:
+    assert parameter.grad is not None
+    return parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad.clone()
+
+
+def gradients_of(pipeline: Pipeline) -> dict[str, torch.Tensor]:
+    """By name in the whole model; takes them from the stages."""
+    model = StagesOfRank([one.submod for one in pipeline.stages])
+    found = {name: whole(parameter) for name, parameter in model.named_parameters()}
+    for one in pipeline.stages:
+        one.submod.zero_grad(set_to_none=True)
+    return found
+
+
+def different(found: Gradients, expected: Gradients) -> list[str]:
+    return sorted(name for name in found if not torch.equal(found[name], expected[name]))
+
+
+def distance(found: Gradients, expected: Gradients) -> float:
+    """The most by which a gradient differs, relative to its norm."""
+    return max(float((found[name] - expected[name]).norm() / expected[name].norm()) for name in found)
+
+
+class Recorder:
+    """Watches a step: what a rank does, and how many activations it has received and not yet let go of."""
+
+    def __init__(self) -> None:
+        self.moments: list[Moment] = []
+        self.buffers = 0
+        self.stages: Sequence[Stage] = ()
+
+    def begin(self, moment: Moment) -> None:
+        self.buffers = max(self.buffers, self.held())
+
+    def end(self, moment: Moment) -> None:
+        self.moments.append(moment)
+
+    def held(self) -> int:
+        infos = [info for one in self.stages for row in one.args_recv_info.values() for info in row]
+        return sum(info.buffer is not None for info in infos)
+
+
+def whole_stage(job: JobConfig, part: StagePart) -> LlamaStage:
+    with torch.device("meta"):
+        module = LlamaStage(job.model, job.train, part)
+    module.materialize(CPU, job.train.seed)
+    return module
+
+
+def pipeline_of(job: JobConfig, schedule: str, layout: Layout, recorder: Recorder, *, sharded: bool) -> Pipeline:
+    group = layout.mesh["pp"].get_group()
+    chosen = PipelineConfig(stages=group.size() * STAGES_PER_RANK[schedule], schedule=schedule)
+    parts = split_of(chosen, job).parts
+    make: Callable[[StagePart], LlamaStage] = (
+        (lambda part: stage_module(job, part, layout)) if sharded else (lambda part: whole_stage(job, part))
+    )
+    stages = [
+        stage(make(parts[number]), job.train, group, CPU, sequences=SEQUENCES, tp=layout.tp.size())
+        for number in stages_of_rank(chosen, group.rank())
+    ]
+    return Pipeline(chosen, stages, MICRO_BATCHES, [recorder])
+
+
+def no_pickles(*_: Any, **__: Any) -> None:
+    raise AssertionError("a rank sends another one pickled metadata")
+
+
+def step_of(pipeline: Pipeline, recorder: Recorder, data: Sequence[torch.Tensor]) -> dict[str, Any]:
+    validated = pipeline.evaluate(data)
+    recorder.stages = pipeline.stages
+    recorder.moments.clear()
+    loss = pipeline.step(data)
+    return {
+        "loss": float(loss), "validated": float(validated), "has_last": pipeline.has_last,
+        "moments": [(moment.activity, moment.stage, moment.micro_batch) for moment in recorder.moments],
+        "buffers": recorder.buffers, "buffers_left": recorder.held(),
+    }  # fmt: skip
+
+
+def main() -> None:
+    folder, world, rank, dp, tp = Path(sys.argv[1]), *map(int, sys.argv[2:6])
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=world, timeout=timedelta(seconds=60)
+    )
+    dist.send_object_list = dist.recv_object_list = no_pickles
+    keys, ranks = json.loads(sys.argv[6]), max(1, dp)
+    replicas = keys.get("replicas", 1)
+    mesh = init_device_mesh(
+        "cpu", (world // ranks // tp, replicas, ranks // replicas, tp),
+        mesh_dim_names=("pp", "dp_replicate", "dp_shard", "tp"),
+    )  # fmt: skip
+    sizes = MeshSizes(world // ranks // tp, replicas, ranks // replicas, 1, tp)
+    layout = Layout(mesh=mesh, sequence_mesh=None, sizes=sizes, device=CPU, rank=rank, world_size=world)
+    dp_rank = mesh["dp_replicate"].get_local_rank() * (ranks // replicas) + mesh["dp_shard"].get_local_rank()
+    job, data = config(keys), batches(dp_rank)
+    loss, expected = of_data_parallel(job, layout, data)
+    _, expected_scaled = of_data_parallel(job, layout, data, factor=2.0, scale=1024.0)
+    alone = of_one_process(job, [batch for number in range(ranks) for batch in batches(number)])
+    results = {}
+    for schedule in sys.argv[7:]:
+        recorder = Recorder()
+        pipeline = pipeline_of(job, schedule, layout, recorder, sharded=bool(dp))
+        result = step_of(pipeline, recorder, data)
+        found = gradients_of(pipeline)
+        pipeline.step(data, factor=2.0, scale=1024.0)
+        scaled = gradients_of(pipeline)
+        results[schedule] = result | {
+            "expected_loss": float(loss), "names": sorted(found), "different": different(found, expected),
+            "from_one_process": distance(found, alone), "scaled": different(scaled, expected_scaled),
+        }  # fmt: skip
+    sys.stdout.write(json.dumps(results) + "\n")
+    sys.stdout.flush()
+    os._exit(0)

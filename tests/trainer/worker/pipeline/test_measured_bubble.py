@@ -1,0 +1,90 @@
+"""The bubble that is measured: of stages that sleep it is that of the formula and of the simulation."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.warm_programs import WarmPrograms
+from trainer.contract.pipeline.bubble import RankSeconds, bubbles, formula
+from trainer.contract.pipeline.pipeline_config import PipelineConfig, Schedule
+from trainer.contract.pipeline.simulation import StageSeconds, simulate
+from trainer.worker.pipeline.activities import Activity, Moment
+from trainer.worker.pipeline.bubble_meter import BubbleMeter
+from trainer.worker.pipeline.torch_tables import with_communication
+
+PROGRAM = "tests.trainer.worker.pipeline.sleeping_program"
+SECONDS, MICRO_BATCHES, STEPS = 0.1, 8, 4
+
+
+class Tick:
+    """A clock that the test sets."""
+
+    now = 0.0
+
+    def mark(self) -> float:
+        return self.now
+
+    def seconds(self, first: float, last: float) -> float:
+        return last - first
+
+
+def test_waits_and_computations_are_summed_up_by_stage() -> None:
+    clock = Tick()
+    meter = BubbleMeter(clock)
+
+    def spend(activity: Activity, stage: int, seconds: float) -> None:
+        moment = Moment(activity, stage, 0)
+        meter.begin(moment)
+        clock.now += seconds
+        meter.end(moment)
+
+    spend(Activity.FORWARD, 0, 9.0)
+    meter.start()
+    spend(Activity.WAIT_FOR_ACTIVATION, 1, 2.0)
+    spend(Activity.FORWARD, 1, 1.0)
+    clock.now += 0.5
+    spend(Activity.WAIT_FOR_GRADIENT, 1, 3.0)
+    spend(Activity.BACKWARD, 1, 2.0)
+    spend(Activity.FORWARD, 3, 1.0)
+    spend(Activity.WAIT_FOR_GRADIENT, 3, 0.25)
+    assert meter.take() == RankSeconds(span=9.5, computed={1: 3.0, 3: 1.0}, waited={1: 5.0, 3: 0.25})
+
+
+@pytest.mark.proof
+@pytest.mark.multi
+@pytest.mark.parametrize("world", [2, 4])
+def test_the_bubble_of_stages_that_sleep(
+    programs: WarmPrograms, tmp_path: Path, record_property: Callable[[str, object], None], world: int
+) -> None:
+    rows = [(tmp_path, world, rank, SECONDS, MICRO_BATCHES, STEPS, *Schedule) for rank in range(world)]
+    ended = programs.run(PROGRAM, rows, patience=280.0)
+    assert [one.code for one in ended] == [0] * world, "\n".join(one.err for one in ended)
+    results = [one.result() for one in ended]
+    measured, simulated = {}, {}
+    for schedule in Schedule:
+        measured[schedule] = bubbles(least_disturbed([one[schedule] for one in results]))
+        simulated[schedule] = on_paper(schedule, world)
+        told = " ".join(f"{share:.3f}" for share in measured[schedule])
+        record_property(f"bubbles of {world} ranks, {schedule}, {simulated[schedule]:.3f} on paper", told)
+    for schedule in (Schedule.GPIPE, Schedule.ONE_F_ONE_B):
+        assert measured[schedule] == pytest.approx([formula(world, MICRO_BATCHES)] * world, rel=0.2)
+    plain = min(measured[Schedule.GPIPE] + measured[Schedule.ONE_F_ONE_B])
+    for schedule in (Schedule.INTERLEAVED, Schedule.ZERO_BUBBLE, Schedule.ZBV):
+        assert max(measured[schedule]) < plain
+        assert measured[schedule] == pytest.approx([simulated[schedule]] * world, abs=0.08)
+
+
+def least_disturbed(ranks: list[list[dict[str, Any]]]) -> list[RankSeconds]:
+    """All ranks in the step that took the least: a busy machine wakes a stage late, which the others wait for."""
+    steps = [[RankSeconds(**one) for one in step] for step in zip(*ranks, strict=True)]
+    return min(steps, key=lambda step: max(one.span for one in step))
+
+
+def on_paper(schedule: Schedule, world: int) -> float:
+    per_rank = PipelineConfig(stages=2 * world, schedule=schedule).per_rank
+    config = PipelineConfig(stages=per_rank * world, schedule=schedule)
+    one = SECONDS / per_rank
+    seconds = [StageSeconds(forward=one, input_gradient=one, weight_gradient=one)] * config.stages
+    return max(bubbles(simulate(with_communication(config, MICRO_BATCHES), seconds).ranks()))

@@ -1,0 +1,44 @@
+"""The stages of a rank as one model: parameters under their names in the whole model, and the pipeline that runs it."""
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from trainer.contract.config import JobConfig
+from trainer.contract.pipeline.micro_batches import micro_batch_count, micro_batch_size
+from trainer.contract.pipeline.stage_fit import split_of
+from trainer.contract.pipeline.stage_ranks import stages_of_rank
+from trainer.worker.gradient_buckets import mark_replica
+from trainer.worker.mesh import Layout
+from trainer.worker.pipeline.build import stage, stage_module
+from trainer.worker.pipeline.llama_stage import LlamaStage, StagesOfRank
+from trainer.worker.pipeline.runtime import Pipeline
+
+
+class PipelinedLlama(StagesOfRank):
+    """What this rank has of the built-in model; `pipeline` computes with it, together with the other ranks."""
+
+    def __init__(self, modules: Sequence[LlamaStage], pipeline: Pipeline) -> None:
+        super().__init__(modules)
+        self.pipeline = pipeline
+
+
+def pipelined_llama(config: JobConfig, layout: Layout) -> PipelinedLlama:
+    """The stages that this rank has, sharded, with their initial weights."""
+    pipeline, train, place = config.parallel.pipeline, config.train, layout.place.pp
+    parts = split_of(pipeline, config).parts
+    modules = [stage_module(config, parts[number], layout) for number in stages_of_rank(pipeline, place)]
+    sequences = micro_batch_size(pipeline, train, layout.dp_size)
+    stages = [
+        stage(module, train, layout.pp.get_group(), layout.device, sequences=sequences, tp=layout.sizes.tp)
+        for module in modules
+    ]
+    model = PipelinedLlama(modules, Pipeline(pipeline, stages, micro_batch_count(pipeline, train, layout.dp_size)))
+    if config.parallel.has_plain_replicas(train.dtype):
+        mark_replica(model)  # its parameters are those of stages, which are no modules of it
+    return model
+
+
+def pipeline_of(model: nn.Module) -> Pipeline | None:
+    """What runs `model`; None: the model computes by itself."""
+    return model.pipeline if isinstance(model, PipelinedLlama) else None

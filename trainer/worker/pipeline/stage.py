@@ -1,0 +1,142 @@
+"""A stage of torch's pipelining that says what it does, and keeps buffers of micro-batches in flight alone."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining._utils import _make_tensor_from_meta
+
+from trainer.worker.pipeline.activities import Activity, Moment, Watcher, watched
+
+
+class Stage(PipelineStage):
+    """`PipelineStage` with static shapes: no rank sends another one pickled metadata.
+
+    torch allocates a buffer for each micro-batch of a step and keeps them all. Here a buffer is allocated when its
+    receive is posted, and dropped with the last gradient that is computed from it.
+    """
+
+    def __init__(
+        self, module: nn.Module, number: int, stages: int, *,
+        inputs: torch.Tensor, output: torch.Tensor, group: dist.ProcessGroup, device: torch.device,
+        watchers: Sequence[Watcher] = (),
+    ) -> None:  # fmt: skip
+        """`inputs`, `output`: tensors on the meta device with the shapes and types of one micro-batch's."""
+        super().__init__(
+            module, number, stages, device, input_args=(inputs,), output_args=(output,), group=group
+        )  # fmt: skip
+        self.watchers = watchers
+
+    def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
+        with self._on_meta_device():
+            super()._setup_forward_recv_info(num_microbatches, has_backward)
+        for infos in self.args_recv_info.values():
+            self._drop(infos)
+
+    def _setup_backward_recv_info(self, num_microbatches: int) -> None:
+        with self._on_meta_device():
+            super()._setup_backward_recv_info(num_microbatches)
+        for infos in self.grad_recv_info.values():
+            self._drop(infos)
+
+    @contextmanager
+    def _on_meta_device(self) -> Iterator[None]:
+        """Buffers that torch makes of all micro-batches, which are dropped at once, take no memory."""
+        device, self.device = self.device, torch.device("meta")
+        try:
+            yield
+        finally:
+            self.device = device
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        self._allocate(self.args_recv_info[fwd_chunk_id])
+        return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        if self.has_backward and not self.is_last:
+            self._allocate(self.grad_recv_info[bwd_chunk_id])
+        return super().get_bwd_recv_ops(bwd_chunk_id)
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        with self._doing(Activity.FORWARD, fwd_chunk_id):
+            output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        if not self.has_backward:
+            self._drop(self.args_recv_info[fwd_chunk_id])
+        return output
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        if not self.has_backward:
+            return
+        activity = Activity.BACKWARD if full_backward else Activity.INPUT_GRADIENT
+        with self._doing(activity, bwd_chunk_id):
+            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        if full_backward:
+            self._forget(bwd_chunk_id)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        if not self.has_backward:
+            return
+        with self._doing(Activity.WEIGHT_GRADIENT, bwd_chunk_id):
+            super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+            add_up_in_reduce_dtype(self.submod)
+        self._forget(bwd_chunk_id)
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        if not self.has_backward:
+            return
+        with self._doing(Activity.REDUCE, -1):
+            super().perform_reduce_grad(grad_scale_factor)
+
+    @contextmanager
+    def _doing(self, activity: Activity, micro_batch: int) -> Iterator[None]:
+        with watched(self.watchers, Moment(activity, self.stage_index, micro_batch)), errors_of_the_model():
+            yield
+
+    def _forget(self, micro_batch: int) -> None:
+        self._drop(self.args_recv_info[micro_batch])
+        self._drop(self.grad_recv_info[micro_batch])
+
+    def _allocate(self, infos: Sequence[Any]) -> None:
+        for info in infos:
+            if info.buffer is None and info.tensor_meta is not None and not info.is_root_arg:
+                info.buffer = _make_tensor_from_meta(info.tensor_meta, self.device)
+
+    @staticmethod
+    def _drop(infos: Sequence[Any]) -> None:
+        for info in infos:
+            info.buffer = None
+
+
+@contextmanager
+def errors_of_the_model() -> Iterator[None]:
+    """Raise what the model has raised, such as being out of memory, and not torch's RuntimeError around it."""
+    try:
+        yield
+    except RuntimeError as error:
+        if error.__cause__ is None:
+            raise
+        raise error.__cause__ from None
+
+
+def add_up_in_reduce_dtype(module: nn.Module) -> None:
+    """Move gradients of half-precision weights into the sums that FSDP keeps in the type of its reduction.
+
+    FSDP does so after a backward pass of the module. One that computes gradients of weights alone does not run its
+    hooks, and they would be added up in half precision.
+    """
+    if not isinstance(module, FSDPModule):
+        return
+    for unit in module.modules():
+        if isinstance(unit, FSDPModule):
+            for group in unit._get_fsdp_state()._fsdp_param_groups:
+                for parameter in group.fsdp_params:
+                    if hasattr(parameter, "_unsharded_param"):
+                        parameter.accumulate_unsharded_grad_if_needed()
+                        parameter.to_accumulated_grad_if_needed()

@@ -1,0 +1,106 @@
+"""The forward and backward passes of a step: gradients of all its micro-batches, one after the other or in stages."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+from trainer.contract.parallel_config import Reduce
+from trainer.contract.ranks.progress import Phase
+from trainer.worker.data import unwrapped
+from trainer.worker.data_parallel import GradientSync
+from trainer.worker.pipeline.bubble_meter import meter_for
+from trainer.worker.pipeline.pipelined_llama import pipeline_of
+from trainer.worker.pipeline.runtime import Pipeline
+from trainer.worker.reporting.phase_tracker import PhaseTracker
+from trainer.worker.train_objects import TrainObjects
+from trainer.worker.training.drill import Drill
+from trainer.worker.training.scalar_loss import scalar_loss
+from trainer.worker.training.stage_phases import StagePhases
+from trainer.worker.workload import WorkloadError
+
+
+class Passes(Protocol):
+    """What computes the gradients of a step."""
+
+    gradients: GradientSync
+    waited: float | None
+    """Seconds for which this rank waited for other stages in the step before; None: there are none."""
+
+    def run(self, step: int, batches: Sequence[Any], scale: float) -> torch.Tensor:
+        """Gradients of all micro-batches, times `scale`; returns this rank's mean loss. Raises WorkloadError."""
+
+
+def passes_of(objects: TrainObjects, phases: PhaseTracker, drill: Drill, reduce: Reduce) -> Passes:
+    """Those of a model in one piece, or in stages."""
+    gradients = GradientSync(objects.model, objects.layout, reduce, phases.pause)
+    pipeline = pipeline_of(objects.model)
+    if pipeline is None:
+        return WholePasses(objects, phases, drill, gradients)
+    return StagedPasses(objects, phases, drill, gradients, pipeline)
+
+
+class WholePasses:
+    """Every micro-batch is computed by the model of this rank."""
+
+    waited: float | None = None
+
+    def __init__(self, objects: TrainObjects, phases: PhaseTracker, drill: Drill, gradients: GradientSync) -> None:
+        self._objects, self._phases, self._drill, self.gradients = objects, phases, drill, gradients
+
+    def run(self, step: int, batches: Sequence[Any], scale: float) -> torch.Tensor:
+        """As `Passes.run`."""
+        objects, drill = self._objects, self._drill
+        require_batches(objects, step, batches)
+        total = torch.zeros((), device=objects.layout.device)
+        factor = drill.loss_factor(step)
+        for number, batch in enumerate(batches):
+            self._phases.enter(Phase.FORWARD)
+            if not number:
+                drill.in_forward(step)
+            loss = scalar_loss(objects.workload, objects.workload.loss(objects.model, batch)) / len(batches)
+            if factor != 1.0:
+                loss = loss * factor
+            self._phases.enter(Phase.BACKWARD)
+            scaled = loss if scale == 1.0 else loss.float() * scale
+            self.gradients.backward(scaled, is_last=number == len(batches) - 1)
+            total += loss.detach()
+        return total
+
+
+class StagedPasses:
+    """The micro-batches go through the stages of all ranks of a pipeline."""
+
+    waited: float | None = 0.0
+
+    def __init__(
+        self, objects: TrainObjects, phases: PhaseTracker, drill: Drill, gradients: GradientSync, pipeline: Pipeline
+    ) -> None:
+        self._objects, self._phases, self._drill, self.gradients = objects, phases, drill, gradients
+        self._pipeline, self._meter = pipeline, meter_for(objects.layout.device)
+        self._begun = False
+        pipeline.watch(StagePhases(phases))
+        pipeline.watch(self._meter)
+
+    def run(self, step: int, batches: Sequence[Any], scale: float) -> torch.Tensor:
+        """As `Passes.run`; only the last stage knows the loss, which stands for that of all stages."""
+        require_batches(self._objects, step, batches)
+        # Of the step before: on a GPU its end has been reached by now.
+        self.waited = sum(self._meter.take().waited.values()) if self._begun else 0.0
+        self._begun = True
+        self._meter.start()
+        self._phases.enter(Phase.FORWARD)
+        self._drill.in_forward(step)
+        loss = self._pipeline.step(batches, factor=self._drill.loss_factor(step), scale=scale)
+        self._phases.enter(Phase.BACKWARD)
+        self.gradients.reduce_now()
+        return loss * self._objects.layout.sizes.pp
+
+
+def require_batches(objects: TrainObjects, step: int, batches: Sequence[Any]) -> None:
+    """Raises WorkloadError where there are none."""
+    if not len(batches):
+        data = type(unwrapped(objects.data)).__name__
+        raise WorkloadError(
+            f"{data}.take() returned no micro-batch for step {step}: every rank needs one or more in every step"
+        )

@@ -158,6 +158,11 @@ class Llama(nn.Module):
         return 0.02
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
+        if self.part is not None and targets is None:
+            raise WorkloadError(
+                f"parallel.cp={self.part.ranks}: no rank has all logits of a sequence: call the model with its "
+                "targets, for their mean loss, or type parallel.cp=1"
+            )
         return self.result(self.through_layers(self.embed(tokens)), targets)
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -179,21 +184,16 @@ class Llama(nn.Module):
         x = self.norm(x)
         if isinstance(x, DTensor):  # on every tensor-parallel rank for all tokens
             x = x.redistribute(placements=[Replicate()])
-        part = self.part
-        if part is not None:
-            return self._loss_of_part(part, x, targets)
         if targets is not None:
-            return self._summed_loss(x, targets) / targets.numel()
+            return self._mean_loss(x, targets)
         logits = self.output(x)
         whole: torch.Tensor = logits.full_tensor() if isinstance(logits, DTensor) else logits
         return whole
 
-    def _loss_of_part(self, part: SequencePart, x: torch.Tensor, targets: torch.Tensor | None) -> torch.Tensor:
-        if targets is None:
-            raise WorkloadError(
-                f"parallel.cp={part.ranks}: no rank has all logits of a sequence: call the model with its targets, "
-                "for their mean loss, or type parallel.cp=1"
-            )
+    def _mean_loss(self, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        part = self.part
+        if part is None:
+            return self._summed_loss(x, targets) / targets.numel()
         own = part.of(targets)
         return self._summed_loss(x[:, : part.real], own[:, : part.real]) * (part.ranks / targets.numel())
 

@@ -41,7 +41,7 @@ def test_tensor_parallel_ranks_share_their_dimension_first():
 
 
 def test_ranks_that_share_experts_have_some_and_share_these_along_their_width():
-    sizes = ParameterSizes(dp_replicate=2, dp_shard=4, tp=1)
+    sizes = ParameterSizes(pp=1, dp_replicate=2, dp_shard=4, tp=1)
     stack = Parameter(name="w1", shape=(8, 6, 3), is_expert=True)
     assert {local_shape(stack, sizes, rank, 2) for rank in range(8)} == {(4, 3, 3)}
     assert {local_shape(stack, sizes, rank, 4) for rank in range(8)} == {(2, 6, 3)}

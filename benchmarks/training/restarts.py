@@ -69,9 +69,10 @@ def _restart(folder: Path, name: str) -> float:
 def _row(name: str, found: list[float], beside: list[float]) -> dict[str, Any]:
     ratios = sorted(one / other for one, other in zip(found, beside, strict=True))
     low, high = interval(ratios)
+    verdict = "too few rounds" if len(found) < _LEAST_ROUNDS else "MISSED" if low > 1.0 else "met"
     return {
         "row": name, "seconds": statistics.median(found), "ratio": statistics.median(ratios), "low": low, "high": high,
-        "rounds": len(found), "verdict": "MISSED" if low > 1.0 else "met",
+        "rounds": len(found), "verdict": verdict,
     }  # fmt: skip
 
 

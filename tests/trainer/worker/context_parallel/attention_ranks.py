@@ -1,17 +1,13 @@
 """Forked ranks that share sequences: attention of each form beside that of one rank, which has all tokens."""
 
 import hashlib
-import json
-import os
-import sys
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.nn import functional
 
+from tests.trainer.worker.forked_ranks import report
 from trainer.contract.parallel_config import CpMethod, ParallelConfig
 from trainer.worker.context_parallel.ring import RingAttention
 from trainer.worker.context_parallel.sequence_part import SequencePart, sequence_part
@@ -71,27 +67,5 @@ def attention_of_one(full: list[torch.Tensor], upstream: torch.Tensor) -> list[t
     return [out.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
 
 
-def rank_main(rank: int, ranks: int, store: str, cases: list[dict[str, Any]], out: Path) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
-    (out / f"{rank}.json").write_text(json.dumps([[differences(case) for _ in range(2)] for case in cases]))
-    dist.destroy_process_group()
-
-
-def main(ranks: int, cases: list[dict[str, Any]]) -> list[list[Any]]:
-    """What each rank found, twice for each case."""
-    with tempfile.TemporaryDirectory() as folder:
-        children = []
-        for rank in range(ranks):
-            child = os.fork()
-            if not child:
-                rank_main(rank, ranks, f"{folder}/store", cases, Path(folder))
-                os._exit(0)
-            children.append(child)
-        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-        assert codes == [0] * ranks, codes
-        return [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(ranks)]
-
-
 if __name__ == "__main__":
-    sys.stdout.write(json.dumps(main(int(sys.argv[1]), json.loads(sys.argv[2]))))
+    report(differences)

@@ -1,0 +1,40 @@
+"""Ranks that are forked to compare small computations with those of one rank, in a program of its own."""
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+Case = dict[str, Any]
+
+
+def report(differences: Callable[[Case], Any]) -> None:
+    """The program `RANKS CASES`: prints what each rank found, twice for each case, as JSON."""
+    sys.stdout.write(json.dumps(_found(int(sys.argv[1]), json.loads(sys.argv[2]), differences)))
+
+
+def _found(ranks: int, cases: list[Case], differences: Callable[[Case], Any]) -> list[Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        children = []
+        for rank in range(ranks):
+            child = os.fork()
+            if not child:
+                _be_rank(rank, ranks, Path(folder), cases, differences)
+                os._exit(0)
+            children.append(child)
+        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+        assert codes == [0] * ranks, codes
+        return [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(ranks)]
+
+
+def _be_rank(rank: int, ranks: int, folder: Path, cases: list[Case], differences: Callable[[Case], Any]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
+    (folder / f"{rank}.json").write_text(json.dumps([[differences(case) for _ in range(2)] for case in cases]))
+    dist.destroy_process_group()

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     )
     from trainer.contract.config import JobConfig
     from trainer.worker.data import Data, StatefulData
-    from trainer.worker.mesh import Layout
     from trainer.worker.metric_values import Mean, Metric, Rank0, Sum
+    from trainer.worker.parallel.mesh import Layout
     from trainer.worker.workload import BaseWorkload, Scheduler, Workload, WorkloadError, evaluating
 
     __version__: str
@@ -46,7 +46,7 @@ _HOMES = {
     ),
     "trainer.contract.config": ("JobConfig",),
     "trainer.worker.data": ("Data", "StatefulData"),
-    "trainer.worker.mesh": ("Layout",),
+    "trainer.worker.parallel.mesh": ("Layout",),
     "trainer.worker.metric_values": ("Mean", "Metric", "Rank0", "Sum"),
     "trainer.worker.workload": ("BaseWorkload", "Scheduler", "Workload", "WorkloadError", "evaluating"),
 }  # fmt: skip

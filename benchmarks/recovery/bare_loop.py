@@ -19,8 +19,9 @@ from benchmarks.recovery.script import tell
 from trainer.contract.config import JobConfig, load
 from trainer.contract.ranks.progress import StopReason
 from trainer.contract.run_dir import RunDir
-from trainer.worker import mesh, workload
+from trainer.worker import workload
 from trainer.worker.optimizer import set_learning_rate
+from trainer.worker.parallel import mesh
 from trainer.worker.startup import device as devices
 from trainer.worker.training import reduction
 from trainer.worker.training.lr_schedule import learning_rate

@@ -12,7 +12,7 @@ from torch import nn
 from trainer.contract.config import JobConfig
 from trainer.worker.data import TokenData
 from trainer.worker.llama import LlamaWorkload
-from trainer.worker.mesh import Layout
+from trainer.worker.parallel.mesh import Layout
 
 
 class SlowLlama(LlamaWorkload):

@@ -19,11 +19,11 @@ from trainer.worker.activation_checkpointing import Recompute, for_layer
 from trainer.worker.context_parallel.sequence_part import SequencePart
 from trainer.worker.cross_entropy import summed_cross_entropy
 from trainer.worker.data import Data, StatefulData
-from trainer.worker.data_parallel import offloads_all
 from trainer.worker.experts.mixture import MixtureOfExperts
 from trainer.worker.experts.router import Router
 from trainer.worker.initial_weights import fill
-from trainer.worker.mesh import Layout
+from trainer.worker.parallel.data_parallel import offloads_all
+from trainer.worker.parallel.mesh import Layout
 from trainer.worker.workload import BaseWorkload, WorkloadError
 
 

@@ -25,8 +25,9 @@ from trainer.contract.ranks.rank_messages import SPEC_VARIABLE, RankSpec, report
 from trainer.contract.restore_test import read_order
 from trainer.contract.run_dir import RunDir
 from trainer.contract.secrets.secret_redaction import in_use
-from trainer.worker import crash_report, mesh, workload
+from trainer.worker import crash_report, workload
 from trainer.worker.data import with_position
+from trainer.worker.parallel import mesh
 from trainer.worker.reporting import flight_recorder
 from trainer.worker.reporting.metrics import Journal
 from trainer.worker.reporting.stderr_best_effort import write_stderr

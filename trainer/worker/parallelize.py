@@ -18,10 +18,10 @@ from trainer.contract.config import JobConfig
 from trainer.contract.layout.check import refusal
 from trainer.worker.compilation import compile_forward
 from trainer.worker.context_parallel.apply import context_parallel
-from trainer.worker.data_parallel import share_out
 from trainer.worker.experts.apply import expert_parallel
-from trainer.worker.fsdp_units import CannotShard
-from trainer.worker.mesh import Layout
+from trainer.worker.parallel.data_parallel import share_out
+from trainer.worker.parallel.fsdp_units import CannotShard
+from trainer.worker.parallel.mesh import Layout
 from trainer.worker.workload import WorkloadError, mixed_precision
 
 

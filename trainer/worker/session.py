@@ -16,8 +16,8 @@ from trainer.contract.ranks.progress import Phase, ProgressCell
 from trainer.contract.ranks.rank_messages import RankSpec
 from trainer.contract.run_dir import AttemptDir, RunDir
 from trainer.worker.data import unwrapped
-from trainer.worker.gradient_buckets import CannotAverage
 from trainer.worker.optimizer import set_learning_rate
+from trainer.worker.parallel.gradient_buckets import CannotAverage
 from trainer.worker.reporting.metrics import Journal
 from trainer.worker.reporting.phase_tracker import phase_tracker
 from trainer.worker.reporting.progress_log import ProgressLog

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from trainer.worker.data import Data
-from trainer.worker.mesh import Layout
+from trainer.worker.parallel.mesh import Layout
 from trainer.worker.workload import Scheduler, Workload
 
 

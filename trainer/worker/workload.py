@@ -22,15 +22,15 @@ from trainer.contract.pipeline.micro_batches import micro_batch_size
 from trainer.contract.ranks.progress import Phase
 from trainer.contract.token_shards import TokensError
 from trainer.worker.data import Data, StatefulData, TokenData
-from trainer.worker.data_parallel import offloads_optimizer, share_out
-from trainer.worker.fsdp_units import CannotShard, fsdp_units
 from trainer.worker.host_adamw import HostAdamW
-from trainer.worker.mesh import Layout
 from trainer.worker.metric_values import Mean as Mean
 from trainer.worker.metric_values import Metric
 from trainer.worker.metric_values import Rank0 as Rank0
 from trainer.worker.metric_values import Sum as Sum
 from trainer.worker.optimizer import adamw
+from trainer.worker.parallel.data_parallel import offloads_optimizer, share_out
+from trainer.worker.parallel.fsdp_units import CannotShard, fsdp_units
+from trainer.worker.parallel.mesh import Layout
 from trainer.worker.reporting.phase_tracker import current_tracker
 from trainer.worker.view_outputs import copy_views
 

@@ -10,7 +10,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from trainer.contract.config import JobConfig
 from trainer.worker.data import TokenData
 from trainer.worker.llama import Llama, LlamaWorkload
-from trainer.worker.mesh import Layout
+from trainer.worker.parallel.mesh import Layout
 
 STEPS = 5
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from trainer.worker.fsdp_units import CannotShard, chosen_units, fsdp_units, refuse_parameters
+from trainer.worker.parallel.fsdp_units import CannotShard, chosen_units, fsdp_units, refuse_parameters
 
 
 class Trunk(nn.Module):

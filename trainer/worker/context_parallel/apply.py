@@ -8,7 +8,7 @@ from trainer.contract.parallel_config import CpMethod
 from trainer.worker.context_parallel.ring import RingAttention
 from trainer.worker.context_parallel.sequence_part import sequence_part
 from trainer.worker.context_parallel.ulysses import UlyssesAttention
-from trainer.worker.mesh import Layout
+from trainer.worker.parallel.mesh import Layout
 
 
 def context_parallel(model: Any, layout: Layout, config: JobConfig) -> None:

@@ -8,10 +8,10 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from trainer.contract.config import JobConfig
-from trainer.worker.data_parallel import fsdp_options
 from trainer.worker.experts.exchange import TokenExchange
 from trainer.worker.experts.expert_weights import Experts
-from trainer.worker.mesh import Layout
+from trainer.worker.parallel.data_parallel import fsdp_options
+from trainer.worker.parallel.mesh import Layout
 
 
 def expert_parallel(model: Any, layout: Layout, config: JobConfig, policy: MixedPrecisionPolicy) -> None:

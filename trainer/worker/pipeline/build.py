@@ -10,8 +10,8 @@ import torch.distributed as dist
 from trainer.contract.config import JobConfig, TrainConfig
 from trainer.contract.pipeline.stage_split import StagePart
 from trainer.worker import parallelize
-from trainer.worker.data_parallel import offloads_all
-from trainer.worker.mesh import Layout
+from trainer.worker.parallel.data_parallel import offloads_all
+from trainer.worker.parallel.mesh import Layout
 from trainer.worker.pipeline.llama_stage import LlamaStage
 from trainer.worker.pipeline.stage import Stage
 

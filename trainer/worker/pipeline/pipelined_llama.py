@@ -8,8 +8,8 @@ from trainer.contract.config import JobConfig
 from trainer.contract.pipeline.micro_batches import micro_batch_count, micro_batch_size
 from trainer.contract.pipeline.stage_fit import split_of
 from trainer.contract.pipeline.stage_ranks import stages_of_rank
-from trainer.worker.gradient_buckets import mark_replica
-from trainer.worker.mesh import Layout
+from trainer.worker.parallel.gradient_buckets import mark_replica
+from trainer.worker.parallel.mesh import Layout
 from trainer.worker.pipeline.build import stage, stage_module
 from trainer.worker.pipeline.llama_stage import LlamaStage, StagesOfRank
 from trainer.worker.pipeline.runtime import Pipeline

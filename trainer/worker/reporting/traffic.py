@@ -12,7 +12,7 @@ from torch._C._distributed_c10d import _dump_fr_trace_json  # type: ignore[attr-
 from torch.distributed.device_mesh import DeviceMesh
 
 from trainer.worker.context_parallel.ring import ring_of
-from trainer.worker.mesh import Layout
+from trainer.worker.parallel.mesh import Layout
 from trainer.worker.reporting.stderr_best_effort import write_stderr
 
 _SIZES = {

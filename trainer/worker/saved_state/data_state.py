@@ -8,7 +8,7 @@ from torch import nn
 
 from trainer.contract.config import ClusterShape
 from trainer.worker.data import CountedData, Data, unwrapped
-from trainer.worker.mesh import Layout
+from trainer.worker.parallel.mesh import Layout
 from trainer.worker.saved_state.object_state import ObjectState
 from trainer.worker.workload import WorkloadError
 

@@ -13,7 +13,7 @@ import xxhash
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from trainer.worker.mesh import Layout
+from trainer.worker.parallel.mesh import Layout
 from trainer.worker.saved_state.checkpoint_contents import model_tensors
 
 _HASH_CHUNK = 64 * 1024 * 1024

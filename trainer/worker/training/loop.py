@@ -16,6 +16,7 @@ from trainer.contract.save_trouble import short_reason
 from trainer.worker.data import take
 from trainer.worker.experts.balance import ExpertBalance
 from trainer.worker.optimizer import set_learning_rate
+from trainer.worker.parallel.gradient_facts import GradientFacts
 from trainer.worker.reporting.expert_loads import expert_loads
 from trainer.worker.reporting.held_states import held_states
 from trainer.worker.reporting.metrics import Journal
@@ -135,6 +136,9 @@ class Loop:
         scale, overflowed = self._train_state.loss_scale.scale, self._overflowed(reduced)
         if not overflowed:
             objects.optimizer.step()
+        self._services.phases.pause()
+        reduced.wait()
+        self._services.phases.resume()
         self._experts.step_ended(reduced.loads, moves=not overflowed)
         objects.optimizer.zero_grad(set_to_none=True)
         self._passes.gradients.begin_step()
@@ -365,7 +369,7 @@ class Loop:
         loss = self._passes.run(step, batches, self._train_state.loss_scale.scale)
         gradients = [p.grad for p in objects.model.parameters() if p.grad is not None]
         reduction.unscale(gradients, self._train_state.loss_scale.scale)
-        about = reduction.GradientFacts(stages=objects.layout.sizes.pp)
+        about = GradientFacts(stages=objects.layout.sizes.pp)
         found = reduction.reduce(step, gradients, loss, StopReason.NONE, RankZeroMessage(), about=about).result()
         objects.optimizer.zero_grad(set_to_none=True)
         return {

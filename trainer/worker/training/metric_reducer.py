@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from trainer.worker.mesh import Layout
 from trainer.worker.metric_values import Mean, Metric, Rank0, Sum
+from trainer.worker.parallel.mesh import Layout
 from trainer.worker.workload import WorkloadError
 
 _CELLS = 3

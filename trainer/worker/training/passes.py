@@ -8,7 +8,7 @@ import torch
 from trainer.contract.parallel_config import Reduce
 from trainer.contract.ranks.progress import Phase
 from trainer.worker.data import unwrapped
-from trainer.worker.data_parallel import GradientSync
+from trainer.worker.parallel.data_parallel import GradientSync
 from trainer.worker.pipeline.bubble_meter import meter_for
 from trainer.worker.pipeline.pipelined_llama import pipeline_of
 from trainer.worker.pipeline.runtime import Pipeline

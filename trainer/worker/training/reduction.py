@@ -1,8 +1,7 @@
 """The one all-reduce of a step: gradient norm, loss, stop votes and the message of rank 0 travel together."""
 
 import math
-import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -11,7 +10,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from trainer.contract.ranks.progress import StopReason
-from trainer.worker.equal_replicas import are_equal, residue
+from trainer.worker.parallel.equal_replicas import are_equal, residue
+from trainer.worker.parallel.gradient_facts import GradientFacts
 from trainer.worker.training.save_schedule import SaveVote
 
 
@@ -51,31 +51,38 @@ class OwnNumbers(NamedTuple):
 NO_NUMBERS = OwnNumbers()
 
 
-@dataclass(frozen=True, kw_only=True)
-class GradientFacts:
-    """What ranks compare of their gradients, and over how many ranks these are spread."""
-
-    used: int = 0  # `usage_mark` of this rank
-    alike: bool = False  # all ranks have the same gradients
-    stages: int = 1  # ranks that have different parameters of one model
-
-
 class Reduced:
     """The sums of one step: usable on the device at once, on the host when somebody asks for `result`."""
 
-    def __init__(self, step: int, sums: torch.Tensor, experts: int = 0) -> None:
-        """`experts`: how many of the last sums are their loads."""
-        self.step, self._experts = step, experts
-        self.norm = sums[0].sqrt()
-        self.loads = sums[len(sums) - experts :] if experts else None
-        # The copy runs behind the step's other work; reading it one step later finds it done.
-        self._host = sums.to("cpu", non_blocking=True)
+    def __init__(
+        self, step: int, sums: torch.Tensor, norm: torch.Tensor, *, work: dist.Work | None = None, experts: int = 0
+    ) -> None:
+        """`work`: the all-reduce of `sums` where it is still under way; `experts`: how many of the last are loads."""
+        self.step, self.norm = step, norm
+        self._sums, self._work, self._experts = sums, work, experts
         self._world = dist.get_world_size()
+        self._host: torch.Tensor | None = None
         self._copied = torch.cuda.Event() if sums.is_cuda else None
+
+    def wait(self) -> None:
+        """Until all ranks have taken part; on a GPU the device's stream waits, and the sums begin to be copied."""
+        if self._host is not None:
+            return
+        if self._work is not None:
+            self._work.wait()
+        # The copy runs behind the step's other work; reading it one step later finds it done.
+        self._host = self._sums.to("cpu", non_blocking=True)
         if self._copied is not None:
             self._copied.record()
 
+    @property
+    def loads(self) -> torch.Tensor | None:
+        """Tokens of each expert on all ranks; valid after `wait`."""
+        return self._sums[len(self._sums) - self._experts :] if self._experts else None
+
     def result(self) -> StepResult:
+        self.wait()
+        assert self._host is not None
         if self._copied is not None:
             self._copied.synchronize()
         squares, loss, residues, residue_squares, save_vote, committed, marks, mark_squares, *sums = self._host.tolist()
@@ -98,7 +105,8 @@ def reduce(
 ) -> Reduced:  # fmt: skip
     """Sum over all ranks; `loss` is this rank's mean, and the mean over ranks is the step's.
 
-    `about`: None for gradients of which nothing is compared.
+    `about`: None for gradients of which nothing is compared. Where all ranks have the same ones, each knows their norm:
+    the sum is then still under way, and the optimizer need not wait for it.
     """
     world = dist.get_world_size()
     about = about or GradientFacts()
@@ -109,19 +117,15 @@ def reduce(
     more = [row for row in own if row is not None]
     mark = residue(squares) if about.alike else torch.zeros_like(squares)
     sums = torch.cat([torch.stack([squares, loss.detach().double() / world, mark, mark * mark]), rest, *more])
-    dist.all_reduce(sums)
-    return Reduced(step, sums, 0 if own.loads is None else len(own.loads))
-
-
-def usage_mark(parameters: Iterable[torch.Tensor]) -> int:
-    """Stands for which of these, whose gradients are reduced, have none or are frozen; 0 for none, at most 2**16.
-
-    Ranks that use different ones gather, and average, one for another: nothing else notices where shapes are equal.
-    """
-    missing = [
-        (number, parameter.requires_grad) for number, parameter in enumerate(parameters) if parameter.grad is None
-    ]
-    return zlib.crc32(repr(missing).encode()) % (1 << 16) + 1 if missing else 0
+    norm = (squares * world).sqrt() if about.alike else None
+    work = dist.all_reduce(sums, async_op=about.alike)
+    reduced = Reduced(
+        step, sums, sums[0].sqrt() if norm is None else norm, work=work,
+        experts=0 if own.loads is None else len(own.loads),
+    )  # fmt: skip
+    if work is None:
+        reduced.wait()
+    return reduced
 
 
 def stop_votes(reason: StopReason) -> list[float]:

@@ -9,10 +9,11 @@ from torch.distributed.tensor import DTensor
 
 from tests.trainer.worker.forked_ranks import report
 from trainer.contract.config import JobConfig, build
-from trainer.worker import mesh, parallelize
-from trainer.worker.data_parallel import GradientSync
+from trainer.worker import parallelize
 from trainer.worker.experts.balance import ExpertBalance
 from trainer.worker.llama import Llama
+from trainer.worker.parallel import mesh
+from trainer.worker.parallel.data_parallel import GradientSync
 
 BATCH, LENGTH, EXPERTS = 8, 13, 8
 

@@ -28,7 +28,7 @@ from trainer.contract.pipeline.stage_ranks import stages_of_rank
 from trainer.contract.pipeline.stage_split import StagePart
 from trainer.worker import parallelize
 from trainer.worker.llama import Llama
-from trainer.worker.mesh import Layout
+from trainer.worker.parallel.mesh import Layout
 from trainer.worker.pipeline.activities import Moment
 from trainer.worker.pipeline.build import stage, stage_module
 from trainer.worker.pipeline.llama_stage import LlamaStage, StagesOfRank

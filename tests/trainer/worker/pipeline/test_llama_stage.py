@@ -6,8 +6,8 @@ import torch
 from trainer.contract.config import JobConfig, ModelConfig, TrainConfig
 from trainer.contract.pipeline.pipeline_config import PipelineConfig
 from trainer.contract.pipeline.stage_fit import split_of
-from trainer.worker.fsdp_units import chosen_units
 from trainer.worker.llama import Llama
+from trainer.worker.parallel.fsdp_units import chosen_units
 from trainer.worker.pipeline.llama_stage import LlamaStage, StagesOfRank
 
 CPU = torch.device("cpu")

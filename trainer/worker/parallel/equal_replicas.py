@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from trainer.worker.gradient_buckets import CannotAverage
+from trainer.worker.parallel.gradient_buckets import CannotAverage
 
 _MODULUS = 65_521
 """So small that the squares of a million ranks add up exactly in float64."""

@@ -10,11 +10,11 @@ from torch.distributed.tensor import DTensor
 
 from trainer.contract.config import JobConfig
 from trainer.contract.parallel_config import Offload, Reduce
-from trainer.worker.equal_replicas import require_equal
-from trainer.worker.fsdp_units import chosen_units, refuse_parameters
-from trainer.worker.gradient_buckets import CannotAverage, GradientBuckets, mark_replica, replicated_parameters
-from trainer.worker.mesh import Layout
-from trainer.worker.training.reduction import GradientFacts, usage_mark
+from trainer.worker.parallel.equal_replicas import require_equal
+from trainer.worker.parallel.fsdp_units import chosen_units, refuse_parameters
+from trainer.worker.parallel.gradient_buckets import CannotAverage, GradientBuckets, mark_replica, replicated_parameters
+from trainer.worker.parallel.gradient_facts import GradientFacts, usage_mark
+from trainer.worker.parallel.mesh import Layout
 
 
 def share_out(

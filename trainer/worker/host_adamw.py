@@ -4,10 +4,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 from trainer.contract.parallel_config import HOST_COPY_BYTES
+from trainer.worker.parallel.own_part import own_part
 
 
 class HostAdamW(torch.optim.AdamW):
@@ -29,7 +29,7 @@ class HostAdamW(torch.optim.AdamW):
         for parameter in group["params"]:
             if parameter.grad is not None:
                 some.append(parameter)
-            if sum(_local(one).nbytes for one in some) >= HOST_COPY_BYTES:
+            if sum(own_part(one).nbytes for one in some) >= HOST_COPY_BYTES:
                 self._step_some(some, group)
                 some = []
         self._step_some(some, group)
@@ -44,15 +44,15 @@ class HostAdamW(torch.optim.AdamW):
             torch.cuda.current_stream(parameters[0].device).synchronize()
         adamw(
             weights, gradients,
-            [_local(state["exp_avg"]) for state in held],
-            [_local(state["exp_avg_sq"]) for state in held],
+            [own_part(state["exp_avg"]) for state in held],
+            [own_part(state["exp_avg_sq"]) for state in held],
             [],
             [state["step"] for state in held],
             fused=True, amsgrad=False, maximize=False, lr=group["lr"], beta1=group["betas"][0],
             beta2=group["betas"][1], weight_decay=group["weight_decay"], eps=group["eps"],
         )  # fmt: skip
         for parameter, weight in zip(parameters, weights, strict=True):
-            _local(parameter).copy_(weight, non_blocking=True)
+            own_part(parameter).copy_(weight, non_blocking=True)
 
     def _state_of(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         """The state of a parameter, made at its first step; a shard's state is a shard."""
@@ -64,12 +64,8 @@ class HostAdamW(torch.optim.AdamW):
         return state
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
     """A copy of the local part in host memory, pinned where a GPU fills it."""
-    own = _local(tensor)
+    own = own_part(tensor)
     copy = torch.empty_like(own, device="cpu", pin_memory=own.is_cuda)
     return copy.copy_(own, non_blocking=own.is_cuda)

@@ -6,6 +6,8 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from trainer.worker.parallel.own_part import own_part
+
 
 def generator(seed: int, name: str) -> torch.Generator:
     """A CPU generator that depends on `seed` and `name` alone."""
@@ -16,7 +18,7 @@ def generator(seed: int, name: str) -> torch.Generator:
 @torch.no_grad()
 def fill(name: str, parameter: torch.Tensor, seed: int, deviation: float | None) -> None:
     """Set `parameter` to its share of a normal tensor cut at three deviations, or to one when `deviation` is None."""
-    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    local = own_part(parameter)
     if deviation is None:
         local.fill_(1.0)
         return

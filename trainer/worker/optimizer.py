@@ -11,6 +11,7 @@ from torch.optim import optimizer as of_torch
 from trainer.contract.config import OptimizerConfig
 from trainer.worker.experts.expert_weights import Experts
 from trainer.worker.host_adamw import HostAdamW
+from trainer.worker.parallel.own_part import like_own_part, own_part
 
 _TINY = 1e-150
 """A rate by which no weight moves, in double precision either, and whose square is not zero."""
@@ -32,10 +33,25 @@ def adamw(model: nn.Module, optimizer: OptimizerConfig, *, on_host: bool = False
         # Experts may lie on a mesh of their own, and a fused step takes one mesh.
         {"params": [p for p in parameters if id(p) in stacks], "weight_decay": optimizer.weight_decay},
     ]
-    kind = HostAdamW if on_host else torch.optim.AdamW
+    kind = HostAdamW if on_host else OwnPartsAdamW
     return kind(
         [group for group in groups if group["params"]], lr=optimizer.lr, betas=(0.9, 0.95), eps=1e-8, fused=True
     )
+
+
+class OwnPartsAdamW(torch.optim.AdamW):
+    """AdamW that steps this rank's parts of sharded parameters: the same bits, without the sharding rules of a DTensor.
+
+    A step looks at each element alone. Torch works these rules out at the first step of a process, which costs a
+    restart a tenth of a second.
+    """
+
+    def _init_group(self, group: dict[str, Any], *lists: list[torch.Tensor]) -> bool:
+        """Fills the lists of parameters, gradients and states; what lies in `state` stays sharded."""
+        has_complex: bool = super()._init_group(group, *lists)  # type: ignore[no-untyped-call]
+        for tensors in lists:
+            tensors[:] = [own_part(tensor) for tensor in tensors]
+        return has_complex
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
@@ -76,14 +92,13 @@ def prime(optimizer: torch.optim.Optimizer) -> None:
 @contextmanager
 def _weights_kept(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """A rate of 0 does not hold every step: a fixed decay moves weights, and 0 divided by 0 is no number."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    before = [parameter.detach().clone() for parameter in parameters]
+    parameters = [own_part(parameter.detach()) for group in optimizer.param_groups for parameter in group["params"]]
+    before = [parameter.clone() for parameter in parameters]
     try:
         yield
     finally:
-        with torch.no_grad():
-            for parameter, kept in zip(parameters, before, strict=True):
-                parameter.copy_(kept)
+        for parameter, kept in zip(parameters, before, strict=True):
+            parameter.copy_(kept)
 
 
 @contextmanager
@@ -105,5 +120,5 @@ def _step_without_gradients(optimizer: torch.optim.Optimizer, rate: float) -> No
     for group in optimizer.param_groups:
         group["lr"] = rate
         for parameter in group["params"]:
-            parameter.grad = torch.zeros_like(parameter)
+            parameter.grad = like_own_part(torch.zeros_like(own_part(parameter.detach())), parameter)
     optimizer.step()

@@ -5,9 +5,9 @@ from collections.abc import Mapping
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from trainer.worker.parallel.gradient_buckets import CannotAverage
+from trainer.worker.parallel.own_part import own_part
 
 _MODULUS = 65_521
 """So small that the squares of a million ranks add up exactly in float64."""
@@ -25,8 +25,8 @@ def are_equal(count: int, total: float, squares: float) -> bool:
 
 def require_equal(parameters: Mapping[str, nn.Parameter], group: dist.ProcessGroup) -> None:
     """Raise CannotAverage unless all ranks of the group have the same weights; collective."""
-    tensors = (one.to_local() if isinstance(one, DTensor) else one for one in parameters.values())
-    own = [one.detach() for one in tensors if one.numel() and (one.is_floating_point() or one.is_complex())]
+    tensors = (own_part(one).detach() for one in parameters.values())
+    own = [one for one in tensors if one.numel() and (one.is_floating_point() or one.is_complex())]
     norms = torch.stack([norm.double() for norm in torch._foreach_norm(own)])
     mark = residue((norms * torch.arange(1, len(norms) + 1, device=norms.device)).sum())
     sums = torch.stack([mark, mark * mark])

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from trainer.contract.bucket_packing import packed
+from trainer.worker.parallel.own_part import like_own_part, own_part
 
 
 class CannotAverage(RuntimeError):
@@ -141,7 +142,7 @@ class _Bucket:
         pairs = [pair for pair in every if pair[0].requires_grad or pair[0].grad is not None]
         if not pairs:
             return None
-        flat = _local(pairs[0][0]).new_empty(sum(place.elements for _, place in pairs))
+        flat = own_part(pairs[0][0]).new_empty(sum(place.elements for _, place in pairs))
         offset, used, parts = 0, [], []
         for parameter, place in pairs:
             part = flat.as_strided(place.shape, place.stride, offset)
@@ -154,7 +155,7 @@ class _Bucket:
         if used:
             torch._foreach_copy_(parts, [_gradient(parameter) for parameter in used])
         for parameter, part in zip(used, parts, strict=True):
-            parameter.grad = _like(part, parameter)
+            parameter.grad = like_own_part(part, parameter)
         return flat
 
 
@@ -167,7 +168,7 @@ class _Place(NamedTuple):
 
 
 def _place(parameter: nn.Parameter) -> _Place:
-    own = _local(parameter)
+    own = own_part(parameter)
     like = own if torch.ops.aten.is_non_overlapping_and_dense(own) else torch.empty(own.shape, device="meta")
     return _Place(own.shape, like.stride(), own.numel())
 
@@ -175,7 +176,7 @@ def _place(parameter: nn.Parameter) -> _Place:
 def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[_Bucket]:
     """From the last parameter to the first one: about the order in which gradients come."""
     ordered = list(reversed(parameters))
-    for positions in packed(((one.dtype, one.device), _local(one).nbytes) for one in ordered):
+    for positions in packed(((one.dtype, one.device), own_part(one).nbytes) for one in ordered):
         yield _Bucket([ordered[position] for position in positions])
 
 
@@ -187,19 +188,6 @@ def _gradient(parameter: nn.Parameter) -> torch.Tensor:
         return gradient
     assert isinstance(parameter, DTensor)
     return gradient.redistribute(placements=parameter.placements).to_local()
-
-
-def _like(part: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
-    if not isinstance(parameter, DTensor):
-        return part
-    return DTensor.from_local(
-        part, parameter.device_mesh, parameter.placements, run_check=False,
-        shape=parameter.shape, stride=parameter.stride(),
-    )  # fmt: skip
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 _MARK = "_is_plain_replica"

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from trainer.contract.ranks.progress import StopReason
 from trainer.worker.parallel.equal_replicas import are_equal, residue
 from trainer.worker.parallel.gradient_facts import GradientFacts
+from trainer.worker.parallel.own_part import own_part
 from trainer.worker.training.save_schedule import SaveVote
 
 
@@ -143,16 +144,12 @@ def squared_norm(gradients: Sequence[torch.Tensor], world: int) -> torch.Tensor:
 
     `world`: the ranks that have these parameters, or shards of them.
     """
-    shares = [(local(gradient), 1.0 / copies(gradient, world)) for gradient in gradients]
+    shares = [(own_part(gradient), 1.0 / copies(gradient, world)) for gradient in gradients]
     if not shares:
         return torch.zeros((), dtype=torch.float64)
     norms = torch.stack(torch._foreach_norm([tensor for tensor, _ in shares])).double()
     weights = torch.tensor([weight for _, weight in shares], dtype=torch.float64).to(norms.device, non_blocking=True)
     return (norms.square() * weights).sum()
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def copies(tensor: torch.Tensor, world: int) -> int:
@@ -170,7 +167,7 @@ def copies(tensor: torch.Tensor, world: int) -> int:
 def unscale(gradients: Sequence[torch.Tensor], scale: float) -> None:
     """Divide by the factor of the loss, a power of two: exactly, but where the result is too small for float32."""
     if scale != 1.0 and gradients:
-        torch._foreach_mul_([local(gradient) for gradient in gradients], 1.0 / scale)
+        torch._foreach_mul_([own_part(gradient) for gradient in gradients], 1.0 / scale)
 
 
 def clip(gradients: Sequence[torch.Tensor], norm: torch.Tensor, limit: float) -> None:
@@ -178,5 +175,5 @@ def clip(gradients: Sequence[torch.Tensor], norm: torch.Tensor, limit: float) ->
     if limit <= 0 or not gradients:
         return
     factor = (limit / (norm + 1e-6)).clamp(max=1.0)
-    shards = [local(gradient) for gradient in gradients]
+    shards = [own_part(gradient) for gradient in gradients]
     torch._foreach_mul_(shards, factor.float().to(shards[0].device))  # of offloaded ones that is the host

@@ -131,10 +131,12 @@ class Llama(nn.Module):
             self.output.weight = self.embedding.weight
 
     def materialize(self, device: torch.device, seed: int, *, offload: bool = False) -> None:
-        """Leave the meta device: initial weights that depend on `seed` and the names alone.
+        """Leave the meta device with initial weights; `offload`: parameters stay in host memory."""
+        self.allocate(device, offload=offload)
+        self.set_initial_weights(seed)
 
-        `offload`: parameters stay in host memory.
-        """
+    def allocate(self, device: torch.device, *, offload: bool = False) -> None:
+        """Leave the meta device with whatever lies in memory as weights."""
         self.to_empty(device=torch.device("cpu") if offload else device)
         self.tie()
         width = self.config.dim // self.config.heads
@@ -143,6 +145,9 @@ class Llama(nn.Module):
         for module in self.modules():
             if isinstance(module, Router):
                 module.reset(device)
+
+    def set_initial_weights(self, seed: int) -> None:
+        """Those that depend on `seed` and the names alone: 50 ns for each of the whole model, on every rank."""
         for name, parameter in self.named_parameters():
             fill(name, parameter, seed, self.deviation(name))
 
@@ -237,8 +242,14 @@ class LlamaWorkload(BaseWorkload):
 
     def parallelize(self, model: nn.Module, layout: Layout) -> Llama:
         assert isinstance(model, Llama)
+        self.shard(model, layout)
+        model.set_initial_weights(self.config.train.seed)
+        return model
+
+    def shard(self, model: Llama, layout: Layout) -> Llama:
+        """As `parallelize`, but without initial weights."""
         parallelize.shard(model, layout, self.config)
-        model.materialize(layout.device, self.config.train.seed, offload=offloads_all(self.config))
+        model.allocate(layout.device, offload=offloads_all(self.config))
         return model
 
     def build_data(self, layout: Layout) -> Data | StatefulData:

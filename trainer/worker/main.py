@@ -27,6 +27,7 @@ from trainer.contract.run_dir import RunDir
 from trainer.contract.secrets.secret_redaction import in_use
 from trainer.worker import crash_report, workload
 from trainer.worker.data import with_position
+from trainer.worker.llama import Llama, LlamaWorkload
 from trainer.worker.parallel import mesh
 from trainer.worker.reporting import flight_recorder
 from trainer.worker.reporting.metrics import Journal
@@ -43,6 +44,7 @@ from trainer.worker.train_objects import TrainObjects
 
 if TYPE_CHECKING:
     from checkpointing.writer.link import WriterLink
+    from trainer.worker.pipeline.pipelined_llama import PipelinedLlama
 
 
 def rank_main(spec: RankSpec) -> int:
@@ -92,22 +94,34 @@ def _train(spec: RankSpec, cell: ProgressCell, control: socket.socket, started: 
 
 
 def _build(made: workload.Workload, config: JobConfig, layout: mesh.Layout) -> TrainObjects:
-    model = _model(made, config, layout)
+    model, set_initial_weights = _model(made, config, layout)
     optimizer = workload.build_optimizer(made, model)
     scheduler = workload.build_scheduler(made, optimizer)
     data = with_position(made.build_data(layout))
-    return TrainObjects(workload=made, model=model, optimizer=optimizer, data=data, layout=layout, scheduler=scheduler)
+    return TrainObjects(
+        workload=made, model=model, optimizer=optimizer, data=data, layout=layout, scheduler=scheduler,
+        set_initial_weights=set_initial_weights,
+    )  # fmt: skip
 
 
-def _model(made: workload.Workload, config: JobConfig, layout: mesh.Layout) -> nn.Module:
-    """The model of this rank, or the stages of it that it has; only the built-in one is split into stages."""
-    if layout.sizes.pp > 1 and config.trains_built_in_workload:
-        from trainer.worker.pipeline.pipelined_llama import (
-            pipelined_llama,
-        )  # torch.distributed.pipelining takes a while
+def _model(
+    made: workload.Workload, config: JobConfig, layout: mesh.Layout
+) -> tuple[nn.Module, Callable[[], None] | None]:
+    """The model of this rank, or the stages of it that it has, and what sets its weights when nothing is restored.
 
-        return pipelined_llama(config, layout)
-    return made.parallelize(made.build_model(), layout)
+    Only the built-in one is split into stages, and only of it is known that nothing reads the weights before.
+    """
+    if not config.trains_built_in_workload:
+        return made.parallelize(made.build_model(), layout), None
+    model: Llama | PipelinedLlama
+    if layout.sizes.pp > 1:
+        from trainer.worker.pipeline.pipelined_llama import pipelined_llama  # torch's pipelining takes a while
+
+        model = pipelined_llama(config, layout)
+    else:
+        assert isinstance(made, LlamaWorkload)
+        model = made.shard(made.build_model(), layout)
+    return model, partial(model.set_initial_weights, config.train.seed)
 
 
 def _restore_and_train(session: Session) -> ExitCode:

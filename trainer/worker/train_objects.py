@@ -1,5 +1,6 @@
 """What a rank trains: the workload and what it made."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -21,3 +22,5 @@ class TrainObjects:
     layout: Layout
     scheduler: Scheduler | None = None
     """The workload's own; None: the learning rate follows `optimizer.lr`."""
+    set_initial_weights: Callable[[], None] | None = None
+    """To be called when no checkpoint was restored; None: the model has them already."""

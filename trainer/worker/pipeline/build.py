@@ -17,7 +17,7 @@ from trainer.worker.pipeline.stage import Stage
 
 
 def stage_module(config: JobConfig, part: StagePart, layout: Layout) -> LlamaStage:
-    """Sharded over `layout.fsdp`, the ranks that have the same stage, with initial weights by name.
+    """Sharded over `layout.fsdp`, the ranks that have the same stage, without initial weights.
 
     Gathered parameters are kept from one micro-batch to the next, whatever `parallel.fsdp.reshard_after_forward` says:
     torch's runtime gathers them once a step, and finds gradients in them.
@@ -31,7 +31,7 @@ def stage_module(config: JobConfig, part: StagePart, layout: Layout) -> LlamaSta
     with torch.device("meta"):
         module = LlamaStage(config.model, config.train, part)
     parallelize.shard(module, layout, config)
-    module.materialize(layout.device, config.train.seed, offload=offloads_all(config))
+    module.allocate(layout.device, offload=offloads_all(config))
     return module
 
 

@@ -21,10 +21,16 @@ class PipelinedLlama(StagesOfRank):
     def __init__(self, modules: Sequence[LlamaStage], pipeline: Pipeline) -> None:
         super().__init__(modules)
         self.pipeline = pipeline
+        self._stages = tuple(modules)
+
+    def set_initial_weights(self, seed: int) -> None:
+        """As `Llama.set_initial_weights`."""
+        for module in self._stages:
+            module.set_initial_weights(seed)
 
 
 def pipelined_llama(config: JobConfig, layout: Layout) -> PipelinedLlama:
-    """The stages that this rank has, sharded, with their initial weights."""
+    """The stages that this rank has, sharded, without initial weights."""
     pipeline, train, place = config.parallel.pipeline, config.train, layout.place.pp
     parts = split_of(pipeline, config).parts
     modules = [stage_module(config, parts[number], layout) for number in stages_of_rank(pipeline, place)]

@@ -88,6 +88,7 @@ class TrainState:
         self._attributes = UnsavedAttributes(
             {"workload": objects.workload, "optimizer": optimizer, "data": unwrapped(objects.data)}
         )
+        self._set_initial_weights = objects.set_initial_weights
         self._warn, self._warned = warn, set[str]()
         self._inventory = StateInventory(
             model, optimizer, rank=rank, device=device, lazy=lazy,
@@ -169,6 +170,8 @@ class TrainState:
         if restored is None:
             self._optimizer_state.reset()
             self._inventory.forget()
+            if self._set_initial_weights is not None:
+                self._set_initial_weights()
             return
         self._check_identity(restored.extra)
         if changes := differences(restored.extra.get("software"), self._software):

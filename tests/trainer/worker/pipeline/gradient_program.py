@@ -138,12 +138,18 @@ def whole_stage(job: JobConfig, part: StagePart) -> LlamaStage:
     return module
 
 
+def sharded_stage(job: JobConfig, part: StagePart, layout: Layout) -> LlamaStage:
+    module = stage_module(job, part, layout)
+    module.set_initial_weights(job.train.seed)
+    return module
+
+
 def pipeline_of(job: JobConfig, schedule: str, layout: Layout, recorder: Recorder, *, sharded: bool) -> Pipeline:
     group = layout.mesh["pp"].get_group()
     chosen = PipelineConfig(stages=group.size() * STAGES_PER_RANK[schedule], schedule=schedule)
     parts = split_of(chosen, job).parts
     make: Callable[[StagePart], LlamaStage] = (
-        (lambda part: stage_module(job, part, layout)) if sharded else (lambda part: whole_stage(job, part))
+        (lambda part: sharded_stage(job, part, layout)) if sharded else (lambda part: whole_stage(job, part))
     )
     stages = [
         stage(make(parts[number]), job.train, group, CPU, sequences=SEQUENCES, tp=layout.tp.size())

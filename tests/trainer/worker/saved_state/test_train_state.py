@@ -1,0 +1,81 @@
+"""What a rank restores, with a saver that has a checkpoint or none."""
+
+from collections.abc import Callable, Iterator, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from trainer.contract.parallel_config import ParallelConfig
+from trainer.worker.parallel import mesh
+from trainer.worker.saved_state.train_state import TrainState
+from trainer.worker.train_objects import TrainObjects
+
+
+class NoData:
+    consumed = 0
+
+    def take(self) -> list[Any]:
+        return []
+
+    def seek(self, consumed: int) -> None:
+        self.consumed = consumed
+
+
+class SaverWith:
+    """Has a checkpoint of this step, in which every number is 1, or none."""
+
+    def __init__(self, step: int | None) -> None:
+        self._step = step
+
+    def prepare(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        pass
+
+    def restore(self, targets: Callable[[dict[str, Any]], Mapping[str, torch.Tensor]], **_: Any) -> Any:
+        if self._step is None:
+            return None
+        extra = {"step": self._step, "loss": 1.0, "consumed": 0, "rank_state": [{}]}
+        for key, tensor in targets(extra).items():
+            if not key.startswith("rng/"):
+                tensor.fill_(1)
+        return SimpleNamespace(step=self._step, extra=extra, absent=())
+
+
+@pytest.fixture(scope="module")
+def layout() -> Iterator[mesh.Layout]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield mesh.build(ParallelConfig(), torch.device("cpu"), 0, 1)
+    dist.destroy_process_group()
+
+
+def restored(layout: mesh.Layout, step: int | None) -> tuple[list[str], nn.Linear]:
+    """How often weights were set, and the model after the restore."""
+    model, called = nn.Linear(2, 2), list[str]()
+    with torch.no_grad():
+        model.weight.fill_(float("nan"))
+
+    def set_weights() -> None:
+        called.append("set")
+        nn.init.zeros_(model.weight)
+
+    objects = TrainObjects(
+        workload=SimpleNamespace(), model=model, optimizer=torch.optim.AdamW(model.parameters()), data=NoData(),
+        layout=layout, set_initial_weights=set_weights,
+    )  # fmt: skip
+    TrainState(objects, config_digest="", seed=1).restore(SaverWith(step))
+    return called, model
+
+
+def test_weights_that_no_checkpoint_has_are_set(layout: mesh.Layout) -> None:
+    called, model = restored(layout, None)
+    assert called == ["set"]
+    assert torch.equal(model.weight, torch.zeros(2, 2))
+
+
+def test_weights_that_a_checkpoint_has_cost_no_time(layout: mesh.Layout) -> None:
+    called, model = restored(layout, 5)
+    assert called == []
+    assert torch.equal(model.weight, torch.ones(2, 2))

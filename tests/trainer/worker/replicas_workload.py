@@ -1,7 +1,10 @@
 """Workloads of users whose replicas would drift apart, and some whose must not."""
 
+from functools import partial
+
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from tests.trainer.worker.my_workload import HalvedPoints, Plane
 
@@ -124,3 +127,13 @@ class Varied(Replicas):
 
     def build_optimizer(self, model):
         return torch.optim.AdamW([one for one in model.parameters() if one.is_floating_point()], lr=0.01)
+
+
+class Again(Replicas):
+    """Recomputes a layer that it uses twice, in torch's old way or in the new one."""
+
+    def build_model(self):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+        again = partial(checkpoint, model[0], use_reentrant=self.args["reentrant"])
+        model.forward = lambda x: model[1](again(again(x.requires_grad_())))
+        return model

@@ -86,6 +86,22 @@ def test_replicas_refuse_two_gradients_of_a_parameter_in_one_backward_pass(make_
     assert "0.bias got two gradients" in (run.outcome(0, 1).message or "")
 
 
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_sharded_layer_that_is_recomputed_twice_in_the_old_way_is_refused(make_run, reentrant):
+    """Its gradients would be wrong without a word."""
+    target = {"target": "replicas_workload:Again", "args": {**PLANE["args"], "reentrant": reentrant}}
+    over = {"workload": {**PLANE, **target}, "train": {**TRAIN, "steps": 4}}
+    run = make_run(2, parallel={"dp_shard": 2}, **over)
+    if reentrant:
+        assert run.train()["codes"] == [ExitCode.NEVER_RETRY] * 2, run.log()
+        assert "0 is used twice in a forward pass" in (run.outcome(0, 1).message or "")
+        return
+    assert run.train()["codes"] == [0, 0], run.log()
+    other = make_run(2, parallel={"strategy": "ddp"}, **over)
+    assert other.train()["codes"] == [0, 0], other.log()
+    assert run.losses() == pytest.approx(other.losses(), rel=1e-6)
+
+
 @pytest.mark.parametrize(
     ("name", "said"),
     [

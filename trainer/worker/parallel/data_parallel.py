@@ -15,6 +15,7 @@ from trainer.worker.parallel.fsdp_units import chosen_units, refuse_parameters
 from trainer.worker.parallel.gradient_buckets import CannotAverage, GradientBuckets, mark_replica, replicated_parameters
 from trainer.worker.parallel.gradient_facts import GradientFacts, usage_mark
 from trainer.worker.parallel.mesh import Layout
+from trainer.worker.parallel.recomputed_layers import refuse_recomputed_twice
 
 
 def share_out(
@@ -71,7 +72,7 @@ class GradientSync:
         self._each = reduce is Reduce.EACH
         self._fsdp = model if isinstance(model, FSDPModule) else None
         self._buckets = _buckets(model, layout, on_wait)
-        self._reduces = True
+        self._reduces, self._is_first = True, True
         bucketed = {id(parameter) for parameter in self._buckets.parameters} if self._buckets else set()
         self._averaged = [one for one in model.parameters() if isinstance(one, DTensor) or id(one) in bucketed]
         self._makes_equal = self._buckets is not None and layout.sizes.tp == layout.sizes.pp == 1
@@ -96,9 +97,13 @@ class GradientSync:
     def backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
         """Compute gradients of a micro-batch, the last one of its step or another; collective.
 
-        Plain replicas average once a step: a gradient that is an average already must not be averaged again.
+        Plain replicas average once a step: a gradient that is an average already must not be averaged again. The first
+        time raises CannotAverage for what torch would reduce wrongly.
         """
         reduces = self._each or is_last
+        if self._fsdp is not None and self._is_first:
+            refuse_recomputed_twice(self._fsdp, loss)
+            self._is_first = False
         if self._fsdp is not None and reduces != self._reduces:
             if not reduces:
                 _gather_the_unused(self._fsdp)

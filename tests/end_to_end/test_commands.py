@@ -1,6 +1,7 @@
 """Hugging Face's Trainer as a `command:` of orch: what a torn checkpoint of its own does to it."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -47,7 +48,8 @@ def test_a_torn_checkpoint_of_the_trainer(user: User, tmp_path: Path, torn: str,
         assert steps == [*range(1, 16), *range(11, 21)]
     else:
         assert (code, shown["state"]) == (8, "FAILED")
-        assert "3 times in a row within" in shown["reason"]
+        # More than three where loading takes so long that an end without its traceback may be one of training.
+        assert re.search(r"[3-9] times in a row within", shown["reason"])
         lines = shown["last_lines"]
         assert any("Error" in line for line in lines), lines
         assert (out / "checkpoint-15" / torn).exists()

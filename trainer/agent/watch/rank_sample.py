@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from trainer.contract.messages.agents import SampleRow
+from trainer.contract.ranks.stage_activity import AWAITED_SENDS, RECEIVES, Moment
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,21 +21,27 @@ class RankSample:
     state: str = "R"  # of its training thread as /proc says: R S D T (stopped) t (traced) Z; X: gone
     lock: float = 0.0  # seconds for which nothing could run in its interpreter; 0: not known
     ended: bool = False
+    moment: Moment | None = None  # of a pipeline: what it does with which micro-batch
+
+    @property
+    def waits_for_stage(self) -> bool:
+        """Whether another stage of the pipeline holds it up."""
+        return self.moment is not None and self.moment.activity in (*RECEIVES, *AWAITED_SENDS)
 
     def to_row(self) -> SampleRow:
-        """For the wire, without the node's name, which the coordinator knows."""
+        """For the wire, without the node's name, which the coordinator knows, and without `moment`."""
         return (
             self.rank, self.step, self.phase, self.first, self.collective, self.age, self.alive, self.state, self.lock,
             self.ended,
         )  # fmt: skip
 
     @classmethod
-    def from_row(cls, row: SampleRow, node: str) -> "RankSample":
+    def from_row(cls, row: SampleRow, node: str, moment: Moment | None = None) -> "RankSample":
         """Raises ValueError for a time that cannot be."""
         rank, step, phase, first, collective, age, alive, state, lock, ended = row
         if age < 0 or alive < 0 or lock < 0:
             raise ValueError(f"a sample of rank {rank} in the future")
         return cls(
             rank=rank, node=node, step=step, phase=phase, first=first, collective=collective, age=age, alive=alive,
-            state=state, lock=lock, ended=ended,
+            state=state, lock=lock, ended=ended, moment=moment,
         )  # fmt: skip

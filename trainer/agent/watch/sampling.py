@@ -18,6 +18,7 @@ from trainer.agent.watch.rank_sample import RankSample
 from trainer.agent.watch.stragglers import should_report_work
 from trainer.contract.messages.agents import ProgressReport
 from trainer.contract.ranks.duration_histogram import quantile, sum_counts
+from trainer.contract.ranks.stage_activity import Moment
 
 STILL = 1.0
 """Seconds without a write to its cell after which a rank is looked at more closely."""
@@ -114,8 +115,14 @@ class Sampler:
     def report(self, summary: ProgressReport) -> ProgressReport:
         """The summary, with what has changed since the last report."""
         seen = [(sample, self._watched[sample.rank]) for sample in self.samples()]
-        rows = tuple(sample.to_row() for sample, watched in seen if self._has_changed(sample, watched))
-        return replace(summary, samples=rows, p99=self._changed_p99(), work=self._work())
+        changed = [sample for sample, watched in seen if self._has_changed(sample, watched)]
+        return replace(
+            summary,
+            samples=tuple(sample.to_row() for sample in changed),
+            p99=self._changed_p99(),
+            work=self._work(),
+            stages=tuple(_stage_row(sample.rank, sample.moment) for sample in changed if sample.moment is not None),
+        )
 
     def _has_changed(self, sample: RankSample, watched: _RankHistory) -> bool:
         local = self._ranks.by_rank[sample.rank]
@@ -150,6 +157,7 @@ class Sampler:
             state=watched.state or ("X" if local.ended else "R"),
             lock=max(0.0, now - ticked) if ticked else 0.0,
             ended=local.ended,
+            moment=reading.moment,
         )
 
     def _look_closer(self, still: list[LocalRank], now: float) -> None:
@@ -209,6 +217,10 @@ class Sampler:
                 self._worked[rank] = work.steps
                 rows.append((rank, work.steps, *work.sections))
         return tuple(rows)
+
+
+def _stage_row(rank: int, moment: Moment) -> tuple[int, int, int, int]:
+    return rank, moment.code, moment.stage, moment.micro_batch
 
 
 def _have_worked(before: Mapping[int, ProcessActivity], signs: Mapping[int, ProcessActivity], seconds: float) -> bool:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from enum import IntEnum
 
 from trainer.contract.ranks.duration_histogram import BUCKETS, bucket
+from trainer.contract.ranks.stage_activity import Moment, moment_of
 
 SIZE = 4096
 _STOP_AT = 256
@@ -16,7 +17,7 @@ _TICK_AT = 336
 _DRILL_AT = 352
 _WORK_AT = 384
 _TIMES_AT = 512
-_BODY = struct.Struct("<qIIqqqqqddqqqdd")
+_BODY = struct.Struct("<qIIqqqqqddqqqddIii")
 _STOP = struct.Struct("<IId")
 _DRILL = struct.Struct("<Id")
 _COUNT = struct.Struct("<I")
@@ -74,6 +75,14 @@ class Progress:
     restored_step: int = 0  # where this generation began: 0 from scratch
     save_seconds: float = 0.0  # 99th percentile of what saves have taken, known to rank 0
     step_seconds: float = 0.0  # of the newest step
+    activity: int = 0  # of a pipeline: as `moment_of` reads it; 0: none
+    stage: int = 0
+    micro_batch: int = 0
+
+    @property
+    def moment(self) -> Moment | None:
+        """What this rank of a pipeline does, with which micro-batch; None outside the passes of a step."""
+        return moment_of(self.activity, self.stage, self.micro_batch)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,8 +131,10 @@ class ProgressCell:
             now.phase_at = at
         self._publish(at)
 
-    def enter(self, phase: Phase, collective: int = 0) -> None:
+    def enter(self, phase: Phase, collective: int = 0, moment: Moment | None = None) -> None:
         """The rank goes on to another phase; the one it leaves is counted with the time it took.
+
+        `moment`: what it does in that phase, in a pipeline.
 
         Nothing is counted before `warmed`: a first step compiles and allocates, and is no measure of the others.
         """
@@ -134,7 +145,20 @@ class ProgressCell:
         now.phase, now.phase_at = phase, at
         if collective:
             now.collective = collective
+        self._set(moment)
         self._publish(at)
+
+    def begin_moment(self, moment: Moment) -> None:
+        """A rank of a pipeline goes on to something else within its phase, as to wait for another stage."""
+        self._set(moment)
+        self._publish(time.monotonic_ns())
+
+    def _set(self, moment: Moment | None) -> None:
+        now = self._now
+        if moment is not None:
+            now.activity, now.stage, now.micro_batch = moment.code, moment.stage, moment.micro_batch
+        else:
+            now.activity = 0
 
     def add_input_bytes(self, size: int) -> None:
         """So many bytes of training data were taken; visible with the next change of anything."""
@@ -160,7 +184,7 @@ class ProgressCell:
         _BODY.pack_into(
             self._map, 8, now.step, now.phase, now.generation, now.collective, now.io_bytes, now.step_at,
             now.phase_at, now.moved_at, now.loss, now.grad_norm, now.saved_step, now.total_steps, now.restored_step,
-            now.save_seconds, now.step_seconds,
+            now.save_seconds, now.step_seconds, now.activity, now.stage, now.micro_batch,
         )  # fmt: skip
         self._words[0] = sequence + 2
         self._sequence = sequence + 2

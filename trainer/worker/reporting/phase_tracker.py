@@ -9,6 +9,7 @@ import torch.distributed.distributed_c10d as c10d
 from torch import nn
 
 from trainer.contract.ranks.progress import SECTIONS, Phase, ProgressCell
+from trainer.contract.ranks.stage_activity import Moment
 from trainer.worker.compilation import is_compiled
 from trainer.worker.reporting.work_timer import Stopwatch, exclude_fsdp_waits, stopwatch
 
@@ -31,14 +32,24 @@ class PhaseTracker:
         """Nanoseconds of own work in each of SECTIONS in the newest step; on a GPU, what was known by then."""
         self._first = True
 
-    def enter(self, phase: Phase) -> None:
-        """Go on to another phase."""
+    def enter(self, phase: Phase, moment: Moment | None = None) -> None:
+        """Go on to another phase; `moment`: of a pipeline, what this rank does in it."""
         if phase is Phase.FORWARD and self._compiles:
             phase, self._compiles = Phase.COMPILE, False
         self._phase = phase
-        self._cell.enter(phase, sum([count() for count in self._counters]))
+        self._cell.enter(phase, sum([count() for count in self._counters]), moment)
         self._section = _SECTION.get(phase)
         self._stopwatch.switch_to(self._section)
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether passes are those of an evaluation, and no work of a step."""
+        return self._phase is Phase.EVAL
+
+    def begin_moment(self, moment: Moment) -> None:
+        """Go on to something else within the phase, which is no work of the step: to wait for another stage."""
+        self._cell.begin_moment(moment)
+        self.pause()
 
     def message_begun(self) -> None:
         """This rank has begun to send and to receive within a phase: shown at once, as gloo keeps no record of it."""

@@ -78,7 +78,8 @@ class StagedPasses:
     ) -> None:
         self._objects, self._phases, self._drill, self.gradients = objects, phases, drill, gradients
         self._pipeline, self._meter = pipeline, meter_for(objects.layout.device)
-        self._begun = False
+        self._begun, self._step = False, 0
+        pipeline.ask_before_sends(lambda: drill.in_send(self._step))
         pipeline.watch(StagePhases(phases))
         pipeline.watch(self._meter)
 
@@ -89,9 +90,11 @@ class StagedPasses:
         self.waited = sum(self._meter.take().waited.values()) if self._begun else 0.0
         self._begun = True
         self._meter.start()
+        self._step = step
         self._phases.enter(Phase.FORWARD)
         self._drill.in_forward(step)
         loss = self._pipeline.step(batches, factor=self._drill.loss_factor(step), scale=scale)
+        self._step = 0  # an evaluation is no part of it
         self._phases.enter(Phase.BACKWARD)
         self.gradients.reduce_now()
         return loss * self._objects.layout.sizes.pp

@@ -1,11 +1,15 @@
 """The phases of a rank that computes in stages: which pass of which micro-batch it is in, and that it waits."""
 
 from trainer.contract.ranks.progress import Phase
-from trainer.worker.pipeline.activities import WAITS, Activity, Moment
+from trainer.worker.pipeline.activities import Activity, Moment
 from trainer.worker.reporting.phase_tracker import PhaseTracker
 
-_PHASES = {Activity.FORWARD: Phase.FORWARD}
-"""All others that compute are of the backward pass."""
+_PHASES = {
+    Activity.FORWARD: Phase.FORWARD,
+    Activity.BACKWARD: Phase.BACKWARD,
+    Activity.INPUT_GRADIENT: Phase.BACKWARD,
+    Activity.WEIGHT_GRADIENT: Phase.BACKWARD,
+}
 
 
 class StagePhases:
@@ -15,13 +19,14 @@ class StagePhases:
         self._phases = phases
 
     def begin(self, moment: Moment) -> None:
-        """A pass begins, or a wait."""
-        if moment.activity in WAITS:
-            self._phases.pause()
+        """A pass begins, a message, or a wait; in an evaluation all of them belong to that."""
+        phase = None if self._phases.evaluates else _PHASES.get(moment.activity)
+        if phase is not None:
+            self._phases.enter(phase, moment)
         else:
-            self._phases.enter(_PHASES.get(moment.activity, Phase.BACKWARD))
+            self._phases.begin_moment(moment)
 
     def end(self, moment: Moment) -> None:
         """What comes next begins with a moment of its own."""
-        if moment.activity in WAITS:
+        if moment.activity not in _PHASES:
             self._phases.resume()

@@ -1,0 +1,57 @@
+"""What a rank of a pipeline does at a moment: with which micro-batch, in which stage of the model."""
+
+from enum import StrEnum
+from typing import NamedTuple
+
+
+class Activity(StrEnum):
+    """One thing at a time; a progress cell holds its place in this order, from 1 on."""
+
+    WAIT_FOR_ACTIVATION = "waits for the activation of"
+    WAIT_FOR_GRADIENT = "waits for the gradient of"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    INPUT_GRADIENT = "gradients of activations"
+    WEIGHT_GRADIENT = "gradients of weights"
+    SEND_ACTIVATION = "sends the activation of"
+    SEND_GRADIENT = "sends the gradient of"
+    WAIT_FOR_SENT_ACTIVATION = "waits for a stage to take the activation of"
+    WAIT_FOR_SENT_GRADIENT = "waits for a stage to take the gradient of"
+    REDUCE = "reduces gradients"  # over data-parallel ranks, once a step
+
+
+_ALL = tuple(Activity)
+_CODES = {activity: code for code, activity in enumerate(_ALL, 1)}
+_PASSES = (Activity.FORWARD, Activity.BACKWARD)
+"""Their phases have the same names."""
+RECEIVES = (Activity.WAIT_FOR_ACTIVATION, Activity.WAIT_FOR_GRADIENT)
+AWAITED_SENDS = (Activity.WAIT_FOR_SENT_ACTIVATION, Activity.WAIT_FOR_SENT_GRADIENT)
+OF_ACTIVATIONS = (Activity.WAIT_FOR_ACTIVATION, Activity.SEND_ACTIVATION, Activity.WAIT_FOR_SENT_ACTIVATION)
+"""Activations go to the next stage, gradients to the one before."""
+
+
+class Moment(NamedTuple):
+    """An activity of a stage with one micro-batch; -1 for the reduction, which is of all."""
+
+    activity: Activity
+    stage: int
+    micro_batch: int
+
+    @property
+    def code(self) -> int:
+        """The number that stands for its activity, from 1 on."""
+        return _CODES[self.activity]
+
+    def __str__(self) -> str:
+        stage = f"stage {self.stage}"
+        if self.activity is Activity.REDUCE:
+            return f"{self.activity}, {stage}"
+        if self.activity in _PASSES:
+            return f"micro-batch {self.micro_batch}, {stage}"
+        joint = " " if self.activity.endswith("of") else ", "
+        return f"{self.activity}{joint}micro-batch {self.micro_batch}, {stage}"
+
+
+def moment_of(code: int, stage: int, micro_batch: int) -> Moment | None:
+    """The moment of these numbers; None for 0, where a rank is in none, and for a number that means nothing here."""
+    return Moment(_ALL[code - 1], stage, micro_batch) if 0 < code <= len(_ALL) else None

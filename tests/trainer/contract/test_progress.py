@@ -7,7 +7,7 @@ import struct
 import pytest
 
 from trainer.contract.ranks.progress import SIZE, Phase, ProgressCell, StopReason
-from trainer.contract.ranks.stage_activity import Activity, Moment, moment_of
+from trainer.contract.ranks.stage_activity import Activity, Moment, SentMessages, moment_of
 
 
 @pytest.fixture
@@ -52,6 +52,21 @@ def test_a_rank_of_a_pipeline_says_what_it_does_with_which_micro_batch(cell):
     assert str(cell.read().moment) == "reduces gradients, stage 1"
     cell.enter(Phase.OPTIMIZER)
     assert cell.read().moment is None
+
+
+def test_a_rank_counts_what_its_stages_have_sent_from_the_begin_of_its_passes_on(cell):
+    assert cell.sent() is None
+    for step in (6, 7):
+        cell.update(step=step)
+        cell.begin_passes(2)
+        assert cell.sent() == SentMessages(after_step=step, activations=(0, 0), gradients=(0, 0))
+        cell.record_sent(0, False, 3)
+        cell.record_sent(1, True, 0)
+        told = cell.sent()
+        assert told == SentMessages(after_step=step, activations=(4, 0), gradients=(0, 1))
+        assert SentMessages.from_row(told.to_row()) == told
+    assert SentMessages.from_row(()) is None
+    assert SentMessages.from_row((1, 2)) is None
 
 
 @pytest.mark.parametrize("activity", Activity)

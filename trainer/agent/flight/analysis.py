@@ -117,7 +117,8 @@ def _reason(waits: WaitGraph, kind: RootKind, node: Node, ranks: Sequence[int]) 
     place, who = waits.places[node], ranks_text(ranks)
     if not isinstance(place, Stall):
         others = tuple(rank for rank in waits.inside(node) if rank not in ranks)
-        sent = "never sent" if place.what and ranks == (place.source,) else "never called"
+        sends = isinstance(place, Channel) and place.what and tuple(ranks) == (place.source,)
+        sent = "never sent" if sends else "never called"
         how = "did not answer, and" if kind == "no_answer" else sent
         return f"{who} {how} {place}, for which {ranks_text(others)} {wait_word(others)}"
     others = tuple(rank for rank in waits.inside(node) if rank not in ranks)

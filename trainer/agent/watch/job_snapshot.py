@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from trainer.agent.watch.hang_limits import HALTED
 from trainer.agent.watch.rank_sample import RankSample
 from trainer.contract.messages.agents import ProgressReport
-from trainer.contract.ranks.stage_activity import moment_of
 
 
 class JobSnapshot:
@@ -25,9 +24,9 @@ class JobSnapshot:
 
     def add_report(self, report: ProgressReport, node: str, now: float) -> None:
         """Take in one agent's report; raises ValueError when it tells what cannot be."""
-        moments = {rank: moment_of(code, stage, micro_batch) for rank, code, stage, micro_batch in report.stages}
+        stages = {row[0]: row for row in report.stages if row}
         for row in report.samples:
-            sample = RankSample.from_row(row, node, moments.get(row[0]))
+            sample = RankSample.from_row(row, node, stages.get(row[0], ()))
             if not 0 <= sample.rank < self._world:
                 raise ValueError(f"there is no rank {sample.rank}")
             if sample.rank not in self._seen:
@@ -73,5 +72,5 @@ def _aged(sample: RankSample, seconds: float) -> RankSample:
         rank=sample.rank, node=sample.node, step=sample.step, phase=sample.phase, first=sample.first,
         collective=sample.collective, age=sample.age + seconds, alive=sample.alive + seconds,
         state=sample.state, lock=sample.lock + seconds if sample.lock else 0.0, ended=sample.ended,
-        moment=sample.moment,
+        moment=sample.moment, sent=sample.sent,
     )  # fmt: skip

@@ -18,7 +18,6 @@ from trainer.agent.watch.rank_sample import RankSample
 from trainer.agent.watch.stragglers import should_report_work
 from trainer.contract.messages.agents import ProgressReport
 from trainer.contract.ranks.duration_histogram import quantile, sum_counts
-from trainer.contract.ranks.stage_activity import Moment
 
 STILL = 1.0
 """Seconds without a write to its cell after which a rank is looked at more closely."""
@@ -121,7 +120,7 @@ class Sampler:
             samples=tuple(sample.to_row() for sample in changed),
             p99=self._changed_p99(),
             work=self._work(),
-            stages=tuple(_stage_row(sample.rank, sample.moment) for sample in changed if sample.moment is not None),
+            stages=tuple(_stage_row(sample) for sample in changed if sample.moment or sample.sent),
         )
 
     def _has_changed(self, sample: RankSample, watched: _RankHistory) -> bool:
@@ -158,6 +157,7 @@ class Sampler:
             lock=max(0.0, now - ticked) if ticked else 0.0,
             ended=local.ended,
             moment=reading.moment,
+            sent=local.cell.sent(),
         )
 
     def _look_closer(self, still: list[LocalRank], now: float) -> None:
@@ -219,8 +219,10 @@ class Sampler:
         return tuple(rows)
 
 
-def _stage_row(rank: int, moment: Moment) -> tuple[int, int, int, int]:
-    return rank, moment.code, moment.stage, moment.micro_batch
+def _stage_row(sample: RankSample) -> tuple[int, ...]:
+    moment, sent = sample.moment, sample.sent
+    place = (0, 0, 0) if moment is None else (moment.code, moment.stage, moment.micro_batch)
+    return (sample.rank, *place, *(() if sent is None else sent.to_row()))
 
 
 def _have_worked(before: Mapping[int, ProcessActivity], signs: Mapping[int, ProcessActivity], seconds: float) -> bool:

@@ -9,18 +9,12 @@ from dataclasses import dataclass, replace
 from trainer.agent.flight.flight_record import FlightRecord
 from trainer.agent.flight.p2p_messages import P2PMessage
 from trainer.agent.watch.rank_sample import RankSample
-from trainer.contract.pipeline.pipeline_config import PipelineConfig, Schedule
+from trainer.contract.pipeline.pipeline_config import PipelineConfig
 from trainer.contract.pipeline.stage_ranks import rank_of_stage
-from trainer.contract.ranks.stage_activity import AWAITED_SENDS, OF_ACTIVATIONS, RECEIVES, Activity, Moment
+from trainer.contract.ranks.stage_activity import AWAITED_SENDS, OF_ACTIVATIONS, RECEIVES, Moment
 
 _LAST = 1 << 40
 """The place of a wait in its rank's record: it has called nothing since."""
-_FORWARD = (Activity.WAIT_FOR_ACTIVATION, Activity.FORWARD, Activity.SEND_ACTIVATION)
-_BEFORE_GRADIENT = (
-    Activity.WAIT_FOR_GRADIENT, Activity.BACKWARD, Activity.INPUT_GRADIENT, Activity.SEND_GRADIENT,
-)  # fmt: skip
-_AFTER_PASSES = frozenset({"backward", "optimizer"})
-"""Phases of a step in which a rank that is in no pass has all of them behind it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,30 +94,14 @@ def _waits(seen: Iterable[RankSample], neighbours: StageNeighbours) -> Iterable[
 
 
 def _is_beyond(source: RankSample, waiting: RankSample, message: StageMessage, neighbours: StageNeighbours) -> bool:
-    """Whether the program of `source` certainly has the sending of `message` behind it."""
-    if source.step != waiting.step or source.phase == "eval" or waiting.phase == "eval":
-        return source.step > waiting.step
-    moment = source.moment
-    if moment is None:
-        return source.phase in _AFTER_PASSES
-    if moment.stage != message.stage:  # of several stages of a rank, the order depends on the schedule
+    """Whether the program of `source` has the sending of `message` behind it."""
+    sent = source.sent
+    if sent is None or "eval" in (source.phase, waiting.phase) or source.step != waiting.step:
+        return sent is not None and source.step > waiting.step
+    counts = sent.activations if message.activation else sent.gradients
+    place = message.stage // neighbours.config.ranks
+    # Before its own passes of this step its counts are those of the step before.
+    if sent.after_step != waiting.step or place >= len(counts) or counts[place] <= message.micro_batch:
         return False
-    if moment.activity is Activity.REDUCE:
-        return True
-    if moment.activity in AWAITED_SENDS:  # at the end of the step, when all have been sent
-        return neighbours.message(source.rank, moment) != message
-    number = moment.micro_batch
-    if message.activation:
-        return number > message.micro_batch if moment.activity in _FORWARD else number >= message.micro_batch
-    if moment.activity in _BEFORE_GRADIENT:
-        return number > message.micro_batch
-    if moment.activity is Activity.WEIGHT_GRADIENT:
-        return number >= message.micro_batch
-    return _backward_passes(moment, neighbours.config) > message.micro_batch
-
-
-def _backward_passes(moment: Moment, config: PipelineConfig) -> int:
-    """How many backward passes lie before this forward pass, as far as the schedule says that."""
-    if config.schedule != Schedule.ONE_F_ONE_B:
-        return 0
-    return moment.micro_batch - (config.stages - 1 - moment.stage)
+    # Who waits until this very message is taken has sent it.
+    return source.moment is None or neighbours.message(source.rank, source.moment) != message

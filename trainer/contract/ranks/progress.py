@@ -8,9 +8,10 @@ from dataclasses import dataclass, fields
 from enum import IntEnum
 
 from trainer.contract.ranks.duration_histogram import BUCKETS, bucket
-from trainer.contract.ranks.stage_activity import Moment, moment_of
+from trainer.contract.ranks.stage_activity import Moment, SentMessages, moment_of
 
 SIZE = 4096
+_SENT_AT = 160
 _STOP_AT = 256
 _DUE_AT = 320
 _TICK_AT = 336
@@ -21,6 +22,10 @@ _BODY = struct.Struct("<qIIqqqqqddqqqddIii")
 _STOP = struct.Struct("<IId")
 _DRILL = struct.Struct("<Id")
 _COUNT = struct.Struct("<I")
+_SENT = struct.Struct("<qI")  # 1 + the step before, stages of this rank; then two counts for each of them
+_SENT_COUNT = struct.Struct("<H")
+_MOST_STAGES = 16
+"""Of one rank, whose messages are counted."""
 _DRILL_FIELDS = 8  # behind the serial number
 
 
@@ -153,6 +158,18 @@ class ProgressCell:
         self._set(moment)
         self._publish(time.monotonic_ns())
 
+    def begin_passes(self, stages: int) -> None:
+        """The passes of a step begin, on a rank with so many stages of a pipeline."""
+        size = _SENT_COUNT.size * 2 * min(stages, _MOST_STAGES)
+        self._map[_SENT_AT + _SENT.size : _SENT_AT + _SENT.size + size] = bytes(size)
+        _SENT.pack_into(self._map, _SENT_AT, self._now.step + 1, min(stages, _MOST_STAGES))
+
+    def record_sent(self, place: int, is_gradient: bool, micro_batch: int) -> None:
+        """The stage at this place among those of this rank has the sending of a micro-batch behind it."""
+        if place < _MOST_STAGES:
+            at = _SENT_AT + _SENT.size + _SENT_COUNT.size * (2 * place + is_gradient)
+            _SENT_COUNT.pack_into(self._map, at, min(micro_batch + 1, 65535))
+
     def _set(self, moment: Moment | None) -> None:
         now = self._now
         if moment is not None:
@@ -221,6 +238,14 @@ class ProgressCell:
         """The rank's own work; sections of one step may be torn apart, sums over steps are not."""
         steps, *sections = _WORK.unpack_from(self._map, _WORK_AT)
         return Work(steps=steps, sections=tuple(sections))
+
+    def sent(self) -> SentMessages | None:
+        """How far the rank has come with sending in its newest passes; None where there were none."""
+        step, stages = _SENT.unpack_from(self._map, _SENT_AT)
+        if not step or not 0 < stages <= _MOST_STAGES:
+            return None
+        counts = struct.unpack_from(f"<{2 * stages}H", self._map, _SENT_AT + _SENT.size)
+        return SentMessages(after_step=step - 1, activations=counts[::2], gradients=counts[1::2])
 
     def last_tick_ns(self) -> int:
         """When `tick` was called last, in nanoseconds of CLOCK_MONOTONIC; 0: never."""

@@ -1,5 +1,7 @@
 """What a rank of a pipeline does at a moment: with which micro-batch, in which stage of the model."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -50,6 +52,27 @@ class Moment(NamedTuple):
             return f"micro-batch {self.micro_batch}, {stage}"
         joint = " " if self.activity.endswith("of") else ", "
         return f"{self.activity}{joint}micro-batch {self.micro_batch}, {stage}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SentMessages:
+    """How far a rank of a pipeline has come with sending: the numbers count micro-batches, of each of its stages."""
+
+    after_step: int  # the last step that it had finished when it began these passes
+    activations: tuple[int, ...]
+    gradients: tuple[int, ...]
+
+    def to_row(self) -> tuple[int, ...]:
+        """As numbers, for the wire."""
+        return (self.after_step, *self.activations, *self.gradients)
+
+    @classmethod
+    def from_row(cls, row: Sequence[int]) -> "SentMessages | None":
+        """None for a row that is none."""
+        if len(row) < 3 or not len(row) % 2:
+            return None
+        half = len(row) // 2
+        return cls(after_step=row[0], activations=tuple(row[1 : half + 1]), gradients=tuple(row[half + 1 :]))
 
 
 def moment_of(code: int, stage: int, micro_batch: int) -> Moment | None:

@@ -51,6 +51,14 @@ class PhaseTracker:
         self._cell.begin_moment(moment)
         self.pause()
 
+    def begin_passes(self, stages: int) -> None:
+        """The passes of a step begin, on a rank with so many stages of a pipeline."""
+        self._cell.begin_passes(stages)
+
+    def record_sent(self, place: int, is_gradient: bool, micro_batch: int) -> None:
+        """As `ProgressCell.record_sent`."""
+        self._cell.record_sent(place, is_gradient, micro_batch)
+
     def message_begun(self) -> None:
         """This rank has begun to send and to receive within a phase: shown at once, as gloo keeps no record of it."""
         self._messages += 1

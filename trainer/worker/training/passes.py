@@ -80,7 +80,7 @@ class StagedPasses:
         self._pipeline, self._meter = pipeline, meter_for(objects.layout.device)
         self._begun, self._step = False, 0
         pipeline.ask_before_sends(lambda: drill.in_send(self._step))
-        pipeline.watch(StagePhases(phases))
+        pipeline.watch(StagePhases(phases, [stage.stage_index for stage in pipeline.stages]))
         pipeline.watch(self._meter)
 
     def run(self, step: int, batches: Sequence[Any], scale: float) -> torch.Tensor:
@@ -91,6 +91,7 @@ class StagedPasses:
         self._begun = True
         self._meter.start()
         self._step = step
+        self._phases.begin_passes(len(self._pipeline.stages))
         self._phases.enter(Phase.FORWARD)
         self._drill.in_forward(step)
         loss = self._pipeline.step(batches, factor=self._drill.loss_factor(step), scale=scale)

@@ -13,10 +13,11 @@ from trainer.agent.watch.rank_sample import RankSample
 from trainer.agent.watch.stage_waits import StageNeighbours, never_sent, with_stage_waits
 from trainer.contract.fault_detection_config import HangConfig
 from trainer.contract.pipeline.pipeline_config import PipelineConfig
-from trainer.contract.ranks.stage_activity import Activity, Moment
+from trainer.contract.ranks.stage_activity import Activity, Moment, SentMessages
 
 A = Activity
 FOUR = StageNeighbours(PipelineConfig(stages=4), 4)
+TWO = StageNeighbours(PipelineConfig(stages=2), 2)
 PAIRS = StageNeighbours(PipelineConfig(stages=2), 4)  # ranks 0, 1 have stage 0; ranks 2, 3 stage 1
 ROUND = StageNeighbours(PipelineConfig(stages=4, schedule="interleaved_1f1b"), 2)
 V = StageNeighbours(PipelineConfig(stages=4, schedule="zbv"), 2)
@@ -111,69 +112,77 @@ def test_a_rank_that_waits_until_its_message_is_taken_waits_for_its_receiver() -
 
 def test_both_ends_of_a_message_that_stays_away_are_told_and_nobody_is_named() -> None:
     seen = [at(0, A.WAIT_FOR_SENT_ACTIVATION, 0, 7), at(1, A.WAIT_FOR_ACTIVATION, 1, 7)]
-    neighbours = StageNeighbours(PipelineConfig(stages=2), 2)
-    told = found(seen, neighbours)
+    told = found(seen, TWO)
     assert (told.kind, told.culprits) == ("stuck_together", ())
     assert "both ends have called the activation of micro-batch 7 from rank 0 to rank 1" in told.reason
 
 
+def sent(activations: int, gradients: int, after_step: int = 120) -> SentMessages:
+    return SentMessages(after_step=after_step, activations=(activations,), gradients=(gradients,))
+
+
 BEYOND = [
-    # The source of activation 3 of stage 0 waits itself, further on.
-    (at(0, A.WAIT_FOR_GRADIENT, 0, 3), True),
-    (at(0, A.WAIT_FOR_GRADIENT, 0, 2), False),  # it may still be behind in its forward passes
-    (at(0, A.FORWARD, 0, 4), True),
-    (at(0, A.FORWARD, 0, 3), False),
-    (at(0, A.SEND_ACTIVATION, 0, 3), False),
-    (at(0, A.BACKWARD, 0, 3), True),
-    (at(0, A.REDUCE, 0, -1), True),
-    (at(0, A.WAIT_FOR_SENT_ACTIVATION, 0, 7), True),
-    (at(0, A.WAIT_FOR_SENT_ACTIVATION, 0, 3), False),
-    (at(0, None, 0, phase="optimizer"), True),
-    (at(0, None, 0, phase="forward"), False),  # before its first pass
-    (at(0, None, 0, phase="data", step=121), True),
-    (at(0, None, 0, phase="optimizer", step=119), False),
-    (at(0, A.WAIT_FOR_GRADIENT, 0, 7, phase="eval"), False),
+    # The source of activation 3 of stage 0 has begun to send 5, and waits itself.
+    (at(0, A.WAIT_FOR_GRADIENT, 0, 3, sent=sent(5, 0)), True),
+    (at(0, A.WAIT_FOR_GRADIENT, 0, 3, sent=sent(3, 0)), False),
+    (at(0, A.SEND_ACTIVATION, 0, 3, sent=sent(3, 0)), False),
+    (at(0, A.FORWARD, 0, 4, sent=sent(4, 0)), True),
+    (at(0, A.WAIT_FOR_SENT_ACTIVATION, 0, 7, sent=sent(8, 0)), True),
+    (at(0, A.WAIT_FOR_SENT_ACTIVATION, 0, 3, sent=sent(8, 0)), False),  # it may just not have come yet
+    (at(0, None, 0, phase="optimizer", sent=sent(8, 0)), True),
+    (at(0, None, 0, phase="data", sent=sent(8, 0, after_step=119)), False),  # that was in the step before
+    (at(0, None, 0, phase="data", step=121, sent=sent(8, 0)), True),
+    (at(0, None, 0, phase="optimizer", step=119, sent=sent(8, 0, after_step=119)), False),
+    (at(0, A.WAIT_FOR_GRADIENT, 0, 7, phase="eval", sent=sent(8, 0)), False),
+    (at(0, A.WAIT_FOR_GRADIENT, 0, 3), False),
 ]
 
 
 @pytest.mark.parametrize(("source", "beyond"), BEYOND)
 def test_a_stage_that_has_gone_on_beyond_an_activation_has_never_sent_it(source: RankSample, beyond: bool) -> None:
-    seen = [source, at(1, A.WAIT_FOR_ACTIVATION, 1, 3)]
-    neighbours = StageNeighbours(PipelineConfig(stages=2, schedule="gpipe"), 2)
-    assert never_sent(seen, neighbours) == (frozenset({0}) if beyond else frozenset())
+    seen = [source, at(1, A.WAIT_FOR_ACTIVATION, 1, 3, sent=sent(0, 3))]
+    assert never_sent(seen, TWO) == (frozenset({0}) if beyond else frozenset())
 
 
-@pytest.mark.parametrize(("activity", "micro_batch", "schedule", "beyond"), [
-    (A.BACKWARD, 4, "1f1b", True), (A.BACKWARD, 3, "1f1b", False), (A.SEND_GRADIENT, 3, "1f1b", False),
-    (A.WAIT_FOR_ACTIVATION, 4, "1f1b", True), (A.WAIT_FOR_ACTIVATION, 3, "1f1b", False),
-    (A.WAIT_FOR_ACTIVATION, 7, "gpipe", False), (A.WEIGHT_GRADIENT, 3, "gpipe", True), (A.REDUCE, -1, "gpipe", True),
-])  # fmt: skip
-def test_a_stage_that_has_gone_on_beyond_a_gradient_has_never_sent_it(
-    activity: Activity, micro_batch: int, schedule: str, beyond: bool
-) -> None:
-    """Of the last stage: with 1f1b it has as many backward passes behind it as forward passes."""
-    seen = [at(0, A.WAIT_FOR_GRADIENT, 0, 3), at(1, activity, 1, micro_batch)]
-    neighbours = StageNeighbours(PipelineConfig(stages=2, schedule=schedule), 2)
-    assert (1 in never_sent(seen, neighbours)) == beyond
+@pytest.mark.parametrize(("gradients", "beyond"), [(3, False), (4, True)])
+def test_a_stage_that_has_gone_on_beyond_a_gradient_has_never_sent_it(gradients: int, beyond: bool) -> None:
+    seen = [
+        at(0, A.WAIT_FOR_GRADIENT, 0, 3, sent=sent(4, 0)),
+        at(1, A.WAIT_FOR_ACTIVATION, 1, 4, sent=sent(0, gradients)),
+    ]
+    assert never_sent(seen, TWO) == (frozenset({1}) if beyond else frozenset())
+
+
+@pytest.mark.parametrize(("neighbours", "place"), [(ROUND, 1), (V, 1)])
+def test_of_several_stages_of_a_rank_each_has_counts_of_its_own(neighbours: StageNeighbours, place: int) -> None:
+    """Stage 3 waits for the activation that stage 2 has left out."""
+    whose = {ROUND: (0, 1), V: (1, 0)}[neighbours]
+    counts = [4, 4]
+    one = at(whose[0], A.WAIT_FOR_GRADIENT, 2, 0)
+    other = at(
+        whose[1], A.WAIT_FOR_ACTIVATION, 3, 3, sent=SentMessages(after_step=120, activations=(0, 0), gradients=(0, 0))
+    )
+    for count, expected in ((3, frozenset()), (4, frozenset({whose[0]}))):
+        counts[place] = count
+        so_far = SentMessages(after_step=120, activations=tuple(counts), gradients=(0, 0))
+        assert never_sent([replace(one, sent=so_far), other], neighbours) == expected
 
 
 def test_who_left_a_message_out_is_named_although_it_waits_for_its_receiver_in_turn() -> None:
-    seen = [at(0, A.WAIT_FOR_GRADIENT, 0, 6), at(1, A.WAIT_FOR_ACTIVATION, 1, 6)]
-    neighbours = StageNeighbours(PipelineConfig(stages=2), 2)
+    seen = [at(0, A.WAIT_FOR_GRADIENT, 0, 6, sent=sent(7, 0)), at(1, A.WAIT_FOR_ACTIVATION, 1, 6, sent=sent(0, 6))]
     flights = {rank: record(rank, members=(0, 1)) for rank in (0, 1)}
-    told = analyse(with_stage_waits(flights, seen, neighbours), (0, 1), (), never_sent(seen, neighbours))
+    told = analyse(with_stage_waits(flights, seen, TWO), (0, 1), (), never_sent(seen, TWO))
     assert told.ranks == (0,)
     assert "rank 0 never sent the activation of micro-batch 6 from rank 0 to rank 1" in told.reason
-    assert analyse(with_stage_waits(flights, seen, neighbours), (0, 1)).culprits == ()
+    assert analyse(with_stage_waits(flights, seen, TWO), (0, 1)).culprits == ()
 
 
 def test_nccls_records_hold_their_own_messages() -> None:
     seen = [at(0, A.FORWARD, 0), at(1, A.WAIT_FOR_ACTIVATION, 1)]
-    neighbours = StageNeighbours(PipelineConfig(stages=2), 2)
-    (first,) = with_stage_waits({1: record(1)}, seen, neighbours)
+    (first,) = with_stage_waits({1: record(1)}, seen, TWO)
     assert [(one.source, one.target, one.sends) for one in first.messages] == [(0, 1, False)]
     own = replace(first, messages=(replace(first.messages[0], group="nccl"),))
-    assert with_stage_waits({1: own}, seen, neighbours) == [own]
+    assert with_stage_waits({1: own}, seen, TWO) == [own]
 
 
 def test_without_records_who_waits_for_a_stage_is_not_the_one_that_is_behind() -> None:

@@ -27,7 +27,7 @@ MORE_STEPS = 200
 def test_a_stage_that_becomes_slow_is_named(layout: str, seed: int, make: Callable[..., LocalJob]) -> None:  # noqa: F811
     """After so many steps that its past is known: of pairs, too, a rank has to be slower than it was."""
     dice = random.Random(f"{layout} {seed}")
-    rank, step = dice.randrange(4), dice.randrange(120, 150)
+    rank, step = dice.randrange(4), dice.randrange(108, 130)
     event = {"kind": "slow-rank", "rank": rank, "step": step, "value": 0.1}
     work = make(
         parallel=LAYOUTS[layout], model=MODEL, drill={"events": [event]}, checkpoint={"every": 0},

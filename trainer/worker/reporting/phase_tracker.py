@@ -11,6 +11,8 @@ from torch import nn
 from trainer.contract.ranks.progress import SECTIONS, Phase, ProgressCell
 from trainer.contract.ranks.stage_activity import Moment
 from trainer.worker.compilation import is_compiled
+from trainer.worker.pipeline.bubble_meter import HostClock
+from trainer.worker.reporting.wait_meter import WaitMeter, wait_meter
 from trainer.worker.reporting.work_timer import Stopwatch, exclude_fsdp_waits, stopwatch
 
 _SECTION = {phase: index for index, phase in enumerate(SECTIONS)} | {Phase.COMPILE: SECTIONS.index(Phase.FORWARD)}
@@ -19,8 +21,11 @@ _SECTION = {phase: index for index, phase in enumerate(SECTIONS)} | {Phase.COMPI
 class PhaseTracker:
     """Phases of one generation, from its first step on; costs a few microseconds a step."""
 
-    def __init__(self, cell: ProgressCell, stopwatch: Stopwatch, *, compiles: bool = False) -> None:
-        """`compiles`: the first forward pass compiles the model."""
+    def __init__(
+        self, cell: ProgressCell, stopwatch: Stopwatch, *, compiles: bool = False,
+        waits: "WaitMeter[Any] | None" = None,
+    ) -> None:  # fmt: skip
+        """`compiles`: the first forward pass compiles the model. `waits`: None measures by the host's clock."""
         self._cell, self._stopwatch, self._compiles = cell, stopwatch, compiles
         self._messages = 0
         self._counters: list[Callable[[], int]] = [*_counters(), lambda: self._messages]
@@ -30,6 +35,9 @@ class PhaseTracker:
         self._last_total = [0] * len(SECTIONS)
         self.last_step = [0] * len(SECTIONS)
         """Nanoseconds of own work in each of SECTIONS in the newest step; on a GPU, what was known by then."""
+        self.reductions = 0.0
+        """Seconds for which this rank waited in the collectives of a step, that before the newest one."""
+        self._waits: WaitMeter[Any] = waits or WaitMeter(HostClock())
         self._first = True
 
     def enter(self, phase: Phase, moment: Moment | None = None) -> None:
@@ -37,6 +45,7 @@ class PhaseTracker:
         if phase is Phase.FORWARD and self._compiles:
             phase, self._compiles = Phase.COMPILE, False
         self._phase = phase
+        self._waits.end()
         self._cell.enter(phase, sum([count() for count in self._counters]), moment)
         self._section = _SECTION.get(phase)
         self._stopwatch.switch_to(self._section)
@@ -68,8 +77,14 @@ class PhaseTracker:
         """What follows is no work of the step: a wait for peers, or a message to them."""
         self._stopwatch.switch_to(None)
 
+    def begin_wait(self) -> None:
+        """Pause for collectives with peers, which nothing hides; ends as a pause does, or with the next phase."""
+        self.pause()
+        self._waits.begin()
+
     def resume(self) -> None:
         """Back to the section that was paused."""
+        self._waits.end()
         self._stopwatch.switch_to(self._section)
 
     def begin_slow_phase(self, phase: Phase) -> None:
@@ -92,6 +107,7 @@ class PhaseTracker:
         """`step` is over: record the own work so far, without the first step, which allocates and compiles."""
         self._section = None
         self._stopwatch.switch_to(None)
+        self.reductions = self._waits.step_ended()
         total = self._stopwatch.total()
         self.last_step = [now - before for now, before in zip(total, self._last_total, strict=True)]
         self._last_total = list(total)
@@ -132,7 +148,7 @@ def _report_compilations(tracker: PhaseTracker) -> None:
 
 def phase_tracker(cell: ProgressCell, model: nn.Module, device: torch.device) -> PhaseTracker:
     """The phase tracker of a rank that trains `model` on `device`."""
-    tracker = PhaseTracker(cell, stopwatch(device), compiles=is_compiled(model))
+    tracker = PhaseTracker(cell, stopwatch(device), compiles=is_compiled(model), waits=wait_meter(device))
     _current[:] = [tracker]
     if is_compiled(model):
         _report_compilations(tracker)

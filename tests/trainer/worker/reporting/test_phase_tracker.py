@@ -13,6 +13,7 @@ from trainer.contract.ranks.progress import SECTIONS, Phase, ProgressCell
 from trainer.worker.compilation import compile_forward, is_compiled
 from trainer.worker.reporting import work_timer
 from trainer.worker.reporting.phase_tracker import PhaseTracker, phase_tracker
+from trainer.worker.reporting.wait_meter import WaitMeter
 from trainer.worker.reporting.work_timer import CpuStopwatch, CudaStopwatch, exclude_fsdp_waits
 from trainer.worker.workload import evaluating
 
@@ -161,6 +162,50 @@ def test_a_pause_is_no_work_of_the_section_that_goes_on_after_it(world, cell):
     taken.resume()
     taken.enter(Phase.CHECKPOINT)
     assert clock.turns == [OPTIMIZER, None, OPTIMIZER, None]
+
+
+class Tick:
+    """A clock that the test sets."""
+
+    now = 0.0
+
+    def mark(self) -> float:
+        return self.now
+
+    def seconds(self, first: float, last: float) -> float:
+        return last - first
+
+
+def test_waits_for_peers_are_measured_and_told_a_step_later(world, cell):
+    time = Tick()
+    taken = PhaseTracker(cell, Clock(), waits=WaitMeter(time))
+
+    def step(*waits: float) -> float:
+        for seconds in waits:
+            taken.enter(Phase.OPTIMIZER)
+            time.now += 100.0  # work
+            taken.begin_wait()
+            time.now += seconds
+        taken.pause()
+        time.now += 0.0
+        taken.resume()
+        time.now += 1000.0
+        taken.step_ended(1)
+        return taken.reductions
+
+    assert [step(1.0, 2.0), step(5.0), step(), step()] == [0.0, 3.0, 5.0, 0.0]
+
+
+def test_a_wait_ends_with_the_next_phase(world, cell):
+    time = Tick()
+    taken = PhaseTracker(cell, Clock(), waits=WaitMeter(time))
+    taken.begin_wait()
+    time.now += 2.0
+    taken.enter(Phase.OPTIMIZER)
+    time.now += 50.0
+    taken.step_ended(1)
+    taken.step_ended(2)
+    assert taken.reductions == 2.0
 
 
 def spin(seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""Real jobs whose ranks do different work: a pipeline, a ring, experts of uneven loads. Nobody hangs, nobody is slow."""
+"""Real jobs whose ranks do different work: a pipeline, a ring, uneven experts. Nobody hangs, nobody is slow."""
 
 import time
 from collections.abc import Callable

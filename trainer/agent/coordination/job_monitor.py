@@ -65,9 +65,10 @@ class JobMonitor:
         seen = not self._config.command
         hang, world = self._config.detection.hang, self._config.cluster.world_size
         gpus, pipeline = bool(self._config.cluster.gpus_per_node), self._config.parallel.pipeline
+        sends = pipeline.ranks > 1 or self._config.parallel.cp > 1
         return HangDetector(
             hang, self._roster, generation, time.monotonic(), world=world, seen=seen, on_gpus=gpus,
-            stages=StageNeighbours(pipeline, world) if pipeline.ranks > 1 else None,
+            stages=StageNeighbours(pipeline, world) if sends else None,
         )  # fmt: skip
 
     def receive(self, node: int, message: ProgressReport | RankSpeeds | FlightRecords | EvidenceCollected) -> None:

@@ -226,8 +226,8 @@ def _recorded(
 
 def _least_advanced(live: Sequence[RankSample], lock_held: AbstractSet[int]) -> Suspicion:
     """Without records: the rank that is furthest behind is the one that the others wait for."""
-    # Who waits for another stage does so at any place: stages are never equally far.
-    working = [one for one in live if not one.waits_for_stage] or live
+    # Who waits for a message does so at any place: stages are never equally far.
+    working = [one for one in live if not one.waits_for_message] or live
     step = min(one.step for one in working)
     behind = [one for one in working if one.step == step]
     first = _first(behind, lock_held)

@@ -4,7 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from trainer.contract.messages.agents import SampleRow
-from trainer.contract.ranks.stage_activity import AWAITED_SENDS, RECEIVES, Moment, SentMessages, moment_of
+from trainer.contract.ranks.stage_activity import AWAITED_SENDS, RECEIVES, Activity, Moment, SentMessages, moment_of
+
+_WAITS = (*RECEIVES, *AWAITED_SENDS, Activity.WAIT_IN_RING)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,9 +28,9 @@ class RankSample:
     sent: SentMessages | None = None  # and how far it has come with sending
 
     @property
-    def waits_for_stage(self) -> bool:
-        """Whether another stage of the pipeline holds it up."""
-        return self.moment is not None and self.moment.activity in (*RECEIVES, *AWAITED_SENDS)
+    def waits_for_message(self) -> bool:
+        """Whether another stage of its pipeline, or another rank of its ring, holds it up."""
+        return self.moment is not None and self.moment.activity in _WAITS
 
     def to_row(self) -> SampleRow:
         """For the wire, without the node's name, which the coordinator knows, and without what is of pipelines."""

@@ -1,4 +1,4 @@
-"""PURE: which stages of a pipeline wait for which messages, by their ranks' own cells: gloo keeps no records of those.
+"""PURE: which ranks of a pipeline, or of a ring, wait for which messages, by their own cells: gloo records none.
 
 A rank that has gone on beyond a message that its receiver waits for has never sent it.
 """
@@ -11,7 +11,7 @@ from trainer.agent.flight.p2p_messages import P2PMessage
 from trainer.agent.watch.rank_sample import RankSample
 from trainer.contract.pipeline.pipeline_config import PipelineConfig
 from trainer.contract.pipeline.stage_ranks import rank_of_stage
-from trainer.contract.ranks.stage_activity import AWAITED_SENDS, OF_ACTIVATIONS, RECEIVES, Moment
+from trainer.contract.ranks.stage_activity import AWAITED_SENDS, OF_ACTIVATIONS, RECEIVES, Activity, Moment
 
 _LAST = 1 << 40
 """The place of a wait in its rank's record: it has called nothing since."""
@@ -31,14 +31,27 @@ class StageMessage:
         return f"{'activation' if self.activation else 'gradient'} of micro-batch {self.micro_batch}"
 
 
+@dataclass(frozen=True, kw_only=True)
+class RingMessage:
+    """Keys and values on their way around a ring; the ranks are those of the world."""
+
+    source: int
+    target: int
+
+    def __str__(self) -> str:
+        return "message with keys and values"
+
+
 class StageNeighbours:
     """The ranks of a job that have neighbouring stages; pipelines are the outermost dimension of the mesh."""
 
     def __init__(self, config: PipelineConfig, world: int) -> None:
         self.config, self._inner = config, max(1, world // config.ranks)
 
-    def message(self, rank: int, moment: Moment) -> StageMessage | None:
-        """What `rank` waits for at this moment; None where it waits for no other stage."""
+    def message(self, rank: int, moment: Moment) -> StageMessage | RingMessage | None:
+        """What `rank` waits for at this moment; None where it waits for no message."""
+        if moment.activity is Activity.WAIT_IN_RING:
+            return RingMessage(source=moment.stage, target=rank)
         receives = moment.activity in RECEIVES
         if not receives and moment.activity not in AWAITED_SENDS:
             return None
@@ -67,7 +80,7 @@ def with_stage_waits(
         message = waits.get(rank)
         if message is not None and not flight.messages:
             own = P2PMessage(
-                f"pp {message}", message.source, message.target, _LAST, message.source == rank, f"{message}"
+                f"{message}", message.source, message.target, _LAST, message.source == rank, f"{message}"
             )  # fmt: skip
             flight = replace(flight, messages=(own,))
         found.append(flight)
@@ -80,12 +93,14 @@ def never_sent(seen: Sequence[RankSample], neighbours: StageNeighbours) -> froze
     found = set()
     for rank, message in _waits(seen, neighbours):
         source = by_rank.get(message.source)
-        if rank == message.target and source is not None and _is_beyond(source, by_rank[rank], message, neighbours):
+        if source is None or rank != message.target or isinstance(message, RingMessage):
+            continue
+        if _is_beyond(source, by_rank[rank], message, neighbours):
             found.add(message.source)
     return frozenset(found)
 
 
-def _waits(seen: Iterable[RankSample], neighbours: StageNeighbours) -> Iterable[tuple[int, StageMessage]]:
+def _waits(seen: Iterable[RankSample], neighbours: StageNeighbours) -> Iterable[tuple[int, StageMessage | RingMessage]]:
     for one in seen:
         if not one.ended and one.moment is not None:
             message = neighbours.message(one.rank, one.moment)

@@ -153,8 +153,8 @@ class ProgressCell:
         self._set(moment)
         self._publish(at)
 
-    def begin_moment(self, moment: Moment) -> None:
-        """A rank of a pipeline goes on to something else within its phase, as to wait for another stage."""
+    def begin_moment(self, moment: Moment | None) -> None:
+        """A rank goes on to something else within its phase, as to wait for another stage."""
         self._set(moment)
         self._publish(time.monotonic_ns())
 

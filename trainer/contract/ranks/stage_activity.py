@@ -1,4 +1,4 @@
-"""What a rank of a pipeline does at a moment: with which micro-batch, in which stage of the model."""
+"""What a rank does at a moment: with which micro-batch, in which stage of the model; or that a ring holds it up."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,6 +20,7 @@ class Activity(StrEnum):
     WAIT_FOR_SENT_ACTIVATION = "waits for a stage to take the activation of"
     WAIT_FOR_SENT_GRADIENT = "waits for a stage to take the gradient of"
     REDUCE = "reduces gradients"  # over data-parallel ranks, once a step
+    WAIT_IN_RING = "waits for keys and values of"
 
 
 _ALL = tuple(Activity)
@@ -33,7 +34,10 @@ OF_ACTIVATIONS = (Activity.WAIT_FOR_ACTIVATION, Activity.SEND_ACTIVATION, Activi
 
 
 class Moment(NamedTuple):
-    """An activity of a stage with one micro-batch; -1 for the reduction, which is of all."""
+    """An activity of a stage with one micro-batch; -1 for the reduction, which is of all.
+
+    Of a wait in a ring, `stage` is the rank of the world that is waited for.
+    """
 
     activity: Activity
     stage: int
@@ -46,6 +50,8 @@ class Moment(NamedTuple):
 
     def __str__(self) -> str:
         stage = f"stage {self.stage}"
+        if self.activity is Activity.WAIT_IN_RING:
+            return f"{self.activity} rank {self.stage}"
         if self.activity is Activity.REDUCE:
             return f"{self.activity}, {stage}"
         if self.activity in _PASSES:

@@ -1,7 +1,8 @@
 """Tracks the phases of a rank's steps: each is written to the progress cell, and the rank's own work is timed."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ import torch.distributed.distributed_c10d as c10d
 from torch import nn
 
 from trainer.contract.ranks.progress import SECTIONS, Phase, ProgressCell
-from trainer.contract.ranks.stage_activity import Moment
+from trainer.contract.ranks.stage_activity import Activity, Moment
 from trainer.worker.compilation import is_compiled
 from trainer.worker.pipeline.bubble_meter import HostClock
 from trainer.worker.reporting.wait_meter import WaitMeter, wait_meter
@@ -28,6 +29,7 @@ class PhaseTracker:
         """`compiles`: the first forward pass compiles the model. `waits`: None measures by the host's clock."""
         self._cell, self._stopwatch, self._compiles = cell, stopwatch, compiles
         self._messages = 0
+        self._moment: Moment | None = None
         self._counters: list[Callable[[], int]] = [*_counters(), lambda: self._messages]
         self._section: int | None = None
         self._phase, self._slow_depth, self._thread = Phase.INIT, 0, threading.get_ident()
@@ -44,7 +46,7 @@ class PhaseTracker:
         """Go on to another phase; `moment`: of a pipeline, what this rank does in it."""
         if phase is Phase.FORWARD and self._compiles:
             phase, self._compiles = Phase.COMPILE, False
-        self._phase = phase
+        self._phase, self._moment = phase, moment
         self._waits.end()
         self._cell.enter(phase, sum([count() for count in self._counters]), moment)
         self._section = _SECTION.get(phase)
@@ -57,6 +59,7 @@ class PhaseTracker:
 
     def begin_moment(self, moment: Moment) -> None:
         """Go on to something else within the phase, which is no work of the step: to wait for another stage."""
+        self._moment = moment
         self._cell.begin_moment(moment)
         self.pause()
 
@@ -72,6 +75,13 @@ class PhaseTracker:
         """This rank has begun to send and to receive within a phase: shown at once, as gloo keeps no record of it."""
         self._messages += 1
         self._cell.update(collective=sum([count() for count in self._counters]))
+
+    @contextmanager
+    def waits_in_ring(self, source: int) -> Iterator[None]:
+        """Inside, this rank waits for a message of rank `source` of the world; then it goes on with what it did."""
+        self._cell.begin_moment(Moment(Activity.WAIT_IN_RING, source, -1))
+        yield
+        self._cell.begin_moment(self._moment)
 
     def pause(self) -> None:
         """What follows is no work of the step: a wait for peers, or a message to them."""

@@ -177,6 +177,25 @@ def test_who_left_a_message_out_is_named_although_it_waits_for_its_receiver_in_t
     assert analyse(with_stage_waits(flights, seen, TWO), (0, 1)).culprits == ()
 
 
+def test_who_waits_around_a_ring_waits_for_the_rank_before_it() -> None:
+    """Rank 2 has not come to its turn; rank 1 waits for rank 0 although that one is held up behind rank 2, too."""
+    seen = [at(rank, A.WAIT_IN_RING, (rank - 1) % 4, -1) for rank in range(4)]
+    seen[2] = at(2, None, 0)
+    told = found(seen, StageNeighbours(PipelineConfig(), 4))
+    assert (told.kind, told.ranks) == ("missing", (2,))
+    assert "rank 2 never sent the message with keys and values from rank 2 to rank 3" in told.reason
+    assert str(seen[1].moment) == "waits for keys and values of rank 0"
+
+
+def test_rings_within_stages_lead_to_the_one_that_holds_up_both() -> None:
+    """Ranks 0, 1 are a ring in stage 0, and ranks 2, 3 one in stage 1."""
+    seen = [
+        at(0, A.FORWARD, 0), at(1, A.WAIT_IN_RING, 0, -1),
+        at(2, A.WAIT_FOR_ACTIVATION, 1), at(3, A.WAIT_FOR_ACTIVATION, 1),
+    ]  # fmt: skip
+    assert found(seen, PAIRS).ranks == (0,)
+
+
 def test_nccls_records_hold_their_own_messages() -> None:
     seen = [at(0, A.FORWARD, 0), at(1, A.WAIT_FOR_ACTIVATION, 1)]
     (first,) = with_stage_waits({1: record(1)}, seen, TWO)

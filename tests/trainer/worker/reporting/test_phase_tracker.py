@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from trainer.contract.ranks.progress import SECTIONS, Phase, ProgressCell
+from trainer.contract.ranks.stage_activity import Activity, Moment
 from trainer.worker.compilation import compile_forward, is_compiled
 from trainer.worker.reporting import work_timer
 from trainer.worker.reporting.phase_tracker import PhaseTracker, phase_tracker
@@ -70,6 +71,18 @@ def test_messages_are_told_within_a_phase_and_count_as_collectives_do(world, cel
     assert (reading.collective - before.collective, reading.moved_at > before.moved_at) == (1, True)
     taken.enter(Phase.BACKWARD)
     assert cell.read().collective == reading.collective
+
+
+def test_a_wait_in_a_ring_is_told_and_then_what_it_interrupted(world, cell):
+    taken = PhaseTracker(cell, Clock())
+    taken.enter(Phase.FORWARD, Moment(Activity.FORWARD, 1, 2))
+    with taken.waits_in_ring(3):
+        assert cell.read().moment == Moment(Activity.WAIT_IN_RING, 3, -1)
+    assert cell.read().moment == Moment(Activity.FORWARD, 1, 2)
+    taken.enter(Phase.FORWARD)
+    with taken.waits_in_ring(3):
+        assert cell.read().phase == Phase.FORWARD
+    assert cell.read().moment is None
 
 
 def test_the_first_forward_pass_of_a_compiled_model_is_called_so(world, cell):

@@ -78,7 +78,10 @@ class HangDetector:
         self, config: HangConfig, roster: Roster, generation: int, started: float, *, world: int, seen: bool = True,
         on_gpus: bool = False, stages: StageNeighbours | None = None,
     ) -> None:  # fmt: skip
-        """`seen` is False when ranks' steps are not known: nothing is judged then. `stages`: where ranks send messages."""
+        """`seen` is False when the ranks' steps are not known: nothing is judged then.
+
+        `stages`: where ranks send messages of which there are no records.
+        """
         self._config, self._roster, self._generation = config, roster, generation
         self._on, self._on_gpus, self._stages = config.on and seen, on_gpus, stages
         self.snapshot = JobSnapshot(started, world)

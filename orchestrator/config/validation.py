@@ -15,6 +15,7 @@ from orchestrator.near_words import did_you_mean, nearest
 from orchestrator.scheduler.job_environment import is_always_passed
 from orchestrator.scheduler.slurm import cluster_values
 from trainer.contract.config import WorkloadConfig
+from trainer.contract.drill_config import BETWEEN_STAGES
 from trainer.contract.layout.check import refusal
 from trainer.contract.layout.fixes import MayChange
 from trainer.contract.secrets.run_secrets import is_name
@@ -202,6 +203,8 @@ def _ranks(config: RunConfig) -> Iterator[Complaint]:
     for event in config.drill.events:
         if not 0 <= event.rank < world:
             yield f"drill.events: rank={event.rank} is not one of the {world} ranks", f"rank: {world - 1}"
+        if event.kind in BETWEEN_STAGES and config.parallel.pipeline.ranks == 1:
+            yield f"drill.events: {event.kind} needs a pipeline", "parallel.pipeline.stages=2"
 
 
 def _cluster(config: RunConfig) -> Iterator[Complaint]:

@@ -16,8 +16,12 @@ KINDS = {
     "desync-order": "calls its collectives in another order than its peers",
     "nan": "the loss of this step is NaN",
     "spike": "the loss of this step is a thousand times too large",
+    "hang-in-send": "of a pipeline: stands still before it sends another stage what it has computed",
+    "skip-send": "of a pipeline: leaves one message to another stage out, and goes on",
 }
-"""Every kind of fault a rank can bring upon itself."""
+"""Every kind of fault a rank can bring upon itself; cells hold their places, so new ones come last."""
+BETWEEN_STAGES = ("hang-in-send", "skip-send")
+"""Kinds that need a pipeline."""
 
 
 @dataclass(frozen=True, kw_only=True)

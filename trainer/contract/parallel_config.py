@@ -39,11 +39,17 @@ class MeshSizes(NamedTuple):
     tp: int
 
 
-def place_words(sizes: MeshSizes, rank: int) -> str:
-    """Where `rank` stands in the dimensions that have several ranks; empty where that is one at most."""
-    places = zip(sizes._fields, sizes, place_in(sizes, rank), strict=True)
-    words = [f"{name} {place}" for name, size, place in places if size > 1]
-    return ", ".join(words) if len(words) > 1 else ""
+def place_words(sizes: MeshSizes, rank: int, ep: int = 1) -> str:
+    """Where `rank` stands in the dimensions that have several ranks; empty where all ranks do the same work.
+
+    `ep`: ranks that share experts, which are neighbours among the `dp_shard` x `cp` ranks.
+    """
+    place = MeshSizes(*place_in(sizes, rank))
+    words = [f"{name} {at}" for name, size, at in zip(sizes._fields, sizes, place, strict=True) if size > 1]
+    if ep > 1:
+        words.append(f"ep {(place.dp_shard * sizes.cp + place.cp) % ep}")
+    data_alone = sizes.pp == sizes.cp == sizes.tp == 1
+    return "" if data_alone and len(words) < 2 else ", ".join(words)
 
 
 class ParameterSizes(NamedTuple):
@@ -215,6 +221,10 @@ class ParallelConfig:
         """The mesh over which stacks of experts lie."""
         sizes = self.parameter_sizes(world_size)
         return ExpertSizes(sizes.dp_replicate, sizes.dp_shard // self.ep, self.ep)
+
+    def place_words(self, world_size: int, rank: int) -> str:
+        """Where `rank` stands in the mesh, in words; empty where all ranks do the same work."""
+        return place_words(self.mesh_sizes(world_size), rank, self.ep)
 
     @property
     def ranks_per_share(self) -> int:

@@ -22,6 +22,11 @@ class RankReading:
     state: str = ""  # of its training thread as /proc says, see RankSample
     ratio: float | None = None  # its own work's time to that of its peers; None: it is not slow
     ended: bool = False
+    moment: str = ""  # of a pipeline: what it does in its phase, with which micro-batch
+
+    def to_json(self) -> dict[str, Any]:
+        """One row; `moment` only of a rank that is in one."""
+        return {key: value for key, value in asdict(self).items() if key != "moment" or value}
 
     @classmethod
     def from_json(cls, row: object) -> "RankReading | None":
@@ -31,7 +36,7 @@ class RankReading:
         return cls(
             rank=rank, node=_word(row, "node"), step=_whole(row, "step"), phase=_word(row, "phase"),
             age=_seconds(row, "age"), state=_word(row, "state"), ratio=_seconds(row, "ratio"),
-            ended=row.get("ended") is True,
+            ended=row.get("ended") is True, moment=_word(row, "moment"),
         )  # fmt: skip
 
 
@@ -47,7 +52,7 @@ class RankReadings:
 
     def write(self, path: Path) -> None:
         """Replace the one before; raises OSError."""
-        line = dump_line({"schema": _SCHEMA, **asdict(self)})
+        line = dump_line({"schema": _SCHEMA, **asdict(self), "ranks": [one.to_json() for one in self.ranks]})
         write_atomically(path, f"{line}\n".encode(errors="backslashreplace"))
 
     @classmethod

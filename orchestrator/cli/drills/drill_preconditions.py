@@ -2,6 +2,7 @@
 
 from orchestrator.cli.drills.scorecard import EXPECTED, NODE_KINDS
 from trainer.contract.config import JobConfig
+from trainer.contract.drill_config import BETWEEN_STAGES
 from trainer.contract.events import EventKind
 
 _COSTLY = {
@@ -27,6 +28,8 @@ def why_undetectable(kind: str, config: JobConfig) -> str | None:
         return "its ranks are a command of its own, which saves and loads in its own way"
     if command and kind not in _FROM_OUTSIDE:
         return "its ranks are a command of its own, which takes no such order"
+    if kind in BETWEEN_STAGES and config.parallel.pipeline.ranks == 1:
+        return "its model is in one piece (parallel.pipeline.stages=1): no stage sends anything"
     # What stands still is found by the watch alone.
     if EventKind.INCIDENT in EXPECTED[kind].signs and not detection.hang.on:
         return "hang detection is off (detection.hang.on=false): its ranks would wait until the time limit"

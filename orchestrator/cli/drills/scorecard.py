@@ -56,6 +56,8 @@ EXPECTED: Mapping[str, Expected] = {
     "hold-lock": _HUNG,
     "desync-order": _DESYNC,
     "spike": _BAD_LOSS,
+    "hang-in-send": _HUNG,
+    "skip-send": _HUNG,
 }  # fmt: skip
 """Every kind of fault that can be asked for."""
 

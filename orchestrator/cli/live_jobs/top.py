@@ -239,7 +239,8 @@ def _flat(one: RankReading) -> dict[str, Any]:
     still = f"{one.age:.1f} s" if one.age is not None and one.age >= STILL and not one.ended else ""
     doing = "ended" if one.ended else STATES.get(one.state, "")
     work = f"{one.ratio:.2f} x" if one.ratio is not None else ""
-    return {**asdict(one), "still": still, "doing": doing, "work": work}
+    phase = f"{one.phase} ({one.moment})" if one.moment else one.phase
+    return {**asdict(one), "phase": phase, "still": still, "doing": doing, "work": work}
 
 
 STAGES: dict[str, str] = {

@@ -16,6 +16,11 @@ _LINE_BYTES = 4096
 """More than a line of steps.jsonl is long, unless a workload has dozens of metrics: then fewer steps are looked at."""
 _LEAST_SHARE = 0.005
 _LEAST_SECONDS = 0.001
+_COMMUNICATION = {
+    "receives": "for other stages",
+    "sends": "until they take what is sent",
+    "reductions": "in reductions",
+}
 _SECTIONS = ("data", "forward", "backward", "optimizer")
 
 
@@ -23,7 +28,8 @@ _SECTIONS = ("data", "forward", "backward", "optimizer")
 class TrainingFigures:
     """Medians over the newest `steps` of one generation; None for what nobody knows.
 
-    `shares` of a step's time and `memory` (peaks in bytes) are those of rank 0, where these lines are written. `ranks`
+    `shares` of a step's time and `memory` (peaks in bytes) are those of rank 0, where these lines are written; so is
+    `exposed`, the shares of communication that nothing hides, which are parts of `waiting`. `ranks`
     compares all ranks, by figure: least, median, most, and whose that is. `traffic` is bytes of a step's collectives by
     dimension of the mesh. `experts`: tokens of an expert beside the mean of its layer: least, median, most, and whose.
     """
@@ -33,6 +39,7 @@ class TrainingFigures:
     tflops_per_rank: float | None = None
     mfu: float | None = None
     shares: Mapping[str, float] = field(default_factory=dict)
+    exposed: Mapping[str, float] = field(default_factory=dict)
     memory: Mapping[str, int] = field(default_factory=dict)
     ranks: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     traffic: Mapping[str, int] = field(default_factory=dict)
@@ -53,6 +60,7 @@ def training_figures(lines: Sequence[Mapping[str, Any]], world_size: int) -> Tra
         tflops_per_rank=_median([line.get("tflops_per_rank") for line in own]),
         mfu=_median([line.get("mfu") for line in own]),
         shares={name: median(one.get(name, 0.0) for one in shares if one) for one in shares[-1:] for name in one},
+        exposed=_exposed(own),
         memory=dict(own[-1].get("memory") or {}),
         ranks=_newest(own, "ranks"),
         traffic=_newest(own, "bytes"),
@@ -84,7 +92,8 @@ def figures_words(figures: TrainingFigures | None) -> dict[str, str]:
     words = [f"{count(round(speed))} tokens/s per rank"] if speed is not None else []
     words += [f"{figures.tflops_per_rank:.3g} TFLOP/s per rank"] if figures.tflops_per_rank is not None else []
     words += [f"MFU {100 * figures.mfu:.1f} %"] if figures.mfu is not None else []
-    parts = [f"{name} {100 * share:.0f} %" for name, share in figures.shares.items() if share >= _LEAST_SHARE]
+    shares = {name: share for name, share in figures.shares.items() if share >= _LEAST_SHARE}
+    parts = [f"{name} {100 * share:.0f} %{_waits(name, figures.exposed)}" for name, share in shares.items()]
     peaks = [f"{name} {size(peak)}" for name, peak in figures.memory.items()]
     steps = f"median of {figures.steps} steps" if figures.steps > 1 else "one step"
     return {
@@ -96,6 +105,19 @@ def figures_words(figures: TrainingFigures | None) -> dict[str, str]:
         "traffic": f"{', '.join(_traffic(figures.traffic))} in each step of rank 0" if figures.traffic else "",
         "experts": _experts(figures.experts),
     }
+
+
+def _exposed(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Shares of a step, by the kind of communication; empty of lines of older releases."""
+    known = [line["exposed"] | {"": line["seconds"]} for line in lines if line.get("exposed") and line.get("seconds")]
+    names = [name for name in _COMMUNICATION if known and name in known[-1]]
+    return {name: median(one.get(name, 0.0) / one[""] for one in known) for name in names}
+
+
+def _waits(name: str, exposed: Mapping[str, float]) -> str:
+    """Of `waiting`: the parts that are known."""
+    told = [f"{words} {100 * exposed[kind]:.0f} %" for kind, words in _COMMUNICATION.items() if kind in exposed]
+    return f" ({', '.join(told)})" if name == "waiting" and told else ""
 
 
 def _slowest(ranks: Mapping[str, Mapping[str, float]]) -> str:

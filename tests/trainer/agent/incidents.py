@@ -21,13 +21,17 @@ HANGS = {
     "hang-in-forward": "stuck_in_compute",
     "hang-in-save": "stuck_in_save",
     "hang-in-collective": "stuck_in_compute",
+    "hang-in-send": "stuck_in_compute",
+    "skip-send": "stuck_in_compute",
     "hold-lock": "lock_held",
     "desync-order": "desync",
     "desync-shape": "desync",
 }
 """Drills that end in an incident, and the kind that it should have."""
 
-KINDS = (*HANGS, "kill-rank", "slow-node", "network-cut")
+BETWEEN_STAGES = ("hang-in-send", "skip-send")
+"""Those of a pipeline."""
+KINDS = (*(kind for kind in HANGS if kind not in BETWEEN_STAGES), "kill-rank", "slow-node", "network-cut")
 
 
 @dataclass(frozen=True, kw_only=True)

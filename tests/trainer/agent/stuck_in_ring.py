@@ -1,5 +1,9 @@
-"""The built-in model, of which one rank never comes back from the attention of its second layer."""
+"""The built-in model, of which one rank never comes back from the attention of its second layer.
 
+`STUCK` in its environment says which rank, and in which of its calls.
+"""
+
+import os
 import time
 from typing import Any
 
@@ -16,9 +20,10 @@ class StuckInRing(LlamaWorkload):
 
     def parallelize(self, model: nn.Module, layout: Any) -> Any:
         self.rank, self.calls = layout.rank, 0
+        self.stuck = tuple(map(int, os.environ.get("STUCK", "2 9").split()))
         return super().parallelize(model, layout)
 
     def _wait(self, *_: object) -> None:
         self.calls += 1
-        if self.rank == 2 and self.calls == 9:
+        if (self.rank, self.calls) == self.stuck:
             time.sleep(3600)

@@ -32,6 +32,19 @@ def test_a_rank_that_stops_before_an_exchange_is_named(layout: str, make: Callab
     assert (incident.data["rank"], incident.data["kind"]) == (2, "stuck_in_compute"), incident.data
 
 
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_rank_that_dies_is_named_with_its_experts(layout: str, seed: int, make: Callable[..., LocalJob]) -> None:  # noqa: F811
+    def shared(**over: Any) -> LocalJob:
+        return make(**over, parallel=LAYOUTS[layout], model=MODEL, train={"dtype": "float32"})
+
+    told = play("kill-rank", seed, shared)
+    rank = int(told.culprit.removeprefix("rank "))
+    assert told.culprit_right, told
+    assert told.kind_right, told
+    assert f"dp_shard {rank}, ep {rank % LAYOUTS[layout]['ep']}) was killed by SIGKILL" in told.reason
+
+
 @pytest.mark.parametrize("kind", ["stop-rank", "hang-in-collective"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_drills_are_told_as_in_any_other_layout(layout: str, kind: str, make: Callable[..., LocalJob]) -> None:  # noqa: F811

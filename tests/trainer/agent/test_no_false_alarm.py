@@ -43,7 +43,9 @@ def busy(programs: int) -> Iterator[None]:
         yield
 
 
-def started(warm_job: Callable[..., LocalJob], data: Any, events: list[dict[str, Any]]) -> LocalJob:  # noqa: F811
+def started(
+    warm_job: Callable[..., LocalJob], data: Any, events: list[dict[str, Any]], **over: Any  # noqa: F811
+) -> LocalJob:  # fmt: skip
     """A job that trains until it is stopped."""
     settings = {
         **TINY,
@@ -52,6 +54,7 @@ def started(warm_job: Callable[..., LocalJob], data: Any, events: list[dict[str,
         "drill": {"events": events},
         "data": {"path": str(data)},
         "cluster": {"time": "2:00:00"},
+        **over,
     }
     work = warm_job(nodes=2, ranks=2, **settings).start()
     work.go()

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.trainer.agent.incidents import HANGS, PATIENCE, play
+from tests.trainer.agent.incidents import BETWEEN_STAGES, HANGS, PATIENCE, play
 from tests.trainer.agent.job import LocalJob, until
 from tests.trainer.agent.test_blame_in_jobs import make  # noqa: F401  # a fixture
 from tests.trainer.agent.test_torch_ranks import data  # noqa: F401  # a fixture
@@ -22,7 +22,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", [kind for kind in HANGS if kind != "hang-in-save"])
+@pytest.mark.parametrize("kind", [kind for kind in HANGS if kind not in ("hang-in-save", *BETWEEN_STAGES)])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_drills_are_told_as_in_any_other_layout(layout: str, kind: str, make: Callable[..., LocalJob]) -> None:  # noqa: F811
     def shared(**over: Any) -> LocalJob:
@@ -37,12 +37,19 @@ def test_drills_are_told_as_in_any_other_layout(layout: str, kind: str, make: Ca
         assert f"{told.culprit} is dp_replicate {rank // 2}, cp {rank % 2}" in told.reason
 
 
+@pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_rank_that_stops_within_attention_is_named(layout: str, make: Callable[..., LocalJob]) -> None:  # noqa: F811
+def test_a_rank_that_stops_within_attention_is_named(
+    layout: str, seed: int, make: Callable[..., LocalJob]  # noqa: F811
+) -> None:  # fmt: skip
     """Its neighbours wait for a message, or for a collective that it has not begun; nothing else tells them apart."""
+    rank, call = (2 + seed) % 4, 9 + seed
     target = {"target": "stuck_in_ring:StuckInRing", "path": [str(Path(__file__).parent)]}
-    work = make(workload=target, parallel=LAYOUTS[layout], train={"dtype": "float32"}).start()
+    work = make(workload=target, parallel=LAYOUTS[layout], train={"dtype": "float32"})
+    work.start(environ={"STUCK": f"{rank} {call}"})
     work.go()
     (incident,) = until(lambda: work.events(EventKind.INCIDENT)[:1], PATIENCE, work.story)
     work.close()
-    assert (incident.data["rank"], incident.data["kind"]) == (2, "stuck_in_compute"), incident.data
+    assert (incident.data["rank"], incident.data["kind"]) == (rank, "stuck_in_compute"), incident.data
+    place = f"cp {rank}" if LAYOUTS[layout]["cp"] == 4 else f"dp_replicate {rank // 2}, cp {rank % 2}"
+    assert f"rank {rank} is {place}" in incident.data["reason"]

@@ -16,6 +16,7 @@ from trainer.contract.parallel_config import (
     place_in,
     place_words,
 )
+from trainer.contract.pipeline.pipeline_config import PipelineConfig
 from trainer.contract.run_dir import RunDir
 
 
@@ -102,6 +103,9 @@ def test_the_place_of_a_rank_is_told_where_its_number_alone_does_not():
     assert place_words(sizes, 5) == "dp_shard 1, cp 0, tp 1"
     assert place_words(ParallelConfig(cp=4).mesh_sizes(8), 6) == "dp_shard 1, cp 2"
     assert place_words(ParallelConfig().mesh_sizes(8), 6) == ""
+    assert place_words(ParallelConfig(pipeline=PipelineConfig(stages=4)).mesh_sizes(4), 2) == "pp 2"
+    assert ParallelConfig(ep=2).place_words(8, 5) == "dp_shard 5, ep 1"
+    assert ParallelConfig(ep=2, cp=2, dp_replicate=2).place_words(8, 5) == "dp_replicate 1, dp_shard 0, cp 1, ep 1"
 
 
 @pytest.mark.parametrize(

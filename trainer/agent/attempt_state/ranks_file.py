@@ -22,6 +22,7 @@ def rank_readings(
             rank=one.rank, node=one.node, step=None if command else one.step,
             phase="command" if command else one.phase, age=None if command else round(one.age, 1),
             state=one.state, ratio=ratios.get(one.rank), ended=one.ended,
+            moment="" if one.moment is None else str(one.moment),
         )
         for one in sorted(seen, key=lambda one: one.rank)
     )  # fmt: skip

@@ -14,12 +14,12 @@ from trainer.agent.nodes.node_benchmark import NodeBenchmark, usual_speeds
 from trainer.agent.processes import detached_thread
 from trainer.agent.watch.hang_detector import HangDetector, Incident
 from trainer.agent.watch.root_cause import RankEnd
+from trainer.agent.watch.stage_waits import StageNeighbours
 from trainer.agent.watch.stragglers import coordinate
 from trainer.agent.watch.work_windows import WorkWindows
 from trainer.contract.events import EventKind
 from trainer.contract.messages.agents import EvidenceCollected, FlightRecords, ProgressReport, RankSpeeds
 from trainer.contract.outcome import Failure
-from trainer.contract.parallel_config import place_words
 from trainer.contract.rank_readings import RankReadings
 from trainer.contract.scheduler_kinds import traits
 
@@ -64,8 +64,12 @@ class JobMonitor:
         # Of a user's own command no step is known, so nothing can be said about its standing still.
         seen = not self._config.command
         hang, world = self._config.detection.hang, self._config.cluster.world_size
-        gpus = bool(self._config.cluster.gpus_per_node)
-        return HangDetector(hang, self._roster, generation, time.monotonic(), world=world, seen=seen, on_gpus=gpus)
+        gpus, pipeline = bool(self._config.cluster.gpus_per_node), self._config.parallel.pipeline
+        sends = pipeline.ranks > 1 or self._config.parallel.cp > 1
+        return HangDetector(
+            hang, self._roster, generation, time.monotonic(), world=world, seen=seen, on_gpus=gpus,
+            stages=StageNeighbours(pipeline, world) if sends else None,
+        )  # fmt: skip
 
     def receive(self, node: int, message: ProgressReport | RankSpeeds | FlightRecords | EvidenceCollected) -> None:
         """A report, flight records, or the end of collecting evidence; raises what a malformed one raises."""
@@ -154,8 +158,8 @@ class JobMonitor:
         """The reason, and where the ranks that it names stand in the mesh."""
         if self._config.command:  # a program of the user's own makes its own mesh
             return reason
-        sizes = self._config.parallel.mesh_sizes(self._config.cluster.world_size)
-        places = [f"rank {rank} is {words}" for rank in ranks[:_PLACED] if (words := place_words(sizes, rank))]
+        parallel, world = self._config.parallel, self._config.cluster.world_size
+        places = [f"rank {rank} is {words}" for rank in ranks[:_PLACED] if (words := parallel.place_words(world, rank))]
         return "; ".join([reason, *places])
 
     async def _conclude(self, found: Incident) -> Failure | None:

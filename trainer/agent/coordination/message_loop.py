@@ -97,6 +97,11 @@ class MessageLoop:
             case _ if message.generation == state.generation.number:
                 self._handle_generation_message(node, message)
 
+    def _place(self, rank: int) -> str:
+        """Where a rank stands in the mesh; a program of the user's own makes its own mesh."""
+        config = self._state.config
+        return "" if config.command else config.parallel.place_words(config.cluster.world_size, rank)
+
     def _handle_generation_message(self, node: int, message: agents.AboutGeneration) -> None:
         """A message about the current generation; those about older ones are ignored."""
         state = self._state
@@ -105,7 +110,7 @@ class MessageLoop:
             case agents.GenerationStore():
                 state.roster.broadcast(message)
             case agents.RankExit():
-                generation.note(RankEnd.of(message, member.name, time.monotonic()))
+                generation.note(RankEnd.of(message, member.name, time.monotonic(), self._place(message.rank)))
                 state.history.trained = state.history.trained or message.stepped
             case agents.ForkServerDied():
                 self._node_failures.fork_server_died(node, message.reason)

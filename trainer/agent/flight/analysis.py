@@ -11,7 +11,15 @@ from trainer.agent.flight.finding import Culprit, Finding, Kind, ranks_text, wai
 from trainer.agent.flight.flight_record import FlightRecord, parse
 from trainer.agent.flight.stalls import Records, Stall, stalls
 from trainer.agent.flight.wait_graph import Channel, Node, WaitGraph, build, chain
-from trainer.agent.flight.wait_roots import RootKind, WaitRoots, fronts, gpu_roots, host_roots, last_resort
+from trainer.agent.flight.wait_roots import (
+    RootKind,
+    WaitRoots,
+    fronts,
+    gpu_roots,
+    host_roots,
+    last_resort,
+    message_roots,
+)
 
 __all__ = ["Finding", "FlightRecord", "analyse", "parse"]
 
@@ -19,8 +27,14 @@ _FRONTS = 3
 """Places where no rank makes progress that are told one by one."""
 
 
-def analyse(flights: Iterable[FlightRecord], expected_ranks: Iterable[int], unanswered: Iterable[int] = ()) -> Finding:
-    """Pair the records by group and number of the collective; `unanswered` ranks gave none though they were asked."""
+def analyse(
+    flights: Iterable[FlightRecord], expected_ranks: Iterable[int], unanswered: Iterable[int] = (),
+    never_sent: Iterable[int] = (),
+) -> Finding:  # fmt: skip
+    """Pair the records by group and number of the collective; `unanswered` ranks gave none though they were asked.
+
+    `never_sent`: ranks that are known to have left out a message for which another one waits.
+    """
     records = Records(flights, expected_ranks, unanswered)
     # A collective that the ranks mean differently never ends well: nothing else needs an explanation.
     if (differing := desync(records)) is not None:
@@ -29,7 +43,7 @@ def analyse(flights: Iterable[FlightRecord], expected_ranks: Iterable[int], unan
     waits = build(records, stalled)
     if not waits.places:
         return _nothing(records)
-    found = gpu_roots(records, waits) | host_roots(records, waits)
+    found = gpu_roots(records, waits) | host_roots(records, waits) | message_roots(waits, never_sent)
     explained = waits.reaching(found)
     # Who wait for each other in two groups have called them in different orders, if nobody else holds them up.
     rest = [place for node, place in enumerate(waits.places) if isinstance(place, Stall) and node not in explained]
@@ -103,7 +117,9 @@ def _reason(waits: WaitGraph, kind: RootKind, node: Node, ranks: Sequence[int]) 
     place, who = waits.places[node], ranks_text(ranks)
     if not isinstance(place, Stall):
         others = tuple(rank for rank in waits.inside(node) if rank not in ranks)
-        how = "did not answer, and" if kind == "no_answer" else "never called"
+        sends = isinstance(place, Channel) and place.what and tuple(ranks) == (place.source,)
+        sent = "never sent" if sends else "never called"
+        how = "did not answer, and" if kind == "no_answer" else sent
         return f"{who} {how} {place}, for which {ranks_text(others)} {wait_word(others)}"
     others = tuple(rank for rank in waits.inside(node) if rank not in ranks)
     inside = f"in which {ranks_text(others)} {wait_word(others)}"

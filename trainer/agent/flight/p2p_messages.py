@@ -23,6 +23,7 @@ class P2PMessage:
     target: int
     order: int  # place in its rank's record
     sends: bool
+    what: str = ""  # in words, where that is known
 
     @property
     def channel(self) -> tuple[str, int, int]:

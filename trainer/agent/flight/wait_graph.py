@@ -26,7 +26,15 @@ class Channel:
     sender: P2PMessage | None  # None: its source has not sent it, or that is over
     receiver: P2PMessage | None
 
+    @property
+    def what(self) -> str:
+        """What is sent, in words; empty where nobody says."""
+        message = self.receiver or self.sender
+        return message.what if message is not None else ""
+
     def __str__(self) -> str:
+        if self.what:
+            return f"the {self.what} from rank {self.source} to rank {self.target}"
         return f"the message from rank {self.source} to rank {self.target} in group {self.group}"
 
 

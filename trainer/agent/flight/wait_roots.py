@@ -1,6 +1,6 @@
 """The roots of a graph of waits: those whom nobody explains, each with its kind."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Literal
 
 from trainer.agent.flight.flight_record import SCHEDULED, Entry, Group
@@ -83,6 +83,11 @@ def host_roots(records: Records, waits: WaitGraph) -> WaitRoots:
         elif not waits.after[node]:
             found[node] = "never_came"
     return found
+
+
+def message_roots(waits: WaitGraph, never_sent: Iterable[int]) -> WaitRoots:
+    """Ranks that have left out a message, whatever they wait for since: without it nobody gets on."""
+    return {waits.hosts[rank]: "never_came" for rank in never_sent if rank in waits.hosts}
 
 
 def last_resort(waits: WaitGraph, explained: Collection[Node]) -> WaitRoots:

@@ -14,6 +14,7 @@ from trainer.agent.watch.job_snapshot import JobSnapshot
 from trainer.agent.watch.rank_sample import RankSample
 from trainer.agent.watch.report_gaps import LONGEST, ReportGaps
 from trainer.agent.watch.report_schedule import ATTENTION_SECONDS, calm_seconds, report_seconds
+from trainer.agent.watch.stage_waits import StageNeighbours, never_sent, with_stage_waits
 from trainer.contract.fault_detection_config import HangConfig
 from trainer.contract.messages.agents import (
     CollectEvidence,
@@ -75,11 +76,14 @@ class HangDetector:
 
     def __init__(
         self, config: HangConfig, roster: Roster, generation: int, started: float, *, world: int, seen: bool = True,
-        on_gpus: bool = False,
+        on_gpus: bool = False, stages: StageNeighbours | None = None,
     ) -> None:  # fmt: skip
-        """`seen` is False when the ranks' steps are not known: nothing is judged then."""
+        """`seen` is False when the ranks' steps are not known: nothing is judged then.
+
+        `stages`: where ranks send messages of which there are no records.
+        """
         self._config, self._roster, self._generation = config, roster, generation
-        self._on, self._on_gpus = config.on and seen, on_gpus
+        self._on, self._on_gpus, self._stages = config.on and seen, on_gpus, stages
         self.snapshot = JobSnapshot(started, world)
         self._query: _FlightQuery | None = None
         self._serial = self._incidents = 0
@@ -185,13 +189,17 @@ class HangDetector:
             query.finding = self._analysed(query, seen)
         return query.finding
 
-    @staticmethod
-    def _analysed(query: _FlightQuery, seen: list[RankSample]) -> Finding:
+    def _analysed(self, query: _FlightQuery, seen: list[RankSample]) -> Finding:
         # Ranks of a node that has not answered would look like ranks that never entered the collective.
         if query.waits:
             return Finding(kind="none", reason=f"{len(query.waits)} nodes have not sent their ranks' flight records")
         expected = [one.rank for one in seen if not one.ended]
-        return analyse(list(query.flights.values()), expected, sorted(query.unanswered))
+        unanswered = sorted(query.unanswered)
+        # On GPUs hosts run ahead of what they wait for, and the records hold messages.
+        if self._stages is None or self._on_gpus:
+            return analyse(list(query.flights.values()), expected, unanswered)
+        flights = with_stage_waits(query.flights, seen, self._stages)
+        return analyse(flights, expected, unanswered, never_sent(seen, self._stages))
 
     def _query_flights(self, now: float) -> None:
         query = self._query

@@ -226,8 +226,10 @@ def _recorded(
 
 def _least_advanced(live: Sequence[RankSample], lock_held: AbstractSet[int]) -> Suspicion:
     """Without records: the rank that is furthest behind is the one that the others wait for."""
-    step = min(one.step for one in live)
-    behind = [one for one in live if one.step == step]
+    # Who waits for a message does so at any place: stages are never equally far.
+    working = [one for one in live if not one.waits_for_message] or live
+    step = min(one.step for one in working)
+    behind = [one for one in working if one.step == step]
     first = _first(behind, lock_held)
     rivals, kind, why = _beside(first, behind), _kind(first, lock_held), "it is furthest behind"
     if len(rivals) > 1 and len(live) > 1:
@@ -371,4 +373,5 @@ def _waiting(peers: int, whom: str = "it") -> str:
 def _where(one: RankSample) -> str:
     """Its phase, with the last step that it finished, and for how long."""
     after = "before the end of its first step" if one.first else f"after step {one.step}"
-    return f"{one.phase} {after} for {format_seconds(one.age)}"
+    doing = "" if one.moment is None else f" ({one.moment})"
+    return f"{one.phase}{doing} {after} for {format_seconds(one.age)}"

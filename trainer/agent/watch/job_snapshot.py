@@ -24,8 +24,9 @@ class JobSnapshot:
 
     def add_report(self, report: ProgressReport, node: str, now: float) -> None:
         """Take in one agent's report; raises ValueError when it tells what cannot be."""
+        stages = {row[0]: row for row in report.stages if row}
         for row in report.samples:
-            sample = RankSample.from_row(row, node)
+            sample = RankSample.from_row(row, node, stages.get(row[0], ()))
             if not 0 <= sample.rank < self._world:
                 raise ValueError(f"there is no rank {sample.rank}")
             if sample.rank not in self._seen:
@@ -71,4 +72,5 @@ def _aged(sample: RankSample, seconds: float) -> RankSample:
         rank=sample.rank, node=sample.node, step=sample.step, phase=sample.phase, first=sample.first,
         collective=sample.collective, age=sample.age + seconds, alive=sample.alive + seconds,
         state=sample.state, lock=sample.lock + seconds if sample.lock else 0.0, ended=sample.ended,
+        moment=sample.moment, sent=sample.sent,
     )  # fmt: skip

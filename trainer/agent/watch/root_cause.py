@@ -48,14 +48,16 @@ class RankEnd:
     lines: tuple[str, ...] = ()  # the last ones that a command wrote
     written: int = 0  # bytes that a command wrote to its log in this generation
     out_of_memory: str = ""  # how the kernel killed it for lack of memory, in words
+    place: str = ""  # in the mesh, in words
 
     @classmethod
-    def of(cls, report: RankExit, node: str, at: float) -> "RankEnd":
+    def of(cls, report: RankExit, node: str, at: float, place: str = "") -> "RankEnd":
         """What an agent has reported."""
         return cls(
             rank=report.rank, node=node, at=at, exit_code=report.exit_code, signal=report.signal, step=report.step,
             exception=report.exception, message=report.message, secondary=report.secondary, reported=report.reported,
             position=report.position, lines=report.lines, written=report.written, out_of_memory=report.out_of_memory,
+            place=place,
         )  # fmt: skip
 
     @property
@@ -111,7 +113,7 @@ def find_cause(ends: Sequence[RankEnd], *, trained: bool, last_mark: str = "") -
     nobody = kind is FailureKind.NUMERIC
     failure = Failure(
         kind=kind,
-        reason=what if nobody else f"rank {root.rank} on {root.node} {what}",
+        reason=what if nobody else f"rank {root.rank} on {root.node}{f' ({root.place})' if root.place else ''} {what}",
         rank=None if nobody else root.rank,
         node=None if nobody else root.node,
         step=root.step,

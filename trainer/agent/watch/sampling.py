@@ -114,8 +114,14 @@ class Sampler:
     def report(self, summary: ProgressReport) -> ProgressReport:
         """The summary, with what has changed since the last report."""
         seen = [(sample, self._watched[sample.rank]) for sample in self.samples()]
-        rows = tuple(sample.to_row() for sample, watched in seen if self._has_changed(sample, watched))
-        return replace(summary, samples=rows, p99=self._changed_p99(), work=self._work())
+        changed = [sample for sample, watched in seen if self._has_changed(sample, watched)]
+        return replace(
+            summary,
+            samples=tuple(sample.to_row() for sample in changed),
+            p99=self._changed_p99(),
+            work=self._work(),
+            stages=tuple(_stage_row(sample) for sample in changed if sample.moment or sample.sent),
+        )
 
     def _has_changed(self, sample: RankSample, watched: _RankHistory) -> bool:
         local = self._ranks.by_rank[sample.rank]
@@ -150,6 +156,8 @@ class Sampler:
             state=watched.state or ("X" if local.ended else "R"),
             lock=max(0.0, now - ticked) if ticked else 0.0,
             ended=local.ended,
+            moment=reading.moment,
+            sent=local.cell.sent(),
         )
 
     def _look_closer(self, still: list[LocalRank], now: float) -> None:
@@ -209,6 +217,12 @@ class Sampler:
                 self._worked[rank] = work.steps
                 rows.append((rank, work.steps, *work.sections))
         return tuple(rows)
+
+
+def _stage_row(sample: RankSample) -> tuple[int, ...]:
+    moment, sent = sample.moment, sample.sent
+    place = (0, 0, 0) if moment is None else (moment.code, moment.stage, moment.micro_batch)
+    return (sample.rank, *place, *(() if sent is None else sent.to_row()))
 
 
 def _have_worked(before: Mapping[int, ProcessActivity], signs: Mapping[int, ProcessActivity], seconds: float) -> bool:

@@ -1,9 +1,9 @@
 """PURE: which rank is slower than its peers, in which section, and for how long it must have been before it is named.
 
-Only ranks with the same model-parallel coordinate are compared: they do the same work on other data. Each is held
-against the median of the *others*. In a group of two, a rank is slow only when it is slower than its peer and slower
-than it was itself. A group of one is never judged: a rank that has nobody to be compared with may have become slower
-for a reason that lies in the work, and there is no oracle (pure tensor or pipeline parallelism is such a case).
+Ranks with the same model-parallel coordinate do the same work on other data. Each is held against the median of the
+*others*. In a group of two, a rank is slow only when it is slower than its peer and slower than it was itself. Where no
+rank has a peer (pure tensor or pipeline parallelism), each is held against its own past, and that ratio against those
+of its neighbours: what makes all of them slower lies in the data or in the machine. A single rank is never judged.
 """
 
 import math
@@ -122,16 +122,17 @@ def needed(level: Level, hiccups: float, ranks: int, config: StragglerConfig) ->
 
 
 def is_slow(
-    level: Level, ratios: Sequence[float], *, noise: float, hiccups: float, ranks: int, config: StragglerConfig
-) -> tuple[bool, str]:
-    """Whether a rank with these newest raised windows in a row is a straggler, and why (not)."""
+    level: Level, ratios: Sequence[float], *, noise: float, hiccups: float, ranks: int, config: StragglerConfig,
+    than: str = "its peers",
+) -> tuple[bool, str]:  # fmt: skip
+    """Whether a rank with these newest raised windows in a row is a straggler, and why (not); `than` what, in words."""
     wanted = needed(level, hiccups, ranks, config)
     if len(ratios) < wanted:
         return False, f"slow in {len(ratios)} of {wanted} {level.name} windows"
     bar, found = limit(level, noise, config), median(ratios[-wanted:])
     if found <= bar:
-        return False, f"{found:.2f} x its peers is not above {bar:.2f} x"
-    return True, f"{found:.2f} x its peers in {wanted} {level.name} windows in a row (limit {bar:.2f} x)"
+        return False, f"{found:.2f} x {than} is not above {bar:.2f} x"
+    return True, f"{found:.2f} x {than} in {wanted} {level.name} windows in a row (limit {bar:.2f} x)"
 
 
 def is_over(ratio: float, named: float) -> bool:

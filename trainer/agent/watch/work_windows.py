@@ -59,16 +59,19 @@ class _Group:
     two windows, however far apart reports are.
     """
 
-    def __init__(self, ranks: Sequence[int], config: StragglerConfig) -> None:
+    def __init__(self, ranks: Sequence[int], config: StragglerConfig, *, alike: bool = True) -> None:
+        """`alike` is False for ranks that do work of their own each: each is then measured in its own past."""
         size = len(ranks)
-        self.ranks, self._config = ranks, config
+        self.ranks, self.alike, self._config = ranks, alike, config
         self._steps = array("q", [-1]) * size
         self._start, self._mark, self._block = ([array("d", [0.0]) * size for _ in range(_STEPS + 1)] for _ in range(3))
         self._waiting, self._closed, self._furthest = size, 0, 0
         self.begin = self.end = 0
         self._noises: deque[float] = deque(maxlen=_MEMORY)
         self._recent: deque[tuple[Sequence[float], float]] = deque(maxlen=LONG.span)
-        self._past: list[deque[float]] = [deque(maxlen=_OWN + _RECENT) for _ in ranks] if size == 2 else []
+        needs_past = size == 2 or not alike
+        self._past: list[deque[float]] = [deque(maxlen=_OWN + _RECENT) for _ in ranks] if needs_past else []
+        self._sections: list[deque[list[float]]] = [] if alike else [deque(maxlen=_OWN + _RECENT) for _ in ranks]
         self._hiccups = self._looked = 0.0
         self._streaks: dict[Level, dict[int, _Streak]] = {SHORT: {}, LONG: {}}
         self.cases: dict[int, _Case] = {}
@@ -113,8 +116,12 @@ class _Group:
             return _Found()
         self._noises.append(stragglers.spread(self._evened(values) if self._past else ordered))
         noise = self._noise()
-        self._recent.append((values, normal))
-        found = _Found(over=self._follow(values, normal, noise, steps))
+        compared = values
+        if not self.alike:
+            compared = [value / self._earlier(place) for place, value in enumerate(values)]
+            normal = stragglers.reference(sorted(compared))
+        self._recent.append((compared, normal))
+        found = _Found(over=self._follow(compared, normal, noise, steps))
         self._remember(values)
         self._extend(SHORT, self._raised(noise), noise, found)
         if (self._closed - 1) % LONG.span == 0:
@@ -126,9 +133,13 @@ class _Group:
         return sorted(value / self._earlier(place) for place, value in enumerate(values))
 
     def _earlier(self, place: int) -> float:
-        """The pace of one of two ranks before it can have become slow; 0 when it is not known yet."""
+        """The pace of a rank before it can have become slow; 0 when it is not known yet."""
         earlier = list(self._past[place])[:-_RECENT]
         return median(earlier) if len(earlier) >= _FEWEST_OWN else 0.0
+
+    def _scale(self, place: int) -> float:
+        """Nanoseconds that 1 stands for in what is compared."""
+        return 1.0 if self.alike else self._earlier(place)
 
     def _noise(self) -> float:
         noises = list(self._noises)
@@ -146,19 +157,19 @@ class _Group:
 
     def _raised_for_long(self, noise: float) -> dict[int, float]:
         """Those whose long window is raised without its hiccups; only those with a raised mean are looked at."""
-        block = self._each_step(self._block, _TOTAL)
+        block = [value / self._scale(place) for place, value in enumerate(self._each_step(self._block, _TOTAL))]
         bar = stragglers.raised(LONG, noise, self._config)
         least = bar * stragglers.reference(sorted(block))
         ratios = {place: self._ratio(place, LONG.span, noise) for place, spent in enumerate(block) if spent > least}
         return {place: ratio for place, ratio in ratios.items() if ratio > bar}
 
     def _ratio(self, place: int, span: int, noise: float) -> float:
-        """How much slower than its peer or peers; of two, no more than it is slower than it was itself."""
+        """How much slower than its peers; of two, or with work of its own, no more than it is slower than it was."""
         windows = list(self._recent)[-span:]
         against = stragglers.steady([values[place] / normal for values, normal in windows], noise)
         if not self._past:
             return against
-        usual = self._earlier(place)
+        usual = self._earlier(place) / self._scale(place)
         return min(against, stragglers.steady([values[place] / usual for values, _ in windows], noise))
 
     def _each_step(self, since: "list[array[float]]", column: int) -> list[float]:
@@ -167,10 +178,14 @@ class _Group:
         return list(map(truediv, spent, map(sub, self._mark[_STEPS], since[_STEPS])))
 
     def _remember(self, values: Sequence[float]) -> None:
-        """Of two ranks: their own pace, while they are not known to be slow."""
+        """Of ranks that are measured in their own past: their pace, while they are not known to be slow."""
         for place, past in enumerate(self._past):
             if place not in self.cases:
                 past.append(values[place])
+        if not self.alike:
+            columns = [self._each_step(self._start, column) for column in range(_TOTAL)]
+            for place, seen in enumerate(self._sections):
+                seen.append([spent[place] for spent in columns])
 
     def _extend(self, level: Level, raised: dict[int, float], noise: float, found: _Found) -> None:
         """Streaks go on where a rank was raised again and are broken elsewhere; long enough ones become cases."""
@@ -188,8 +203,9 @@ class _Group:
             streak = streaks.setdefault(place, _Streak(begin=since))
             streak.ratios.append(ratio)
             slow, reason = stragglers.is_slow(
-                level, streak.ratios, noise=noise, hiccups=hiccups, ranks=len(self.ranks), config=self._config
-            )
+                level, streak.ratios, noise=noise, hiccups=hiccups, ranks=len(self.ranks), config=self._config,
+                than="its peers" if self.alike else "what it was, beside its neighbours,",
+            )  # fmt: skip
             if slow:
                 self._open(level, place, streak, reason)
                 found.named.append(place)
@@ -197,7 +213,7 @@ class _Group:
     def _open(self, level: Level, place: int, streak: _Streak, reason: str) -> None:
         section, most = self._section(level, place)
         steps, ratio = self.end - streak.begin, median(streak.ratios)
-        normal = self._recent[-1][1]
+        normal = self._recent[-1][1] * self._scale(place)
         self.cases[place] = _Case(
             level=level,
             ratio=ratio,
@@ -216,6 +232,9 @@ class _Group:
     def _section(self, level: Level, place: int) -> tuple[str, float]:
         """Where most of the excess arises; of a large group some peers are enough for that."""
         since, size = self._start if level is SHORT else self._block, len(self.ranks)
+        if not self.alike:
+            usual = [median(spent) for spent in zip(*self._sections[place], strict=True)]
+            return stragglers.section([self._each_step(since, column)[place] for column in range(_TOTAL)], usual)
         some = range(0, size, max(1, size // _SOME))
         columns = [self._each_step(since, column) for column in range(_TOTAL)]
         others = [median(spent[at] for at in some if at != place) for spent in columns]
@@ -225,7 +244,7 @@ class _Group:
         """What those that were named have cost since, and which of them are well again."""
         over = []
         for place, case in self.cases.items():
-            case.lost += max(0.0, values[place] - normal) * steps
+            case.lost += max(0.0, values[place] - normal) * self._scale(place) * steps
             case.steps += steps
             case.recent.append(values[place] / normal)
             if len(case.recent) < case.level.span:
@@ -251,10 +270,14 @@ class WorkWindows:
             together.setdefault(coordinate(rank), []).append(rank)
         self._world, self._nodes = world, nodes
         self._places: dict[int, tuple[_Group, int]] = {}
-        for ranks in together.values():
-            if len(ranks) > 1:  # alone, a rank has nobody to be slower than
-                group = _Group(ranks, config)
-                self._places.update({rank: (group, place) for place, rank in enumerate(ranks)})
+        alone = [ranks[0] for ranks in together.values() if len(ranks) == 1]
+        groups = [_Group(ranks, config) for ranks in together.values() if len(ranks) > 1]
+        if (
+            len(alone) > 1
+        ):  # each has work of its own; when all of them become slower, that is the machine's, or the data's
+            groups.append(_Group(alone, config, alike=False))
+        for group in groups:
+            self._places.update({rank: (group, place) for place, rank in enumerate(group.ranks)})
 
     def add_report(self, rows: Iterable[Sequence[int]]) -> list[Verdict]:
         """Rows of [rank, steps, nanoseconds in each of `SECTIONS`], the latter since it began; who is slow."""
@@ -281,7 +304,8 @@ class WorkWindows:
     def _verdict(self, group: _Group, place: int, case: _Case, *, over: bool) -> Verdict:
         rank = group.ranks[place]
         hours = case.lost * 1e-9 * self._world / 3600
-        reason = f"as fast as its peers again after {case.steps} steps" if over else case.reason
+        usual = "as its peers again" if group.alike else "again as it was"
+        reason = f"as fast {usual} after {case.steps} steps" if over else case.reason
         return Verdict(
             rank=rank,
             node=self._nodes[rank],

@@ -86,6 +86,8 @@ class ProgressReport:
     samples: tuple[SampleRow, ...] = ()
     p99: dict[str, float] = field(default_factory=dict)  # by phase: seconds
     work: tuple[tuple[int, ...], ...] = ()  # rank, steps, nanoseconds in each of `progress.SECTIONS`
+    # Of ranks of a pipeline in `samples`: rank, `Moment` as numbers, and the row of `SentMessages`.
+    stages: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

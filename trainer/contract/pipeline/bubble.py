@@ -21,6 +21,10 @@ class RankSeconds:
     computed: Mapping[int, float]
     waited: Mapping[int, float]
     """Waiting for activations or gradients that this stage needs."""
+    sends: float = 0.0
+    """Waiting at the end of the step until other stages had taken what was sent."""
+    reductions: float = 0.0
+    """In the reduction of gradients over the data-parallel ranks of a stage."""
 
 
 def bubbles(ranks: Sequence[RankSeconds]) -> list[float]:

@@ -8,18 +8,24 @@ from dataclasses import dataclass, fields
 from enum import IntEnum
 
 from trainer.contract.ranks.duration_histogram import BUCKETS, bucket
+from trainer.contract.ranks.stage_activity import Moment, SentMessages, moment_of
 
 SIZE = 4096
+_SENT_AT = 160
 _STOP_AT = 256
 _DUE_AT = 320
 _TICK_AT = 336
 _DRILL_AT = 352
 _WORK_AT = 384
 _TIMES_AT = 512
-_BODY = struct.Struct("<qIIqqqqqddqqqdd")
+_BODY = struct.Struct("<qIIqqqqqddqqqddIii")
 _STOP = struct.Struct("<IId")
 _DRILL = struct.Struct("<Id")
 _COUNT = struct.Struct("<I")
+_SENT = struct.Struct("<qI")  # 1 + the step before, stages of this rank; then two counts for each of them
+_SENT_COUNT = struct.Struct("<H")
+_MOST_STAGES = 16
+"""Of one rank, whose messages are counted."""
 _DRILL_FIELDS = 8  # behind the serial number
 
 
@@ -74,6 +80,14 @@ class Progress:
     restored_step: int = 0  # where this generation began: 0 from scratch
     save_seconds: float = 0.0  # 99th percentile of what saves have taken, known to rank 0
     step_seconds: float = 0.0  # of the newest step
+    activity: int = 0  # of a pipeline: as `moment_of` reads it; 0: none
+    stage: int = 0
+    micro_batch: int = 0
+
+    @property
+    def moment(self) -> Moment | None:
+        """What this rank of a pipeline does, with which micro-batch; None outside the passes of a step."""
+        return moment_of(self.activity, self.stage, self.micro_batch)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,8 +136,10 @@ class ProgressCell:
             now.phase_at = at
         self._publish(at)
 
-    def enter(self, phase: Phase, collective: int = 0) -> None:
+    def enter(self, phase: Phase, collective: int = 0, moment: Moment | None = None) -> None:
         """The rank goes on to another phase; the one it leaves is counted with the time it took.
+
+        `moment`: what it does in that phase, in a pipeline.
 
         Nothing is counted before `warmed`: a first step compiles and allocates, and is no measure of the others.
         """
@@ -134,7 +150,32 @@ class ProgressCell:
         now.phase, now.phase_at = phase, at
         if collective:
             now.collective = collective
+        self._set(moment)
         self._publish(at)
+
+    def begin_moment(self, moment: Moment | None) -> None:
+        """A rank goes on to something else within its phase, as to wait for another stage."""
+        self._set(moment)
+        self._publish(time.monotonic_ns())
+
+    def begin_passes(self, stages: int) -> None:
+        """The passes of a step begin, on a rank with so many stages of a pipeline."""
+        size = _SENT_COUNT.size * 2 * min(stages, _MOST_STAGES)
+        self._map[_SENT_AT + _SENT.size : _SENT_AT + _SENT.size + size] = bytes(size)
+        _SENT.pack_into(self._map, _SENT_AT, self._now.step + 1, min(stages, _MOST_STAGES))
+
+    def record_sent(self, place: int, is_gradient: bool, micro_batch: int) -> None:
+        """The stage at this place among those of this rank has the sending of a micro-batch behind it."""
+        if place < _MOST_STAGES:
+            at = _SENT_AT + _SENT.size + _SENT_COUNT.size * (2 * place + is_gradient)
+            _SENT_COUNT.pack_into(self._map, at, min(micro_batch + 1, 65535))
+
+    def _set(self, moment: Moment | None) -> None:
+        now = self._now
+        if moment is not None:
+            now.activity, now.stage, now.micro_batch = moment.code, moment.stage, moment.micro_batch
+        else:
+            now.activity = 0
 
     def add_input_bytes(self, size: int) -> None:
         """So many bytes of training data were taken; visible with the next change of anything."""
@@ -160,7 +201,7 @@ class ProgressCell:
         _BODY.pack_into(
             self._map, 8, now.step, now.phase, now.generation, now.collective, now.io_bytes, now.step_at,
             now.phase_at, now.moved_at, now.loss, now.grad_norm, now.saved_step, now.total_steps, now.restored_step,
-            now.save_seconds, now.step_seconds,
+            now.save_seconds, now.step_seconds, now.activity, now.stage, now.micro_batch,
         )  # fmt: skip
         self._words[0] = sequence + 2
         self._sequence = sequence + 2
@@ -197,6 +238,14 @@ class ProgressCell:
         """The rank's own work; sections of one step may be torn apart, sums over steps are not."""
         steps, *sections = _WORK.unpack_from(self._map, _WORK_AT)
         return Work(steps=steps, sections=tuple(sections))
+
+    def sent(self) -> SentMessages | None:
+        """How far the rank has come with sending in its newest passes; None where there were none."""
+        step, stages = _SENT.unpack_from(self._map, _SENT_AT)
+        if not step or not 0 < stages <= _MOST_STAGES:
+            return None
+        counts = struct.unpack_from(f"<{2 * stages}H", self._map, _SENT_AT + _SENT.size)
+        return SentMessages(after_step=step - 1, activations=counts[::2], gradients=counts[1::2])
 
     def last_tick_ns(self) -> int:
         """When `tick` was called last, in nanoseconds of CLOCK_MONOTONIC; 0: never."""

@@ -6,6 +6,7 @@ every step.
 """
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -60,7 +61,7 @@ class Ring:
                 dist.P2POp(dist.irecv, received, self._previous, self._group),
             ]
         )
-        return Transfer(tensor, received, works)
+        return Transfer(tensor, received, works, self._previous)
 
     def sources(self) -> Iterator[int]:
         """Whose keys and values are here in each turn: one's own, then those of the ranks before."""
@@ -73,10 +74,13 @@ class Transfer(NamedTuple):
     sent: torch.Tensor
     received: torch.Tensor
     works: list[dist.Work]
+    source: int  # rank of the world that sends
 
     def wait(self) -> torch.Tensor:
         """What has been received."""
-        with waiting(self.sent.device):
+        tracker = current_tracker()
+        told = nullcontext() if tracker is None else tracker.waits_in_ring(self.source)
+        with told, waiting(self.sent.device):
             for work in self.works:
                 work.wait()
         return self.received

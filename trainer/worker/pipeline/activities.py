@@ -1,32 +1,15 @@
-"""What a stage does at this moment, for whoever watches: a meter, or the cell in which a rank says where it is."""
+"""Who is told what a stage does at this moment: a meter, or the cell in which a rank says where it is."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from enum import StrEnum
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
+from trainer.contract.ranks.stage_activity import AWAITED_SENDS, RECEIVES, Activity, Moment
 
-class Activity(StrEnum):
-    """One thing at a time."""
+__all__ = ["EXPOSED_SENDS", "WAITS", "Activity", "Moment", "Watcher", "watched"]
 
-    WAIT_FOR_ACTIVATION = "wait for an activation"
-    WAIT_FOR_GRADIENT = "wait for a gradient"
-    FORWARD = "forward"
-    BACKWARD = "backward"
-    INPUT_GRADIENT = "gradient of activations"
-    WEIGHT_GRADIENT = "gradient of weights"
-    REDUCE = "reduction of gradients"  # over data-parallel ranks, once a step
-
-
-WAITS = (Activity.WAIT_FOR_ACTIVATION, Activity.WAIT_FOR_GRADIENT)
-
-
-class Moment(NamedTuple):
-    """An activity of a stage with one micro-batch; -1 for the reduction, which is of all."""
-
-    activity: Activity
-    stage: int
-    micro_batch: int
+WAITS = RECEIVES
+EXPOSED_SENDS = AWAITED_SENDS
 
 
 class Watcher(Protocol):

@@ -6,9 +6,11 @@ from typing import Generic, Protocol, TypeVar
 import torch
 
 from trainer.contract.pipeline.bubble import RankSeconds
-from trainer.worker.pipeline.activities import WAITS, Moment
+from trainer.worker.pipeline.activities import EXPOSED_SENDS, WAITS, Activity, Moment
 
 Mark = TypeVar("Mark")
+_SENDS = (Activity.SEND_ACTIVATION, Activity.SEND_GRADIENT)
+"""They begin and are not waited for."""
 
 
 class Clock(Protocol[Mark]):
@@ -67,13 +69,19 @@ class BubbleMeter(Generic[Mark]):
         """Of the step that has ended; on a GPU it waits for the stream, so ask a step later."""
         computed: dict[int, float] = {}
         waited: dict[int, float] = {}
-        span = 0.0
+        span = sends = reductions = 0.0
         for moment, begin, end in self._moments:
-            sums = waited if moment.activity in WAITS else computed
-            sums[moment.stage] = sums.get(moment.stage, 0.0) + self._clock.seconds(begin, end)
-            if moment.activity not in WAITS:
+            seconds = self._clock.seconds(begin, end)
+            if moment.activity in EXPOSED_SENDS:
+                sends += seconds
+            elif moment.activity is Activity.REDUCE:
+                reductions += seconds
+            elif moment.activity in WAITS:
+                waited[moment.stage] = waited.get(moment.stage, 0.0) + seconds
+            elif moment.activity not in _SENDS:
+                computed[moment.stage] = computed.get(moment.stage, 0.0) + seconds
                 span = self._clock.seconds(self._start, end)
-        return RankSeconds(span=span, computed=computed, waited=waited)
+        return RankSeconds(span=span, computed=computed, waited=waited, sends=sends, reductions=reductions)
 
 
 def meter_for(device: torch.device) -> "BubbleMeter[float] | BubbleMeter[torch.cuda.Event]":

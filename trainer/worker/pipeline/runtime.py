@@ -1,6 +1,6 @@
 """Runs the stages of this rank, in torch's runtime, in the order of a table."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -50,6 +50,16 @@ class Pipeline:
         """Have `watcher` told, too, from now on."""
         self._watchers.append(watcher)
 
+    def ask_before_sends(self, may_send: Callable[[], bool]) -> None:
+        """Have `may_send` asked before everything that is sent; what it refuses is never sent."""
+        for stage in self.stages:
+            stage.may_send = may_send
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that this rank has sent to other stages since the beginning."""
+        return sum(stage.sent_bytes for stage in self.stages)
+
     @property
     def has_last(self) -> bool:
         """Whether this rank computes the loss."""
@@ -82,6 +92,8 @@ class Pipeline:
         if len(shapes := {batch.shape for batch in batches}) > 1:
             raise ValueError(f"micro-batches of {len(shapes)} shapes: all of a pipeline must have the same")
         self._losses.clear()
+        for stage in self.stages:
+            stage.sends.clear()
         tokens = torch.cat(list(batches))
         args = (tokens[:, :-1],) if any(stage.is_first for stage in self.stages) else ()
         if self.has_last:
@@ -89,6 +101,8 @@ class Pipeline:
             run(*args, target=tokens[:, 1:], targets=tokens[:, 1:], return_outputs=False)
         else:
             run(*args, return_outputs=False)
+        for stage in self.stages:
+            stage.wait_for_sends()
         total = torch.zeros((), device=tokens.device)
         for loss in self._losses:
             total += loss

@@ -1,6 +1,6 @@
 """A stage of torch's pipelining that says what it does, and keeps buffers of micro-batches in flight alone."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,8 +10,14 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining._utils import _make_tensor_from_meta
+from torch.distributed.pipelining.schedules import _batch_p2p
 
 from trainer.worker.pipeline.activities import Activity, Moment, Watcher, watched
+
+_AWAITED = {
+    Activity.SEND_ACTIVATION: Activity.WAIT_FOR_SENT_ACTIVATION,
+    Activity.SEND_GRADIENT: Activity.WAIT_FOR_SENT_GRADIENT,
+}
 
 
 class Stage(PipelineStage):
@@ -31,6 +37,11 @@ class Stage(PipelineStage):
             module, number, stages, device, input_args=(inputs,), output_args=(output,), group=group
         )  # fmt: skip
         self.watchers = watchers
+        self.sends: list[tuple[Moment, list[dist.Work]]] = []
+        """What was sent in this step and may not have been taken, oldest first."""
+        self.sent_bytes = 0  # since the beginning
+        self.may_send: Callable[[], bool] = lambda: True
+        """Asked before everything that is sent."""
 
     def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
         with self._on_meta_device():
@@ -56,6 +67,31 @@ class Stage(PipelineStage):
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         self._allocate(self.args_recv_info[fwd_chunk_id])
         return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        self._send(Activity.SEND_ACTIVATION, fwd_chunk_id, super().get_fwd_send_ops)
+        return []
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        self._send(Activity.SEND_GRADIENT, bwd_chunk_id, super().get_bwd_send_ops)
+        return []
+
+    def _send(self, activity: Activity, micro_batch: int, prepare: Callable[[int], list[dist.P2POp]]) -> None:
+        """Send, and keep what was begun: torch would wait for it without saying so."""
+        with watched(self.watchers, moment := Moment(activity, self.stage_index, micro_batch)):
+            sends = self.may_send()
+            ops = prepare(micro_batch)
+            if ops and sends:
+                self.sent_bytes += sum(op.tensor.nbytes for op in ops)
+                self.sends.append((moment, _batch_p2p(ops)))
+
+    def wait_for_sends(self) -> None:
+        """Until all that was sent has been taken."""
+        for moment, works in self.sends:
+            with watched(self.watchers, moment._replace(activity=_AWAITED[moment.activity])):
+                for work in works:
+                    work.wait()
+        self.sends.clear()
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         if self.has_backward and not self.is_last:

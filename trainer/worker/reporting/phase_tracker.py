@@ -1,7 +1,8 @@
 """Tracks the phases of a rank's steps: each is written to the progress cell, and the rank's own work is timed."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -9,7 +10,10 @@ import torch.distributed.distributed_c10d as c10d
 from torch import nn
 
 from trainer.contract.ranks.progress import SECTIONS, Phase, ProgressCell
+from trainer.contract.ranks.stage_activity import Activity, Moment
 from trainer.worker.compilation import is_compiled
+from trainer.worker.pipeline.bubble_meter import HostClock
+from trainer.worker.reporting.wait_meter import WaitMeter, wait_meter
 from trainer.worker.reporting.work_timer import Stopwatch, exclude_fsdp_waits, stopwatch
 
 _SECTION = {phase: index for index, phase in enumerate(SECTIONS)} | {Phase.COMPILE: SECTIONS.index(Phase.FORWARD)}
@@ -18,10 +22,14 @@ _SECTION = {phase: index for index, phase in enumerate(SECTIONS)} | {Phase.COMPI
 class PhaseTracker:
     """Phases of one generation, from its first step on; costs a few microseconds a step."""
 
-    def __init__(self, cell: ProgressCell, stopwatch: Stopwatch, *, compiles: bool = False) -> None:
-        """`compiles`: the first forward pass compiles the model."""
+    def __init__(
+        self, cell: ProgressCell, stopwatch: Stopwatch, *, compiles: bool = False,
+        waits: "WaitMeter[Any] | None" = None,
+    ) -> None:  # fmt: skip
+        """`compiles`: the first forward pass compiles the model. `waits`: None measures by the host's clock."""
         self._cell, self._stopwatch, self._compiles = cell, stopwatch, compiles
         self._messages = 0
+        self._moment: Moment | None = None
         self._counters: list[Callable[[], int]] = [*_counters(), lambda: self._messages]
         self._section: int | None = None
         self._phase, self._slow_depth, self._thread = Phase.INIT, 0, threading.get_ident()
@@ -29,28 +37,64 @@ class PhaseTracker:
         self._last_total = [0] * len(SECTIONS)
         self.last_step = [0] * len(SECTIONS)
         """Nanoseconds of own work in each of SECTIONS in the newest step; on a GPU, what was known by then."""
+        self.reductions = 0.0
+        """Seconds for which this rank waited in the collectives of a step, that before the newest one."""
+        self._waits: WaitMeter[Any] = waits or WaitMeter(HostClock())
         self._first = True
 
-    def enter(self, phase: Phase) -> None:
-        """Go on to another phase."""
+    def enter(self, phase: Phase, moment: Moment | None = None) -> None:
+        """Go on to another phase; `moment`: of a pipeline, what this rank does in it."""
         if phase is Phase.FORWARD and self._compiles:
             phase, self._compiles = Phase.COMPILE, False
-        self._phase = phase
-        self._cell.enter(phase, sum([count() for count in self._counters]))
+        self._phase, self._moment = phase, moment
+        self._waits.end()
+        self._cell.enter(phase, sum([count() for count in self._counters]), moment)
         self._section = _SECTION.get(phase)
         self._stopwatch.switch_to(self._section)
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether passes are those of an evaluation, and no work of a step."""
+        return self._phase is Phase.EVAL
+
+    def begin_moment(self, moment: Moment) -> None:
+        """Go on to something else within the phase, which is no work of the step: to wait for another stage."""
+        self._moment = moment
+        self._cell.begin_moment(moment)
+        self.pause()
+
+    def begin_passes(self, stages: int) -> None:
+        """The passes of a step begin, on a rank with so many stages of a pipeline."""
+        self._cell.begin_passes(stages)
+
+    def record_sent(self, place: int, is_gradient: bool, micro_batch: int) -> None:
+        """As `ProgressCell.record_sent`."""
+        self._cell.record_sent(place, is_gradient, micro_batch)
 
     def message_begun(self) -> None:
         """This rank has begun to send and to receive within a phase: shown at once, as gloo keeps no record of it."""
         self._messages += 1
         self._cell.update(collective=sum([count() for count in self._counters]))
 
+    @contextmanager
+    def waits_in_ring(self, source: int) -> Iterator[None]:
+        """Inside, this rank waits for a message of rank `source` of the world; then it goes on with what it did."""
+        self._cell.begin_moment(Moment(Activity.WAIT_IN_RING, source, -1))
+        yield
+        self._cell.begin_moment(self._moment)
+
     def pause(self) -> None:
         """What follows is no work of the step: a wait for peers, or a message to them."""
         self._stopwatch.switch_to(None)
 
+    def begin_wait(self) -> None:
+        """Pause for collectives with peers, which nothing hides; ends as a pause does, or with the next phase."""
+        self.pause()
+        self._waits.begin()
+
     def resume(self) -> None:
         """Back to the section that was paused."""
+        self._waits.end()
         self._stopwatch.switch_to(self._section)
 
     def begin_slow_phase(self, phase: Phase) -> None:
@@ -73,6 +117,7 @@ class PhaseTracker:
         """`step` is over: record the own work so far, without the first step, which allocates and compiles."""
         self._section = None
         self._stopwatch.switch_to(None)
+        self.reductions = self._waits.step_ended()
         total = self._stopwatch.total()
         self.last_step = [now - before for now, before in zip(total, self._last_total, strict=True)]
         self._last_total = list(total)
@@ -113,7 +158,7 @@ def _report_compilations(tracker: PhaseTracker) -> None:
 
 def phase_tracker(cell: ProgressCell, model: nn.Module, device: torch.device) -> PhaseTracker:
     """The phase tracker of a rank that trains `model` on `device`."""
-    tracker = PhaseTracker(cell, stopwatch(device), compiles=is_compiled(model))
+    tracker = PhaseTracker(cell, stopwatch(device), compiles=is_compiled(model), waits=wait_meter(device))
     _current[:] = [tracker]
     if is_compiled(model):
         _report_compilations(tracker)

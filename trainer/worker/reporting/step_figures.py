@@ -2,6 +2,7 @@
 
 import resource
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -11,6 +12,8 @@ from trainer.contract.model_flops import peak_flops
 from trainer.contract.ranks.progress import SECTIONS
 from trainer.worker.reporting.rank_comparison import RankComparison
 from trainer.worker.reporting.traffic import TrafficMeter
+
+_NOTHING: Mapping[str, float] = MappingProxyType({})
 
 
 class StepFigures:
@@ -37,20 +40,23 @@ class StepFigures:
             self._bytes, self._tells_bytes = found, True
 
     def of(
-        self, step: int, seconds: float, stall: float, sections: Mapping[str, float], stage_wait: float | None = None
-    ) -> dict[str, Any]:
+        self, step: int, seconds: float, stall: float, sections: Mapping[str, float],
+        exposed: Mapping[str, float] = _NOTHING,
+    ) -> dict[str, Any]:  # fmt: skip
         """`seconds` of the step, of which saves took `stall`; `sections`: this rank's own work in each of them.
 
-        `stage_wait`: seconds in receives from other stages of the model, measured in the step before, None without a
-        pipeline; as a share of the step it is told as `bubble`. What is left of the step is `waiting`: for peers,
-        collectives that nothing hides, and the host. All ranks call it for the same steps: some compare the ranks.
+        `exposed`: seconds of communication that nothing hid, measured in the step before: in `reductions`, and in a
+        pipeline in `receives` and `sends` between stages; `receives` as a share of the step are told as `bubble`. What
+        is left of the step is `waiting`: in these, in collectives within the passes, and for the host. All ranks call
+        it for the same steps: some compare the ranks.
         """
         work = {name: round(value, 6) for name, value in sections.items()}
         waiting, memory = max(0.0, seconds - stall - sum(sections.values())), self._memory()
         told = {"work": work, "waiting": round(waiting, 6), "memory": memory, **self._speed(seconds)}
-        compared = {**sections, "waiting": waiting}
-        if stage_wait is not None:
-            told["bubble"] = compared["bubble"] = round(stage_wait / seconds, 4) if seconds > 0 else 0.0
+        told["exposed"] = {name: round(value, 6) for name, value in exposed.items()}
+        compared = {**sections, "waiting": waiting, **exposed}
+        if "receives" in exposed:
+            told["bubble"] = compared["bubble"] = round(exposed["receives"] / seconds, 4) if seconds > 0 else 0.0
         if ranks := self._comparison.add(step, compared, memory):
             told["ranks"] = ranks
         # Not in every line: it is the same for all steps of a generation.

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from trainer.worker.context_parallel.ring import ring_of
 from trainer.worker.parallel.mesh import Layout
+from trainer.worker.pipeline.pipelined_llama import pipeline_of
 from trainer.worker.reporting.stderr_best_effort import write_stderr
 
 _SIZES = {
@@ -93,9 +94,16 @@ def groups_of(layout: Layout) -> dict[str, str]:
 
 
 def messages_of(model: nn.Module, device: torch.device) -> dict[str, Callable[[], int]]:
-    """Bytes of messages between ranks that share sequences; gloo keeps no records of those, as NCCL does."""
-    ring = ring_of(model)
-    return {"cp": lambda: ring.sent_bytes} if ring is not None and device.type == "cpu" else {}
+    """Bytes of messages between stages, or ranks that share sequences; NCCL keeps records of those, and gloo none."""
+    if device.type != "cpu":
+        return {}
+    ring, pipeline = ring_of(model), pipeline_of(model)
+    found: dict[str, Callable[[], int]] = {}
+    if pipeline is not None:
+        found["pp"] = lambda: pipeline.sent_bytes
+    if ring is not None:
+        found["cp"] = lambda: ring.sent_bytes
+    return found
 
 
 def _named(mesh: DeviceMesh) -> dict[str, str]:

@@ -61,6 +61,11 @@ class Drill:
         self._inject("hang-in-forward", step, _wait)
         self._inject("hold-lock", step, _hold_lock)
 
+    def in_send(self, step: int) -> bool:
+        """Before a stage sends something; whether it may. Strikes once in a step."""
+        self._inject_once("hang-in-send", step, _wait)
+        return not self._inject_once("skip-send", step, lambda _: None)
+
     def loss_factor(self, step: int) -> float:
         """What the loss of `step` is multiplied with."""
         factor = 1.0
@@ -99,6 +104,15 @@ class Drill:
         for event in self._due(kind, step):
             self._announce_once(event, step)
             fire(event.value)
+
+    def _inject_once(self, kind: str, step: int, fire: Callable[[float], None]) -> bool:
+        """As `_inject`, where a step comes by several times; whether it has struck now."""
+        due = self._due(kind, step)
+        for event in due:
+            self._events.remove(event)
+            self._announce_once(event, step)
+            fire(event.value)
+        return bool(due)
 
     def _announce_once(self, event: DrillEvent, step: int) -> None:
         if event not in self._announced:

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -70,7 +70,7 @@ class PendingStep:
     loss_scale: float = 1.0
     work: Sequence[int] = (0,) * len(SECTIONS)  # nanoseconds in each of them
     overflowed: bool = False  # in float16: the optimizer left it out
-    stage_wait: float | None = None  # seconds for which this rank waited for other stages; of the step before
+    exposed: Mapping[str, float] = field(default_factory=dict)  # seconds in communication; of the step before
 
 
 class Loop:
@@ -136,7 +136,7 @@ class Loop:
         scale, overflowed = self._train_state.loss_scale.scale, self._overflowed(reduced)
         if not overflowed:
             objects.optimizer.step()
-        self._services.phases.pause()
+        self._services.phases.begin_wait()
         reduced.wait()
         self._services.phases.resume()
         self._experts.step_ended(reduced.loads, moves=not overflowed)
@@ -146,9 +146,13 @@ class Loop:
             objects.scheduler.step()
         self._services.phases.step_ended(step)
         self._services.figures.step_ended()
-        return PendingStep(
-            reduced, position, rate, scale, self._services.phases.last_step, overflowed, self._passes.waited
-        )
+        return PendingStep(reduced, position, rate, scale, self._services.phases.last_step, overflowed, self._exposed())
+
+    def _exposed(self) -> dict[str, float]:
+        """Seconds of communication that nothing hid, by its kind, in the step before."""
+        found = dict(self._passes.exposed)
+        found["reductions"] = found.get("reductions", 0.0) + self._services.phases.reductions
+        return found
 
     def _overflowed(self, reduced: Reduced) -> bool:
         """Whether the gradients of this step are none in float16, which alone waits for the device to know it."""
@@ -169,7 +173,7 @@ class Loop:
         gradients = self._passes.gradients.end_step()
         reduction.unscale(gradients, self._train_state.loss_scale.scale)
         self._services.drill.before_reduce(step)
-        self._services.phases.pause()
+        self._services.phases.begin_wait()
         own = None if self._own_metrics is None else self._reducer.pack(self._own_metrics())
         message = self._rank_zero_message(step)
         numbers, facts = OwnNumbers(own, self._experts.loads()), self._passes.gradients.facts()
@@ -280,7 +284,7 @@ class Loop:
         speed = {} if tokens is None else {"tokens_per_s": tokens / seconds}
         more: dict[str, Any] = {"metrics": own} if own else {}
         more |= self._services.figures.of(
-            result.step, seconds, self._stall, section_seconds(pending.work), pending.stage_wait
+            result.step, seconds, self._stall, section_seconds(pending.work), pending.exposed
         )
         more |= expert_loads(result.step, result.loads, self._experts.layers)
         if self._train_state.loss_scale.is_dynamic:

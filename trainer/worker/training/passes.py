@@ -1,6 +1,7 @@
 """The forward and backward passes of a step: gradients of all its micro-batches, one after the other or in stages."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -24,8 +25,8 @@ class Passes(Protocol):
     """What computes the gradients of a step."""
 
     gradients: GradientSync
-    waited: float | None
-    """Seconds for which this rank waited for other stages in the step before; None: there are none."""
+    exposed: Mapping[str, float]
+    """Seconds of communication of a pipeline that nothing hid in the step before: `receives`, `sends`, `reductions`."""
 
     def run(self, step: int, batches: Sequence[Any], scale: float) -> torch.Tensor:
         """Gradients of all micro-batches, times `scale`; returns this rank's mean loss. Raises WorkloadError."""
@@ -33,7 +34,7 @@ class Passes(Protocol):
 
 def passes_of(objects: TrainObjects, phases: PhaseTracker, drill: Drill, reduce: Reduce) -> Passes:
     """Those of a model in one piece, or in stages."""
-    gradients = GradientSync(objects.model, objects.layout, reduce, phases.pause)
+    gradients = GradientSync(objects.model, objects.layout, reduce, phases.begin_wait)
     pipeline = pipeline_of(objects.model)
     if pipeline is None:
         return WholePasses(objects, phases, drill, gradients)
@@ -43,7 +44,7 @@ def passes_of(objects: TrainObjects, phases: PhaseTracker, drill: Drill, reduce:
 class WholePasses:
     """Every micro-batch is computed by the model of this rank."""
 
-    waited: float | None = None
+    exposed: Mapping[str, float] = MappingProxyType({})
 
     def __init__(self, objects: TrainObjects, phases: PhaseTracker, drill: Drill, gradients: GradientSync) -> None:
         self._objects, self._phases, self._drill, self.gradients = objects, phases, drill, gradients
@@ -71,27 +72,34 @@ class WholePasses:
 class StagedPasses:
     """The micro-batches go through the stages of all ranks of a pipeline."""
 
-    waited: float | None = 0.0
+    exposed: Mapping[str, float] = MappingProxyType({"receives": 0.0, "sends": 0.0, "reductions": 0.0})
 
     def __init__(
         self, objects: TrainObjects, phases: PhaseTracker, drill: Drill, gradients: GradientSync, pipeline: Pipeline
     ) -> None:
         self._objects, self._phases, self._drill, self.gradients = objects, phases, drill, gradients
         self._pipeline, self._meter = pipeline, meter_for(objects.layout.device)
-        self._begun = False
-        pipeline.watch(StagePhases(phases))
+        self._begun, self._step = False, 0
+        pipeline.ask_before_sends(lambda: drill.in_send(self._step))
+        pipeline.watch(StagePhases(phases, [stage.stage_index for stage in pipeline.stages]))
         pipeline.watch(self._meter)
 
     def run(self, step: int, batches: Sequence[Any], scale: float) -> torch.Tensor:
         """As `Passes.run`; only the last stage knows the loss, which stands for that of all stages."""
         require_batches(self._objects, step, batches)
         # Of the step before: on a GPU its end has been reached by now.
-        self.waited = sum(self._meter.take().waited.values()) if self._begun else 0.0
+        if self._begun:
+            before = self._meter.take()
+            waited = sum(before.waited.values())
+            self.exposed = {"receives": waited, "sends": before.sends, "reductions": before.reductions}
         self._begun = True
         self._meter.start()
+        self._step = step
+        self._phases.begin_passes(len(self._pipeline.stages))
         self._phases.enter(Phase.FORWARD)
         self._drill.in_forward(step)
         loss = self._pipeline.step(batches, factor=self._drill.loss_factor(step), scale=scale)
+        self._step = 0  # an evaluation is no part of it
         self._phases.enter(Phase.BACKWARD)
         self.gradients.reduce_now()
         return loss * self._objects.layout.sizes.pp

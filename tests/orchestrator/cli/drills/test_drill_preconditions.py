@@ -8,7 +8,17 @@ from orchestrator.cli.drills.drill_preconditions import why_undetectable
 from orchestrator.cli.drills.scorecard import EXPECTED
 from trainer.contract.config import JobConfig, build
 
-HUNG = {"stop-rank", "hang-in-collective", "hang-in-data", "hang-in-forward", "hang-in-save", "hold-lock"}
+HUNG = {
+    "stop-rank",
+    "hang-in-collective",
+    "hang-in-data",
+    "hang-in-forward",
+    "hang-in-save",
+    "hold-lock",
+    "hang-in-send",
+    "skip-send",
+}
+IN_STAGES = {"pipeline": {"stages": 2}}
 
 
 def refused(fields: dict[str, Any]) -> dict[str, str]:
@@ -17,7 +27,13 @@ def refused(fields: dict[str, Any]) -> dict[str, str]:
 
 
 def test_what_is_watched_can_be_hit() -> None:
-    assert refused({}) == {}
+    assert refused({"parallel": IN_STAGES}) == {}
+
+
+def test_a_model_in_one_piece_sends_nothing_between_stages() -> None:
+    found = refused({})
+    assert set(found) == {"hang-in-send", "skip-send"}
+    assert all("parallel.pipeline.stages=1" in why for why in found.values())
 
 
 def test_a_command_of_the_users_own_takes_no_orders_and_is_not_watched() -> None:
@@ -33,6 +49,6 @@ def test_a_command_of_the_users_own_takes_no_orders_and_is_not_watched() -> None
     ("straggler", {"slow-rank"}, "detection.straggler.on=false"),
 ])  # fmt: skip
 def test_what_only_the_watch_would_notice_needs_it(off: str, kinds: set[str], key: str) -> None:
-    found = refused({"detection": {off: {"on": False}}})
+    found = refused({"detection": {off: {"on": False}}, "parallel": IN_STAGES})
     assert set(found) == kinds
     assert all(key in why for why in found.values())

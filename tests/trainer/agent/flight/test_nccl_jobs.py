@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from tests.trainer.agent.flight.mesh_dumps import Incident, incident
-from tests.trainer.agent.flight.mesh_program import programs
-from tests.trainer.agent.flight.mesh_run import Run
+from tests.trainer.agent.flight.mesh_dumps import Incident, Recorder, dump, incident
+from tests.trainer.agent.flight.mesh_program import Call, Mesh, Program, Style, programs
+from tests.trainer.agent.flight.mesh_run import Fault, Run
 from trainer.agent.flight.analysis import analyse, parse
 from trainer.agent.flight.finding import Finding
 from trainer.agent.flight.flight_record import WIRE, FlightRecord
@@ -184,3 +184,54 @@ def _moved(flight: FlightRecord, copy: int) -> FlightRecord:
         messages=tuple(replace(one, group=f"{one.group}.{copy}", source=one.source + by, target=one.target + by)
                        for one in flight.messages),
     )  # fmt: skip
+
+
+LATE = 1e6
+"""Seconds after which all that can move has moved."""
+STAGES = Mesh(stages=4)
+IN_STAGES = Style(batches=4, steps=2)
+
+
+def staged(fault: Fault | None, style: Style = IN_STAGES, mesh: Mesh = STAGES) -> Finding:
+    """What the records of NCCL say of a pipeline to which this has happened."""
+    run = Run(mesh, list(programs(mesh, style)), [fault] if fault is not None else [], seed=1)
+    records = {rank: dump(run, rank, Recorder(), LATE) for rank in range(mesh.world)}
+    return analyse([sent(rank, one) for rank, one in records.items()], range(mesh.world))
+
+
+def sends(style: Style, mesh: Mesh, rank: int) -> list[int]:
+    """The places of a rank's sends in its program."""
+    return [at for at, one in enumerate(Program(mesh, style, rank).code) if isinstance(one, Call) and one.op == "send"]
+
+
+@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize("rank", range(4))
+def test_a_stage_that_never_sends_is_named_however_many_stages_wait(rank: int, batched: bool) -> None:
+    """It stands still before its last send but one; the other hosts go on to the sum of the step."""
+    style = replace(IN_STAGES, batched=batched)
+    whole = Run(STAGES, list(programs(STAGES, style)), [], seed=1)
+    calls = [made for made in whole.ranks[rank].made if made.call.op == "send"]
+    told = staged(Fault(kind="host", ranks=frozenset({rank}), time=calls[-2].time), style)
+    assert [(one.rank, one.kind) for one in told.culprits] == [(rank, "never_came")]
+
+
+def test_messages_of_two_stages_are_no_desync() -> None:
+    """Stages call messages under the same numbers that differ in everything: in kind, in ends, in size."""
+    run = Run(STAGES, list(programs(STAGES, IN_STAGES)), [], seed=1)
+    records = [dump(run, rank, Recorder(), LATE) for rank in range(4)]
+    for rank, one in enumerate(records):
+        for entry in one["entries"]:
+            if entry["is_p2p"]:
+                entry["input_sizes"] = entry["output_sizes"] = [[64 + rank, 1]]
+                entry["retired"], entry["state"] = False, "scheduled"
+    told = analyse([sent(rank, one) for rank, one in enumerate(records)], range(4))
+    assert (told.kind, told.culprits) == ("stuck_together", ())
+    assert "both ends have called the message" in told.reason
+
+
+def test_a_stage_that_leaves_a_message_out_is_no_desync_either() -> None:
+    """Its neighbour and it wait for each other: records of NCCL alone do not tell which of the two is wrong."""
+    fault = Fault(kind="skip", ranks=frozenset({1}), at=sends(IN_STAGES, STAGES, 1)[-3])
+    told = staged(fault)
+    assert told.kind not in ("desync_order", "desync_shape")
+    assert {one.rank for one in told.culprits} <= {1}

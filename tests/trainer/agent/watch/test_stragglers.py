@@ -25,17 +25,22 @@ WORLDS = {
     "thirty-two": World(ranks=32, per_node=8),
     "tp=4, uneven by 1.5 x": World(ranks=16, tp=4, uneven=1.5),
     "four stages, uneven by 2 x": World(ranks=16, stages=4, uneven=2.0),
+    "four stages of one rank, uneven by 2 x": World(ranks=4, per_node=2, stages=4, uneven=2.0),
+    "eight stages of one rank": World(stages=8, uneven=1.3),
+    "two stages of one rank": World(ranks=2, per_node=1, stages=2, uneven=1.5),
     "quiet, many hiccups": World(noise=0.02, hiccups=0.005),
     "short steps": World(step=0.02),
 }
-SMALL = ("pair", "three")
+ALONE = ("four stages of one rank, uneven by 2 x", "eight stages of one rank")
+"""Worlds in which no rank has a peer: what a rank was itself is a noisier measure."""
+SMALL = ("pair", "three", "two stages of one rank")
 """Groups so small that a rank's peers are hardly a measure: found later, and not always."""
-LEAST = {"pair": 0.75, "three": 0.95}
+LEAST = {"pair": 0.75, "three": 0.95, "two stages of one rank": 0.75, **dict.fromkeys(ALONE, 0.9)}
 """The share that is named in time in them; 0.98 elsewhere."""
 SOON = {1.3: 20, 1.1: 100}
 """Steps within which a rank so many times slower is to be named, where agents report several times in them."""
 LATER = {1.3: 100, 1.1: 400}
-EXACT = [name for name in WORLDS if name not in (*SMALL, "quiet, many hiccups", "short steps")]
+EXACT = [name for name in WORLDS if name not in (*SMALL, *ALONE, "quiet, many hiccups", "short steps")]
 
 
 # -- the rules
@@ -175,10 +180,41 @@ def test_uneven_coordinates_are_no_stragglers():
     assert together.go({rank: 2.0 if rank == 7 else 1.0 for rank in range(8)}, 30)
 
 
-def test_a_rank_that_is_alone_in_what_it_does_is_never_named():
+STAGES = {0: 1.0, 1: 2.0, 2: 1.5, 3: 0.5}
+"""Ranks that have a stage each, and no peers."""
+
+
+def test_a_rank_without_peers_is_held_against_its_own_past():
     ranks = ranks_of(4, lambda rank: rank)
-    assert ranks.go(dict.fromkeys(range(4), 1.0), 30) == []
-    assert ranks.go({0: 1.0, 1: 1.0, 2: 1.0, 3: 3.0}, 30) == []
+    assert ranks.go(STAGES, 30) == []
+    (verdict,) = ranks.go({**STAGES, 3: 0.75}, 5)
+    assert (verdict.rank, verdict.ratio, verdict.section) == (3, 1.5, "backward")
+    assert "1.50 x what it was, beside its neighbours, in 3 short windows in a row (limit 1.07 x)" in verdict.reason
+    assert verdict.reason.endswith("most in backward (1.50 x)")
+    assert verdict.gpu_hours == pytest.approx(0.25 * 12 * 4 / 3600)
+    (over,) = ranks.go(STAGES, 3)
+    assert (over.rank, over.over) == (3, True)
+    assert "as fast again as it was after" in over.reason
+
+
+def test_ranks_without_peers_that_all_become_slower_or_one_faster_are_not_named():
+    ranks = ranks_of(4, lambda rank: rank)
+    assert ranks.go(STAGES, 30) == []
+    assert ranks.go({rank: 2 * each for rank, each in STAGES.items()}, 60) == [], "longer sequences, a busy machine"
+    assert ranks.go({rank: 2 * each if rank else each for rank, each in STAGES.items()}, 20) == []
+
+
+@pytest.mark.parametrize("usual", [{0: 1.0, 1: 3.0}, {0: 1.0, 1: 1.0}])
+def test_of_two_stages_the_one_that_has_changed_is_named(usual):
+    ranks = ranks_of(2, lambda rank: rank)
+    assert ranks.go(usual, 30) == []
+    (verdict,) = ranks.go({**usual, 0: 1.4}, 20)
+    assert (verdict.rank, verdict.ratio) == (0, pytest.approx(1.4, abs=0.01))
+
+
+def test_a_rank_all_alone_is_never_named():
+    ranks = ranks_of(1)
+    assert ranks.go({0: 1.0}, 30) + ranks.go({0: 3.0}, 30) == []
 
 
 def test_of_two_the_one_that_has_changed_is_named():
@@ -220,7 +256,7 @@ def tell_of(name: str, ratio: float, seed: int, within: int) -> tuple[bool, bool
 
 
 def within_of(name: str) -> dict[float, int]:
-    return LATER if name == "short steps" else SOON
+    return LATER if name in ("short steps", *ALONE) else SOON
 
 
 def table(names: list[str], seeds: range) -> dict[tuple[str, float], Counter[str]]:
@@ -240,6 +276,11 @@ def test_a_sample_of_slow_ranks_is_named_in_time():
     assert {key: row["named"] for key, row in rows.items()} == dict.fromkeys(rows, 4)
     assert sum(row["wrong"] for row in rows.values()) == 0
     assert sum(row["section"] for row in rows.values()) >= 0.9 * 4 * len(rows)
+
+
+def test_a_sample_of_slow_stages_is_named_in_time():
+    rows = [tell_of(name, 1.3, seed, LATER[1.3]) for name in ALONE for seed in range(3)]
+    assert all(named and not wrong for named, wrong, _, _ in rows)
 
 
 @pytest.mark.parametrize("name", WORLDS)

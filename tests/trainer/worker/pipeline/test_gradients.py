@@ -11,7 +11,7 @@ from tests.trainer.worker.pipeline.gradient_program import MICRO_BATCHES, STAGES
 from tests.warm_programs import WarmPrograms
 from trainer.contract.pipeline.pipeline_config import PipelineConfig
 from trainer.contract.pipeline.schedule_table import COMPUTES, Kind
-from trainer.worker.pipeline.activities import WAITS, Activity
+from trainer.worker.pipeline.activities import EXPOSED_SENDS, WAITS, Activity
 from trainer.worker.pipeline.torch_tables import with_communication
 
 pytestmark = pytest.mark.multi
@@ -26,6 +26,8 @@ ACTIVITIES = {
     Kind.INPUT_GRADIENT: Activity.INPUT_GRADIENT,
     Kind.WEIGHT_GRADIENT: Activity.WEIGHT_GRADIENT,
 }
+SENT = {Kind.SEND_ACTIVATION: Activity.SEND_ACTIVATION, Kind.SEND_GRADIENT: Activity.SEND_GRADIENT}
+AWAITED = dict(zip(SENT.values(), EXPOSED_SENDS, strict=True))
 
 
 class Ranks(NamedTuple):
@@ -147,7 +149,7 @@ def test_watchers_see_what_the_table_says_and_waits_before_it(
     table = with_communication(pipeline, MICRO_BATCHES)
     for actions, one in zip(table, results("4 ranks"), strict=True):
         moments = [tuple(moment) for moment in one[schedule]["moments"]]
-        computed = [one for one in moments if one[0] not in WAITS]
+        computed = [one for one in moments if one[0] not in (*WAITS, *AWAITED, *EXPOSED_SENDS)]
         expected = [
             (ACTIVITIES[action.kind] if action.kind in COMPUTES else Activity.REDUCE, action.stage, action.micro_batch)
             for action in actions
@@ -160,7 +162,12 @@ def test_watchers_see_what_the_table_says_and_waits_before_it(
                 assert after[0] in ((Activity.FORWARD,) if forward else (Activity.BACKWARD, Activity.INPUT_GRADIENT))
                 assert after[1:] == wait[1:]
         receives = [action for action in actions if action.kind in (Kind.RECEIVE_ACTIVATION, Kind.RECEIVE_GRADIENT)]
-        assert len(moments) - len(computed) == len(receives)
+        assert sum(one[0] in WAITS for one in moments) == len(receives)
+        sends = [(SENT[action.kind], action.stage, action.micro_batch) for action in actions if action.kind in SENT]
+        assert [one for one in moments if one[0] in SENT.values()] == sends
+        awaited = [one for one in moments if one[0] in EXPOSED_SENDS]
+        assert sorted(awaited) == sorted((AWAITED[one], *rest) for one, *rest in sends)
+        assert moments[len(moments) - len(awaited) :] == awaited, "nobody waits for a send before the end of the step"
 
 
 def test_buffers_are_kept_for_micro_batches_in_flight_alone(results: Callable[[str], list[Result]]) -> None:

@@ -49,7 +49,13 @@ def test_waits_and_computations_are_summed_up_by_stage() -> None:
     spend(Activity.BACKWARD, 1, 2.0)
     spend(Activity.FORWARD, 3, 1.0)
     spend(Activity.WAIT_FOR_GRADIENT, 3, 0.25)
-    assert meter.take() == RankSeconds(span=9.5, computed={1: 3.0, 3: 1.0}, waited={1: 5.0, 3: 0.25})
+    spend(Activity.SEND_GRADIENT, 3, 0.125)
+    spend(Activity.REDUCE, 3, 4.0)
+    spend(Activity.WAIT_FOR_SENT_ACTIVATION, 1, 1.5)
+    spend(Activity.WAIT_FOR_SENT_GRADIENT, 3, 1.0)
+    assert meter.take() == RankSeconds(
+        span=9.5, computed={1: 3.0, 3: 1.0}, waited={1: 5.0, 3: 0.25}, sends=2.5, reductions=4.0
+    )
 
 
 @pytest.mark.proof

@@ -10,9 +10,11 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from trainer.contract.ranks.progress import SECTIONS, Phase, ProgressCell
+from trainer.contract.ranks.stage_activity import Activity, Moment
 from trainer.worker.compilation import compile_forward, is_compiled
 from trainer.worker.reporting import work_timer
 from trainer.worker.reporting.phase_tracker import PhaseTracker, phase_tracker
+from trainer.worker.reporting.wait_meter import WaitMeter
 from trainer.worker.reporting.work_timer import CpuStopwatch, CudaStopwatch, exclude_fsdp_waits
 from trainer.worker.workload import evaluating
 
@@ -69,6 +71,18 @@ def test_messages_are_told_within_a_phase_and_count_as_collectives_do(world, cel
     assert (reading.collective - before.collective, reading.moved_at > before.moved_at) == (1, True)
     taken.enter(Phase.BACKWARD)
     assert cell.read().collective == reading.collective
+
+
+def test_a_wait_in_a_ring_is_told_and_then_what_it_interrupted(world, cell):
+    taken = PhaseTracker(cell, Clock())
+    taken.enter(Phase.FORWARD, Moment(Activity.FORWARD, 1, 2))
+    with taken.waits_in_ring(3):
+        assert cell.read().moment == Moment(Activity.WAIT_IN_RING, 3, -1)
+    assert cell.read().moment == Moment(Activity.FORWARD, 1, 2)
+    taken.enter(Phase.FORWARD)
+    with taken.waits_in_ring(3):
+        assert cell.read().phase == Phase.FORWARD
+    assert cell.read().moment is None
 
 
 def test_the_first_forward_pass_of_a_compiled_model_is_called_so(world, cell):
@@ -161,6 +175,50 @@ def test_a_pause_is_no_work_of_the_section_that_goes_on_after_it(world, cell):
     taken.resume()
     taken.enter(Phase.CHECKPOINT)
     assert clock.turns == [OPTIMIZER, None, OPTIMIZER, None]
+
+
+class Tick:
+    """A clock that the test sets."""
+
+    now = 0.0
+
+    def mark(self) -> float:
+        return self.now
+
+    def seconds(self, first: float, last: float) -> float:
+        return last - first
+
+
+def test_waits_for_peers_are_measured_and_told_a_step_later(world, cell):
+    time = Tick()
+    taken = PhaseTracker(cell, Clock(), waits=WaitMeter(time))
+
+    def step(*waits: float) -> float:
+        for seconds in waits:
+            taken.enter(Phase.OPTIMIZER)
+            time.now += 100.0  # work
+            taken.begin_wait()
+            time.now += seconds
+        taken.pause()
+        time.now += 0.0
+        taken.resume()
+        time.now += 1000.0
+        taken.step_ended(1)
+        return taken.reductions
+
+    assert [step(1.0, 2.0), step(5.0), step(), step()] == [0.0, 3.0, 5.0, 0.0]
+
+
+def test_a_wait_ends_with_the_next_phase(world, cell):
+    time = Tick()
+    taken = PhaseTracker(cell, Clock(), waits=WaitMeter(time))
+    taken.begin_wait()
+    time.now += 2.0
+    taken.enter(Phase.OPTIMIZER)
+    time.now += 50.0
+    taken.step_ended(1)
+    taken.step_ended(2)
+    assert taken.reductions == 2.0
 
 
 def spin(seconds: float) -> None:

@@ -30,5 +30,5 @@ def test_a_run_tells_of_all_its_ranks(undisturbed: Callable[..., Run]) -> None:
     lines = run.metrics()
     assert [step for step, line in lines.items() if "ranks" in line] == [EVERY]
     told = lines[EVERY]["ranks"]
-    assert set(told) == {"data", "forward", "backward", "optimizer", "waiting", "resident"}
+    assert set(told) == {"data", "forward", "backward", "optimizer", "waiting", "reductions", "resident"}
     assert all(one["least"] <= one["median"] <= one["most"] and one["rank"] in (0, 1) for one in told.values())

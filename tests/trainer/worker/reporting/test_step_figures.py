@@ -30,6 +30,14 @@ def test_what_is_neither_work_nor_a_save_is_waiting():
     assert not {"mfu", "tflops_per_rank"} & set(found)
 
 
+def test_communication_that_nothing_hides_is_told_by_its_kind():
+    found = figures().of(1, 2.0, 0.1, WORK, {"receives": 0.3, "sends": 0.05, "reductions": 0.5})
+    assert found["exposed"] == {"receives": 0.3, "sends": 0.05, "reductions": 0.5}
+    assert found["bubble"] == 0.15
+    assert sum(found["exposed"].values()) < found["waiting"]
+    assert "bubble" not in figures().of(1, 2.0, 0.1, WORK, {"reductions": 0.5})
+
+
 def test_work_that_overlaps_leaves_no_negative_wait():
     assert figures().of(1, 0.5, 0.0, WORK)["waiting"] == 0.0
 

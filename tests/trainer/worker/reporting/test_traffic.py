@@ -85,3 +85,16 @@ def test_a_real_step_carries_what_fsdp_sends(undisturbed: Callable[..., Run]) ->
     # Gathered for the forward and for the backward pass, then gradients reduced: three times 4 bytes a parameter,
     # and the few numbers on which all ranks agree.
     assert 12 * count < told[0]["dp_shard"] < 12 * count + 1000
+
+
+@pytest.mark.multi
+def test_a_stage_sends_its_activations_and_says_what_it_waits_for(undisturbed: Callable[..., Run]) -> None:
+    train = {"steps": 3, "dtype": "float32", "batch_size": 8, "seq_len": 32}
+    run = undisturbed(2, parallel={"pipeline": {"stages": 2}}, train=train)
+    lines = list(run.metrics().values())
+    (told,) = [line["bytes"] for line in lines if "bytes" in line]
+    assert told["pp"] == 8 * 32 * 32 * 4  # float32 of dim 32 for every token, from rank 0 to rank 1
+    for line in lines:
+        assert set(line["exposed"]) == {"receives", "sends", "reductions"}
+        assert line["bubble"] == pytest.approx(line["exposed"]["receives"] / line["seconds"], abs=1e-4)
+    assert all(lines[-1]["exposed"][kind] > 0 for kind in ("receives", "sends", "reductions"))

@@ -12,7 +12,7 @@ from trainer.contract.ranks.progress import ProgressCell
 from trainer.worker.training import drill as drills
 from trainer.worker.training.drill import Drill, DrillError
 
-PLACES = ("in_data", "in_forward", "loss_factor", "before_reduce", "in_save", "after_step")
+PLACES = ("in_data", "in_forward", "in_send", "in_send", "loss_factor", "before_reduce", "in_save", "after_step")
 
 
 class Played:
@@ -40,7 +40,7 @@ class Played:
                 found = getattr(self.drill, place)(step)
             except DrillError as error:
                 found = str(error)
-            if found not in (None, 1.0):
+            if found is not True and found not in (None, 1.0):
                 self.note(found)
 
     def play(self) -> "Played":
@@ -66,6 +66,8 @@ STRIKES = {
     "desync-shape": ("before_reduce", 3, ("_call_other_shape", 0.5)),
     "desync-order": ("before_reduce", 3, ("_call_other_order", 0.5)),
     "spike": ("loss_factor", 3, 1000.0),
+    "hang-in-send": ("in_send", 3, ("_wait", 0.5)),
+    "skip-send": ("in_send", 3, False),
 }
 
 

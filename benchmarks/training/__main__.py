@@ -1,4 +1,4 @@
-"""How long a step of ours takes, beside torch's own DDP, FSDP2 and tensor parallelism in a bare loop.
+"""How long a step of ours takes, beside torch's own DDP, FSDP2, tensor parallelism and pipelining in a bare loop.
 
     python -m benchmarks.training [--rows ddp,fsdp,...] [--turns 15] [--folder DIR] [--json]
 
@@ -35,8 +35,18 @@ ROWS: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "fsdp": ("fully_shard", ("parallel.strategy=fsdp", "parallel.dp_shard=2", "parallel.tp=1")),
     "tp": ("parallelize_module", ("parallel.strategy=auto", "parallel.dp_shard=1", "parallel.tp=2")),
+    "pp": (
+        "PipelineStage, Schedule1F1B",
+        (
+            "parallel.strategy=ddp",
+            "parallel.dp_shard=1",
+            "parallel.tp=1",
+            "parallel.pipeline.stages=2",
+            "parallel.pipeline.micro_batches=8",
+        ),
+    ),
 }
-"""By name: what the bare loop uses, and the settings of ours."""
+"""By name: what the bare loop uses, and the settings of ours. A stage of one rank has nothing to shard: no FSDP."""
 _SETTINGS = (
     "train.steps=1000000", "train.dtype=float32", "checkpoint.every=1000000", "cluster.nodes=1",
     f"cluster.ranks_per_node={_RANKS}",

@@ -1,16 +1,16 @@
-"""One rank of a bare loop with torch's own DDP, FSDP2 or tensor parallelism around the product's model and data.
+"""One rank of a bare loop with torch's own DDP, FSDP2, tensor parallelism or pipelining around our model and data.
 
     RANK=... WORLD_SIZE=... MASTER_ADDR=... MASTER_PORT=...
         python -m benchmarks.training.bare_loop RUN_FOLDER FOLDER STRATEGY
 
 What every loop does is in it: micro-batches, clipping by torch's own function, a learning rate that follows a schedule,
 AdamW, and the mean loss of the step over all ranks, read one step later. Nothing else is: no agreement, no figures, no
-checkpoints, and no deterministic kernels. STRATEGY is a key of `WRAPPED`.
+checkpoints, and no deterministic kernels. STRATEGY is a key of `WRAPPED`, or `pp`.
 """
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.recovery.script import tell
+from benchmarks.training.bare_pipeline import StagedPasses
 from trainer.contract.config import JobConfig, load
 from trainer.contract.run_dir import RunDir
 from trainer.worker import workload
@@ -66,39 +67,58 @@ WRAPPED: dict[str, Callable[[Llama, DeviceMesh, int], nn.Module]] = {
 }  # fmt: skip
 
 
+class WholePasses:
+    """Every rank has all layers, or parts of each."""
+
+    def __init__(self, config: JobConfig, mesh: DeviceMesh, strategy: str) -> None:
+        bare = workload.build(config).build_model()
+        assert isinstance(bare, Llama)
+        self.model = WRAPPED[strategy](bare, mesh, config.train.seed)
+
+    def gradients(self, batches: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The mean loss of the step on this rank."""
+        total = torch.zeros(())
+        for batch in batches:
+            loss = self.model(batch[:, :-1], batch[:, 1:]) / len(batches)
+            loss.backward()
+            total += loss.detach()
+        return total
+
+    def end_step(self, total: torch.Tensor, most: float) -> torch.Tensor:
+        """Clip by the norm of all gradients; returns the mean loss of all ranks."""
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), most)
+        assert isinstance(norm, DTensor | torch.Tensor)
+        dist.all_reduce(total)
+        return total / dist.get_world_size()
+
+
 def main(config: JobConfig, folder: Path, strategy: str) -> None:
     torch.set_num_threads(devices.threads_per_rank(config.cluster))
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    made = workload.build(config)
-    bare = made.build_model()
-    assert isinstance(bare, Llama)
-    model = WRAPPED[strategy](bare, mesh, config.train.seed)
-    optimizer = adamw(model, config.optimizer)
-    alike = strategy == "tp"
-    data = TokenData(
-        Path(config.data.path), config.train, shuffle=config.data.shuffle, device=_CPU,
-        dp_rank=0 if alike else dist.get_rank(), dp_size=1 if alike else dist.get_world_size(),
-    )  # fmt: skip
+    passes = StagedPasses(config, mesh) if strategy == "pp" else WholePasses(config, mesh, strategy)
+    optimizer = adamw(passes.model, config.optimizer)
+    data = _data(config, alike=strategy in ("tp", "pp"))
     with (folder / f"rank-{dist.get_rank()}.jsonl").open("a") as lines:
         step, told = 0, torch.zeros(())
         while True:
             step += 1
-            total = torch.zeros(())
-            batches = data.take()
-            for batch in batches:
-                loss = model(batch[:, :-1], batch[:, 1:]) / len(batches)
-                loss.backward()
-                total += loss.detach()
-            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip_norm)
-            assert isinstance(norm, DTensor | torch.Tensor)
+            total = passes.gradients(data.take())
+            loss = passes.end_step(total, config.optimizer.clip_norm)
             set_learning_rate(optimizer, learning_rate(config.optimizer, config.train.steps, step))
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-            dist.all_reduce(total)
             told.item()
-            told = total / dist.get_world_size()
+            told = loss
             tell(lines, step)
+
+
+def _data(config: JobConfig, *, alike: bool) -> TokenData:
+    """`alike`: all ranks read the same batches."""
+    return TokenData(
+        Path(config.data.path), config.train, shuffle=config.data.shuffle, device=_CPU,
+        dp_rank=0 if alike else dist.get_rank(), dp_size=1 if alike else dist.get_world_size(),
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -67,7 +67,7 @@ def validate(screen: Screen, source: str, overrides: tuple[str, ...]) -> None:
 
     composed = _compose(source, overrides)
     user_code.check(composed.config)
-    warn_of_methods(screen, composed.config)
+    warn_of(screen, composed.config)
     if screen.json:
         screen.data("config.validate", {"valid": True, "digest": composed.digest})
     else:
@@ -109,12 +109,15 @@ def _compose(source: str, overrides: tuple[str, ...]) -> Any:
         raise
 
 
-def warn_of_methods(screen: Screen, config: Any) -> None:
-    """Warn of methods that nobody will call: their names are only nearly those that orch calls."""
+def warn_of(screen: Screen, config: Any) -> None:
+    """Warn of methods that nobody will call, as they are only nearly named so, and of a pipeline that mostly waits."""
+    from orchestrator.submission.pipeline_warning import few_micro_batches
     from orchestrator.submission.workload_methods import near_methods  # ast: only where code is looked at
 
     for words in near_methods(config):
         screen.warn("near_method", words)
+    if waits := few_micro_batches(config):
+        screen.warn("few_micro_batches", waits)
 
 
 def run_of(name: str) -> str | None:

@@ -3,8 +3,7 @@
 Follows FSDP2 (torch 2.13, `torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py`) through one micro-batch: which
 layers are gathered, which buffers of an all-gather or a reduce-scatter still exist, and whose gradients are there; with
 plain replicas, which buckets of gradients. What a backend copies for itself is not in it, as gloo does and NCCL does
-not; nor is the memory of saves. Experts that ranks share (`parallel.ep`) are gathered with their layer here, but one
-after the other in truth: of them it is an upper bound.
+not; nor is the memory of saves. Experts that ranks share (`parallel.ep`) are gathered while their layer is.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,26 +12,48 @@ from math import prod
 
 from trainer.contract.bucket_packing import packed
 from trainer.contract.model_shapes import Parameter
-from trainer.contract.parallel_config import HOST_COPY_BYTES, ParallelConfig
+from trainer.contract.parallel_config import HOST_COPY_BYTES, ParallelConfig, ParameterSizes
 from trainer.contract.state_bytes import local_shape, state_bytes
 
 _FLOAT32 = 4
 
 
 @dataclass(frozen=True)
-class _Units:
-    """Bytes of the layers, in the order in which they compute, and of the rest: gathered, and this rank's shards."""
+class _Unit:
+    """Bytes of what is gathered and freed together."""
 
-    layers: Sequence[int]
-    layer_shards: Sequence[int]
-    root: int
-    root_shard: int
-    is_gathered: bool
-    """Whether they come from several ranks."""
+    gathered: int
+    shard: int
+    """Of this rank."""
+    buffer: int
+    """Of its all-gather; 0 where it comes from no other rank."""
+    is_inner: bool = False
+    """Whether it computes while the unit before it is gathered: the experts of a layer, where ranks share these."""
+
+    @property
+    def gathering(self) -> int:
+        """With its buffer; experts, which are shared along their second dimension, are put in order in another one."""
+        return self.gathered + self.buffer * (2 if self.is_inner else 1)
+
+    @property
+    def reducing(self) -> int:
+        """Of gradients, while experts are reduced: put in order, packed, and with one shard divided apart."""
+        return 3 * self.gathered if self.is_inner else 0
+
+
+@dataclass(frozen=True)
+class _Units:
+    """The layers in the order in which they compute, and the rest."""
+
+    inside: Sequence[_Unit]
+    root: _Unit
 
 
 def peak_bytes(parameters: Iterable[Parameter], parallel: ParallelConfig, world_size: int) -> int:
-    """The peak of a step in float32 on rank 0, from the second step on, when the optimizer's state exists."""
+    """The peak of a step in float32 on rank 0, from the second step on, when the optimizer's state exists.
+
+    Without a pipeline: of stages `pipeline_peak_bytes` tells it.
+    """
     known = list(parameters)
     held = state_bytes(known, parallel, world_size)
     stepping = held.gradients + (_host_copies(known, parallel, world_size) if held.on_host == ("optimizer",) else 0)
@@ -56,58 +77,67 @@ def _averaged(parameters: Sequence[Parameter], parallel: ParallelConfig, world_s
 
 def _units(parameters: Sequence[Parameter], parallel: ParallelConfig, world_size: int) -> _Units:
     sizes = parallel.parameter_sizes(world_size)
-    whole = sizes._replace(dp_shard=1)
-    gathered: dict[str, int] = {}
-    shards: dict[str, int] = {}
+    members: dict[tuple[str, bool], list[Parameter]] = {}
     for parameter in parameters:
         parts = parameter.name.split(".")
-        unit = ".".join(parts[:2]) if parts[0] == "layers" else ""
-        together = whole._replace(dp_shard=parallel.ep) if parameter.is_expert else whole
-        gathered[unit] = gathered.get(unit, 0) + _FLOAT32 * prod(local_shape(parameter, together, 0, parallel.ep))
-        shards[unit] = shards.get(unit, 0) + _FLOAT32 * prod(local_shape(parameter, sizes, 0, parallel.ep))
-    layers = [name for name in gathered if name]
-    return _Units(
-        layers=[gathered[name] for name in layers],
-        layer_shards=[shards[name] for name in layers],
-        root=gathered[""],
-        root_shard=shards[""],
-        is_gathered=sizes.dp_shard > 1,
-    )
+        layer = ".".join(parts[:2]) if parts[0] == "layers" else ""
+        members.setdefault((layer, parameter.is_expert and parallel.ep > 1), []).append(parameter)
+    units = {key: _unit(own, sizes, parallel.ep, is_inner=key[1]) for key, own in members.items()}
+    return _Units(inside=[unit for (layer, _), unit in units.items() if layer], root=units["", False])
+
+
+def _unit(parameters: Sequence[Parameter], sizes: ParameterSizes, ep: int, *, is_inner: bool) -> _Unit:
+    together = sizes._replace(dp_shard=ep if is_inner else 1)
+    gathered = sum(_FLOAT32 * prod(local_shape(parameter, together, 0, ep)) for parameter in parameters)
+    shard = sum(_FLOAT32 * prod(local_shape(parameter, sizes, 0, ep)) for parameter in parameters)
+    several = sizes.dp_shard > (ep if is_inner else 1)
+    return _Unit(gathered=gathered, shard=shard, buffer=gathered if several else 0, is_inner=is_inner)
+
+
+def _around(units: Sequence[_Unit], number: int) -> int:
+    """The number of the layer that a unit is, or is in."""
+    return number - 1 if units[number].is_inner else number
 
 
 def _freed(units: _Units) -> Iterator[int]:
-    """Each layer is gathered for its forward pass, freed, and gathered again for its backward pass."""
-    buffers = units.layers if units.is_gathered else [0] * len(units.layers)
-    for number, layer in enumerate(units.layers):
-        before = buffers[number - 1] if number else 0
-        yield units.root + layer + buffers[number] + before
+    """Each unit is gathered for its forward pass, freed, and gathered again for its backward pass."""
+    inside, root = units.inside, units.root.gathered
+    for number, unit in enumerate(inside):
+        layer = inside[_around(inside, number)].gathered if unit.is_inner else 0
+        before = inside[number - 1].buffer if number else 0
+        yield root + layer + unit.gathering + before
     done = 0
-    for number in reversed(range(len(units.layers))):
-        ahead = buffers[number - 1] if number else 0
-        behind = units.layers[number + 1] if number + 1 < len(units.layers) else 0
-        # Its weights and its gradients, the next one's gathered buffer, the last one's input of a reduce-scatter.
-        yield units.root + 2 * units.layers[number] + ahead + behind + done
-        done += units.layer_shards[number]
+    for number in reversed(range(len(inside))):
+        unit, own = inside[number], _around(inside, number)
+        layer = inside[own].gathered if unit.is_inner else 0
+        ahead = inside[_around(inside, own - 1)].buffer if own else 0
+        behind = inside[number + 1].gathered if number + 1 < len(inside) else 0
+        # Its weights and its gradients, the next layer's gathered buffer, the last unit's input of a reduce-scatter.
+        yield root + layer + 2 * unit.gathered + ahead + behind + done
+        if unit.is_inner:
+            yield root + layer + max(unit.gathering + behind, unit.reducing) + done
+        done += unit.shard
 
 
 def _kept(units: _Units) -> Iterator[int]:
-    """Each layer is gathered for its forward pass and stays until its backward pass is over."""
-    gathered = units.root
-    buffers = units.layers if units.is_gathered else [0] * len(units.layers)
-    for number, layer in enumerate(units.layers):
-        gathered += layer
-        yield gathered + buffers[number] + (buffers[number - 1] if number else 0)
+    """Each unit is gathered for its forward pass and stays until its backward pass is over."""
+    inside, gathered = units.inside, units.root.gathered
+    for number, unit in enumerate(inside):
+        yield gathered + unit.gathering + (inside[number - 1].buffer if number else 0)
+        gathered += unit.gathered
     done = 0
-    for number in reversed(range(len(units.layers))):
-        behind = units.layers[number + 1] if number + 1 < len(units.layers) else 0
-        yield gathered + units.layers[number] + behind + done
-        gathered -= units.layers[number]
-        done += units.layer_shards[number]
+    for number in reversed(range(len(inside))):
+        unit = inside[number]
+        behind = inside[number + 1].gathered if number + 1 < len(inside) else 0
+        yield gathered + unit.gathered + behind + done
+        gathered -= unit.gathered
+        yield gathered + unit.reducing + done
+        done += unit.shard
 
 
 def _of_root(units: _Units) -> int:
     """The end of the backward pass: weights and gradients of the rest, and a layer's input of a reduce-scatter."""
-    return 2 * units.root + units.layers[0] + sum(units.layer_shards)
+    return 2 * units.root.gathered + units.inside[0].gathered + sum(unit.shard for unit in units.inside)
 
 
 def _host_copies(parameters: Sequence[Parameter], parallel: ParallelConfig, world_size: int) -> int:

@@ -14,7 +14,7 @@ import click
 from orchestrator.cli.access.registry import open_store
 from orchestrator.cli.access.run_location import START, TAKE_OVER, controller_state
 from orchestrator.cli.access.slurm_environment import compare_with_controller, silence_of, unset_words
-from orchestrator.cli.config import OVERRIDES, print_config, run_of, warn_of_methods
+from orchestrator.cli.config import OVERRIDES, print_config, run_of, warn_of
 from orchestrator.cli.runs.follow import detached, end_error, wait_until_end
 from orchestrator.cli.runs.status import one_row
 from orchestrator.cli.runs.tags import checked
@@ -84,7 +84,7 @@ def submit(
     begun_with = _beginning(screen, source, overrides, begin, weights_only=weights_only, write=not only_look)
     with offered_import(begin, source, screen.words), begun_with as begun:
         composed, imported = begun
-        warn_of_methods(screen, composed.config)
+        warn_of(screen, composed.config)
         if only_look:
             preview(screen, composed, cluster, only_script=print_sbatch and not dry_run)
             return 0

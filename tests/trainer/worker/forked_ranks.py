@@ -14,18 +14,22 @@ import torch.distributed as dist
 Case = dict[str, Any]
 
 
-def report(differences: Callable[[Case], Any]) -> None:
-    """The program `RANKS CASES`: prints what each rank found, twice for each case, as JSON."""
-    sys.stdout.write(json.dumps(_found(int(sys.argv[1]), json.loads(sys.argv[2]), differences)))
+def report(differences: Callable[[Case], Any], times: int = 2) -> None:
+    """The program `RANKS CASES`: prints what each rank found, so many times for each case, as JSON."""
+
+    def of_case(case: Case) -> list[Any]:
+        return [differences(case) for _ in range(times)]
+
+    sys.stdout.write(json.dumps(_found(int(sys.argv[1]), json.loads(sys.argv[2]), of_case)))
 
 
-def _found(ranks: int, cases: list[Case], differences: Callable[[Case], Any]) -> list[Any]:
+def _found(ranks: int, cases: list[Case], of_case: Callable[[Case], list[Any]]) -> list[Any]:
     with tempfile.TemporaryDirectory() as folder:
         children = []
         for rank in range(ranks):
             child = os.fork()
             if not child:
-                _be_rank(rank, ranks, Path(folder), cases, differences)
+                _be_rank(rank, ranks, Path(folder), cases, of_case)
                 os._exit(0)
             children.append(child)
         codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
@@ -33,8 +37,8 @@ def _found(ranks: int, cases: list[Case], differences: Callable[[Case], Any]) ->
         return [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(ranks)]
 
 
-def _be_rank(rank: int, ranks: int, folder: Path, cases: list[Case], differences: Callable[[Case], Any]) -> None:
+def _be_rank(rank: int, ranks: int, folder: Path, cases: list[Case], of_case: Callable[[Case], list[Any]]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
-    (folder / f"{rank}.json").write_text(json.dumps([[differences(case) for _ in range(2)] for case in cases]))
+    (folder / f"{rank}.json").write_text(json.dumps([of_case(case) for case in cases]))
     dist.destroy_process_group()

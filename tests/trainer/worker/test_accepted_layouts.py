@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from tests.trainer.contract.layout.grid import drawn, job
-from trainer.contract.layout.check import refusal
+from tests.trainer.contract.layout.grid import drawn, job, staged
+from trainer.contract.layout.problems import problems
 from trainer.worker.llama import LlamaWorkload
 
 pytestmark = pytest.mark.multi
@@ -38,9 +38,23 @@ def accepted(count: int) -> list[dict[str, Any]]:
         values |= {"parallel.tp": split} | ({"cluster.ranks_per_node": split} if split > 2 else {})
         if not len(found) % 4:  # two ranks share each sequence, or all
             values["parallel.cp"] = values["cluster.ranks_per_node"] if len(found) // 4 % 2 else 2
-        if refusal(job(values)) is None:
+        if not problems(job(values)):  # of which a refusal is made; to look for sizes that fit takes longer
             found.append(values)
     return found
+
+
+def accepted_in_stages(count: int) -> list[dict[str, Any]]:
+    """The first of the random layouts with a pipeline that are accepted, on two to eight ranks, each in another mesh,
+    schedule or number of stages.
+    """
+    rng, found = Random(23), dict[str, dict[str, Any]]()
+    while len(found) < count:
+        values = drawn(rng, most_odd=0) | {key: rng.choice(choices) for key, choices in SMALL.items()}
+        values = staged(rng, values) | {"cluster.ranks_per_node": rng.choice((2, 3, 4, 4, 8)), "parallel.dp_shard": 0}
+        values["train.batch_size"] *= 4
+        if not problems(job(values)):
+            found.setdefault(name_of(values), values)
+    return list(found.values())
 
 
 def nested(values: dict[str, Any]) -> dict[str, Any]:
@@ -54,21 +68,23 @@ def nested(values: dict[str, Any]) -> dict[str, Any]:
     return tree
 
 
-SAMPLE = accepted(40)
-
-
 def name_of(values: dict[str, Any]) -> str:
-    """`hsdp-2x2x1` and so on."""
+    """`hsdp-1x2x2x1x1` and so on, with `1f1b-2-` before it where there are stages."""
     config = job(values)
     sizes = config.parallel.mesh_sizes(config.cluster.world_size)
-    return f"{config.parallel.strategy}-{'x'.join(map(str, sizes))}"
+    pipeline = config.parallel.pipeline
+    stages = f"{pipeline.schedule}-{pipeline.stages}-" if pipeline.stages > 1 else ""
+    return f"{stages}{config.parallel.strategy}-{'x'.join(map(str, sizes))}"
+
+
+SAMPLE = accepted(40)
 
 
 @pytest.mark.parametrize(
     "values",
     [
         pytest.param(values, id=name_of(values), marks=pytest.mark.proof if at else ())
-        for at, values in enumerate(SAMPLE)
+        for at, values in enumerate([*SAMPLE, *accepted_in_stages(24)])
     ],
 )
 def test_ranks_of_an_accepted_layout_train(undisturbed, make_run, values):

@@ -32,8 +32,6 @@ def refusal(config: JobConfig, may_change: MayChange = lambda key: True) -> Refu
     found = problems(config)
     if not found:
         return None
-    if all(problem.has_hint for problem in found):
-        return Refusal(what="; ".join(problem.what for problem in found[:SHOWN]), fixes=())
     of_tp = any(problem.of_tp for problem in found)
     ways = fixes(config, may_change, second=of_tp)
     found += [problem for problem in _then(config, ways) if problem not in found]
@@ -50,7 +48,9 @@ def _then(config: JobConfig, ways: list[Fix]) -> list[Problem]:
     if config.command or not ways or "cluster.nodes" in ways[0]:
         return []
     sizes = (ways[0].get(f"parallel.{name}", getattr(config.parallel, name)) for name in ("cp", "tp"))
-    ranks = config.cluster.world_size // config.parallel.pipeline.ranks
+    pipeline = config.parallel.pipeline
+    stages = ways[0].get("parallel.pipeline.stages", pipeline.stages)
+    ranks = config.cluster.world_size // (1 if stages == 1 else stages // pipeline.per_rank)
     return batch_problems(config.train, ranks // math.prod(sizes))
 
 

@@ -9,10 +9,9 @@ from typing import Any
 from trainer.contract.config import VOCABULARY_MULTIPLE, JobConfig, ModelConfig, TrainConfig
 from trainer.contract.layout.context_parallel import can_exchange_heads
 from trainer.contract.layout.expert_parallel import has_experts, nearest_ep
+from trainer.contract.layout.pipeline_fixes import PIPELINE, Fix, fitting_batch, other_stages, with_fix
 from trainer.contract.parallel_config import ONE_GROUP, CpMethod, ParallelConfig, Strategy
 
-Fix = dict[str, Any]
-"""Keys and their values, to be typed together."""
 MayChange = Callable[[str], bool]
 """Whether a key may have another value: a run that has trained keeps its sizes."""
 
@@ -23,6 +22,8 @@ _MODEL_WEIGHT = 3.0
 _ACROSS = "parallel.tp_across_nodes"
 _ACROSS_COST = 3.0
 """Of steps that wait for the network in every layer."""
+_WHOLE_COST = 4.0
+"""Of a model in one stage where several were asked for: it may be too large."""
 
 
 def fixes(config: JobConfig, may_change: MayChange, *, second: bool) -> list[Fix]:
@@ -41,6 +42,8 @@ def fixes(config: JobConfig, may_change: MayChange, *, second: bool) -> list[Fix
 def workable_tp(config: JobConfig) -> list[int]:
     """Sizes of `parallel.tp` for which neither the model nor the sequence has to change."""
     world, cp = _ranks_of_stage(config), config.parallel.cp
+    if config.cluster.world_size % config.parallel.pipeline.ranks:
+        return []
     dividing = [tp for tp in _divisors(world) if world % (cp * tp) == 0]
     possible = [tp for tp in dividing if _within_node(config, tp) and _can_split(config, tp)]
     return [tp for tp in possible if not any(key.startswith(_SPLIT) for key in _sizes(config, cp, tp))]
@@ -52,6 +55,13 @@ def _ranked(config: JobConfig, may_change: MayChange) -> list[Fix]:
 
 
 def _candidates(config: JobConfig) -> Iterator[Fix]:
+    """Of each number of stages that the ranks can have."""
+    for fix in other_stages(config):
+        for other in _meshes(with_fix(config, fix)):
+            yield {**fix, **other}
+
+
+def _meshes(config: JobConfig) -> Iterator[Fix]:
     """One for each size of `tp` and of `cp` that divide the ranks: all other sizes follow from them."""
     layout, world = config.parallel, _ranks_of_stage(config)
     for tp in _divisors(world):
@@ -89,7 +99,7 @@ def _other_nodes(config: JobConfig, may_change: MayChange) -> list[Fix]:
 
 
 def _ranks_of_stage(config: JobConfig) -> int:
-    """Those that have the same layers; a pipeline stays as it is."""
+    """Those that have the same layers."""
     return config.cluster.world_size // config.parallel.pipeline.ranks
 
 
@@ -135,7 +145,7 @@ def _sizes(config: JobConfig, cp: int, tp: int) -> Fix:
     if config.command:
         return {}
     split = tp if config.trains_built_in_workload else 1
-    sizes = {**_batch(config.train, _ranks_of_stage(config) // (cp * tp)), **_sequence(config.train, split)}
+    sizes = {**_batch(config, _ranks_of_stage(config) // (cp * tp)), **_sequence(config.train, split)}
     sizes |= _heads(config.model, split)
     if not config.trains_built_in_workload:
         return sizes
@@ -155,11 +165,14 @@ def _method(config: JobConfig, heads: int, cp: int, tp: int) -> Fix:
     return _changed(_PARALLEL, cp_method=(method, method if fits else str(CpMethod.AUTO)))
 
 
-def _batch(train: TrainConfig, ranks: int) -> Fix:
+def _batch(config: JobConfig, ranks: int) -> Fix:
+    train = config.train
     batch, micro = train.batch_size, train.micro_batch_size
     if batch % ranks:
         keeps_micro = ranks * micro
         batch = _nearest_multiple(batch, keeps_micro if 0 < keeps_micro <= 2 * batch else ranks)
+    if config.parallel.pipeline.stages > 1:
+        return fitting_batch(config.parallel.pipeline, train, ranks, batch)
     share = batch // ranks
     fitting = _largest_divisor(share, micro) if micro else 0
     return _changed(_TRAIN, batch_size=(train.batch_size, batch), micro_batch_size=(micro, fitting))
@@ -211,15 +224,16 @@ def _changed(section: str, **values: tuple[Any, Any]) -> Fix:
 
 
 def _cost(fix: Fix, config: JobConfig) -> float:
-    return _ACROSS_COST * (_ACROSS in fix) + sum(
-        weight * _distance(fix, vars(getattr(config, section.rstrip("."))), section)
-        for section, weight in ((_PARALLEL, 1.0), (_TRAIN, 1.0), (_MODEL, _MODEL_WEIGHT))
-    )
+    sections = ((_PARALLEL, config.parallel), (PIPELINE, config.parallel.pipeline), (_TRAIN, config.train))
+    cost = sum(_distance(fix, vars(values), section) for section, values in sections)
+    cost += _MODEL_WEIGHT * _distance(fix, vars(config.model), _MODEL)
+    return cost + _ACROSS_COST * (_ACROSS in fix) + _WHOLE_COST * (fix.get(f"{PIPELINE}stages") == 1)
 
 
 def _distance(fix: Fix, before: Mapping[str, Any], section: str) -> float:
     """One for each key of this section, and how far its number is from what was asked for, in octaves."""
     names = [key.removeprefix(section) for key in fix if key.startswith(section)]
+    names = [name for name in names if "." not in name]
     return sum(1.0 + _octaves(before[name], fix[f"{section}{name}"]) for name in names)
 
 

@@ -18,9 +18,6 @@ class Problem(NamedTuple):
     of_tp: bool = False
     """Whether another `parallel.tp` would do as well as other sizes."""
 
-    has_hint: bool = False
-    """Whether `what` says itself what to type."""
-
 
 def problems(config: JobConfig) -> list[Problem]:
     """Everything that does not fit; empty: ranks can be started.
@@ -68,13 +65,9 @@ def _strategy(layout: ParallelConfig) -> Iterator[Problem]:
 def _product(layout: ParallelConfig, world: int) -> Iterator[Problem]:
     pipeline = layout.pipeline
     if world % pipeline.ranks:
-        sizes = [size for size in range(1, world // 2 + 1) if world % size == 0]
-        offered = sorted(sizes, key=lambda size: abs(size - pipeline.ranks))[:2]
         yield Problem(
             f"parallel.pipeline.stages={pipeline.stages} is a pipeline of {pipeline.ranks} ranks, which must divide "
-            f"the {world} of cluster.nodes x cluster.ranks_per_node: type "
-            f"{' or '.join(f'parallel.pipeline.stages={size * pipeline.per_rank}' for size in sorted(offered))}",
-            has_hint=True,
+            f"the {world} of cluster.nodes x cluster.ranks_per_node"
         )
         return
     try:
@@ -94,7 +87,8 @@ def _pipeline(config: JobConfig) -> list[Problem]:
             micro_batch_size(pipeline, config.train, config.parallel.data_parallel_size(config.cluster.world_size))
         except MicroBatchError as error:
             found = [str(error)]
-    return [Problem(what, has_hint=True) for what in found]
+    # What they say to type is enough for one of them alone.
+    return [Problem(what.partition(": type ")[0]) for what in found]
 
 
 def _nodes(config: JobConfig) -> Iterator[Problem]:

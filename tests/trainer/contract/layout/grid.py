@@ -9,6 +9,7 @@ from typing import Any
 from trainer.contract.config import ClusterShape, JobConfig, ModelConfig, TrainConfig
 from trainer.contract.experts_config import ExpertsConfig
 from trainer.contract.parallel_config import CpMethod, FsdpConfig, ParallelConfig, Strategy
+from trainer.contract.pipeline.pipeline_config import PipelineConfig, Schedule
 
 MOST_RANKS = 64
 USUAL: dict[str, tuple[Any, ...]] = {
@@ -79,6 +80,32 @@ def drawn(rng: Random, most_odd: int = 6) -> dict[str, Any]:
             return values
 
 
+STAGES: dict[str, tuple[Any, ...]] = {
+    "model.layers": (2, 3, 4, 4, 8, 8, 12, 16),
+    "model.tie_embeddings": (False, False, False, False, False, True),
+    "train.activation_checkpointing": (False, False, False, False, True),
+    "parallel.pipeline.micro_batches": (0, 0, 0, 2, 3, 4, 8, 16, 1000),
+}
+"""Drawn besides, where layers are split into stages."""
+_STAGES_PER_RANK = {"gpipe": (0, 1), "1f1b": (0, 1), "interleaved_1f1b": (0, 2, 3), "zbv": (0, 2)}
+
+
+def staged(rng: Random, values: dict[str, Any]) -> dict[str, Any]:
+    """The same values with a pipeline of 2 to 5 ranks, in any schedule; one in eight keeps its experts."""
+    schedule = rng.choice(list(Schedule))
+    each = rng.choice(_STAGES_PER_RANK.get(schedule, (0, 1, 2, 3)))
+    known = each or (1 if schedule in (Schedule.GPIPE, Schedule.ONE_F_ONE_B) else 2)
+    values = {**values, **{key: rng.choice(choices) for key, choices in STAGES.items()}}
+    if rng.random() < 7 / 8:
+        values |= {"model.experts.count": 0, "parallel.ep": 1}
+    return {
+        **values,
+        "parallel.pipeline.schedule": str(schedule),
+        "parallel.pipeline.stages_per_rank": each,
+        "parallel.pipeline.stages": known * rng.choice((2, 2, 2, 4, 4, 3, 5)),
+    }
+
+
 def job(values: dict[str, Any]) -> JobConfig:
     """The config that has these values."""
     sections: dict[str, dict[str, Any]] = defaultdict(dict)
@@ -87,7 +114,11 @@ def job(values: dict[str, Any]) -> JobConfig:
         sections[section][name] = value
     return JobConfig(
         cluster=ClusterShape(**sections["cluster"]),
-        parallel=ParallelConfig(fsdp=FsdpConfig(**sections["parallel.fsdp"]), **sections["parallel"]),
+        parallel=ParallelConfig(
+            fsdp=FsdpConfig(**sections["parallel.fsdp"]),
+            pipeline=PipelineConfig(**sections["parallel.pipeline"]),
+            **sections["parallel"],
+        ),
         model=ModelConfig(experts=ExpertsConfig(**sections["model.experts"]), **sections["model"]),
         train=TrainConfig(**sections["train"]),
     )
@@ -110,7 +141,11 @@ def typed(config: JobConfig, way: list[str]) -> JobConfig:
     """The config with these words."""
     for word in way:
         key, _, text = word.partition("=")
-        section, name = key.split(".")
         value = int(text) if text.isdigit() else {"true": True, "false": False}.get(text, text)
-        config = replace(config, **{section: replace(getattr(config, section), **{name: value})})
+        config = _replaced(config, key.split("."), value)
     return config
+
+
+def _replaced(section: Any, path: list[str], value: Any) -> Any:
+    name, *rest = path
+    return replace(section, **{name: _replaced(getattr(section, name), rest, value) if rest else value})

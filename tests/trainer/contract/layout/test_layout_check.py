@@ -3,22 +3,28 @@
 import math
 from dataclasses import replace
 from random import Random
+from typing import Any
 
 import pytest
 
-from tests.trainer.contract.layout.grid import drawn, job, typed, ways
+from tests.trainer.contract.layout.grid import drawn, job, staged, typed, ways
 from trainer.contract.config import ClusterShape, JobConfig, ModelConfig, TrainConfig, WorkloadConfig
 from trainer.contract.layout.check import refusal
 from trainer.contract.parallel_config import ParallelConfig
 
-CONFIGS = 10_000
+SAMPLE, CONFIGS = 1_000, 10_000
 
 
 def can_train(config: JobConfig) -> bool:
     """The same question, asked of the shapes that ranks would have."""
     layout, model, train, cluster = config.parallel, config.model, config.train, config.cluster
-    world, replicas, tp = cluster.nodes * cluster.ranks_per_node, layout.dp_replicate, layout.tp
-    if world % (layout.cp * tp):
+    pipeline = layout.pipeline
+    if pipeline.stages > 1 and not can_be_split(config):
+        return False
+    ranks = pipeline.ranks if pipeline.stages > 1 else 1
+    world, rest = divmod(cluster.nodes * cluster.ranks_per_node, ranks)
+    replicas, tp = layout.dp_replicate, layout.tp
+    if rest or world % (layout.cp * tp):
         return False
     groups, shards = world // (layout.cp * tp), layout.dp_shard
     meshes = {
@@ -33,6 +39,7 @@ def can_train(config: JobConfig) -> bool:
     return (
         rest == 0
         and share % (train.micro_batch_size or share) == 0
+        and (pipeline.stages == 1 or can_be_divided(config, share))
         and (layout.tp_across_nodes or cluster.ranks_per_node % tp == 0)
         and model.dim % (2 * model.heads) == 0
         and model.heads % model.kv_heads == 0
@@ -41,6 +48,31 @@ def can_train(config: JobConfig) -> bool:
         and (layout.cp_method != "ulysses" or model.heads // tp % layout.cp == 0)
         and can_share_experts(config, 1 if layout.strategy == "ddp" else groups // replicas * layout.cp)
     )
+
+
+def can_be_split(config: JobConfig) -> bool:
+    """Whether each stage has a layer, and can compute as its schedule wants it."""
+    apart = config.parallel.pipeline.schedule in ("interleaved_zero_bubble", "zbv")
+    return (
+        config.parallel.pipeline.stages <= config.model.layers
+        and not config.model.tie_embeddings
+        and not config.model.experts.count
+        and not (apart and (config.train.activation_checkpointing or config.train.compile))
+    )
+
+
+def can_be_divided(config: JobConfig, share: int) -> bool:
+    """Whether so many sequences of a rank are equal micro-batches, as many as were asked for and the schedule takes."""
+    pipeline, size = config.parallel.pipeline, config.train.micro_batch_size
+    rounds = pipeline.schedule.startswith("interleaved")
+
+    def fits(count: int) -> bool:
+        enough = pipeline.schedule != "1f1b" or count >= pipeline.stages
+        return share % count == 0 and enough and (not rounds or count % max(1, count // pipeline.ranks) == 0)
+
+    if pipeline.micro_batches:
+        return fits(pipeline.micro_batches) and size * pipeline.micro_batches in (0, share)
+    return fits(share // size) if size else any(fits(count) for count in range(1, share + 1))
 
 
 def can_share_experts(config: JobConfig, sharding: int) -> bool:
@@ -57,11 +89,17 @@ def can_share_experts(config: JobConfig, sharding: int) -> bool:
     )
 
 
-def test_every_refusal_names_sizes_that_fit() -> None:
+def layout(rng: Random, *, stages: bool) -> dict[str, Any]:
+    return staged(rng, drawn(rng, most_odd=2)) if stages else drawn(rng)
+
+
+@pytest.mark.parametrize("stages", [False, True], ids=["one stage", "stages"])
+@pytest.mark.parametrize("count", [SAMPLE, pytest.param(CONFIGS, marks=pytest.mark.proof)])
+def test_every_refusal_names_sizes_that_fit(count: int, stages: bool) -> None:
     rng = Random(16)
     accepted = 0
-    for _ in range(CONFIGS):
-        config = job(drawn(rng))
+    for _ in range(count):
+        config = job(layout(rng, stages=stages))
         refused = refusal(config)
         assert (refused is None) is can_train(config), config
         if refused is None:
@@ -73,7 +111,7 @@ def test_every_refusal_names_sizes_that_fit() -> None:
             fixed = typed(config, way)
             assert can_train(fixed), (refused.hint, config)
             assert refusal(fixed) is None
-    assert 0.1 * CONFIGS < accepted < 0.7 * CONFIGS  # the grid holds both
+    assert (0.03 if stages else 0.1) * count < accepted < 0.7 * count  # the grid holds both
 
 
 @pytest.mark.parametrize("count", [200, pytest.param(2000, marks=pytest.mark.proof)])
@@ -81,8 +119,9 @@ def test_a_run_that_has_trained_is_offered_no_other_model_and_batch(count: int) 
     rng = Random(17)
     free = ("parallel.", "cluster.", "train.micro_batch_size", "train.loss_chunks")
     offers = 0
-    for _ in range(count):
-        config = job(drawn(rng, most_odd=2))
+    for number in range(count):
+        values = drawn(rng, most_odd=2)
+        config = job(staged(rng, values) if number % 4 == 3 else values)
         refused = refusal(config, lambda key: key.startswith(free))
         for way in ways(refused.hint) if refused is not None and refused.fixes else ():
             assert all(word.startswith(free) for word in way)

@@ -93,7 +93,8 @@ def test_a_stage_sends_its_activations_and_says_what_it_waits_for(undisturbed: C
     run = undisturbed(2, parallel={"pipeline": {"stages": 2}}, train=train)
     lines = list(run.metrics().values())
     (told,) = [line["bytes"] for line in lines if "bytes" in line]
-    assert told["pp"] == 8 * 32 * 32 * 4  # float32 of dim 32 for every token, from rank 0 to rank 1
+    sent = 8 * 32 * 32 * 4  # float32 of dim 32 for every token, from rank 0 to rank 1
+    assert sent <= told["pp"] < sent + 1000  # and the few numbers on which both agree
     for line in lines:
         assert set(line["exposed"]) == {"receives", "sends", "reductions"}
         assert line["bubble"] == pytest.approx(line["exposed"]["receives"] / line["seconds"], abs=1e-4)

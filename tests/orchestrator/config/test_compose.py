@@ -229,6 +229,7 @@ WRONG_OVERRIDES = [
     ("drill.events=[7]", "every entry of `drill.events` must be a mapping", "keys: kind, rank"),
     ("drill.events=[{kind: burn}]", "kind=burn must be one of kill-rank", "leave drill.events out"),
     ("drill.events=[{rank: 9}]", "rank=9 is not one of the 4 ranks", "rank: 3"),
+    ("drill.events=[{kind: skip-send}]", "drill.events: skip-send needs a pipeline", "parallel.pipeline.stages=2"),
     ("checkpoint.keep=1", "keep at least 2", "leave checkpoint.keep out"),
     ("checkpoint.every=often", "must be a number of steps, 0 (only at the end) or auto", "leave checkpoint.every out"),
     (

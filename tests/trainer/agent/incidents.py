@@ -13,7 +13,8 @@ from trainer.contract.logs.work_log import work_lines
 
 WORLD = 4
 PER_NODE = 2
-PATIENCE = 120.0
+PATIENCE = 240.0
+"""Seconds: limits grow with what the phases of a run take, and on a busy machine they take long."""
 
 HANGS = {
     "stop-rank": "stopped",

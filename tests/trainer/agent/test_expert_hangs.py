@@ -12,7 +12,7 @@ from tests.trainer.agent.test_blame_in_jobs import make  # noqa: F401  # a fixtu
 from tests.trainer.agent.test_torch_ranks import data  # noqa: F401  # a fixture
 from trainer.contract.events import EventKind
 
-pytestmark = [pytest.mark.multi, pytest.mark.proof, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.multi, pytest.mark.proof, pytest.mark.timeout(600)]
 
 MODEL = {
     "dim": 32, "layers": 2, "heads": 4, "kv_heads": 4, "ffn_dim": 64,

@@ -10,7 +10,7 @@ from tests.trainer.agent.job import LocalJob
 from tests.trainer.agent.test_blame_in_jobs import make  # noqa: F401  # a fixture
 from tests.trainer.agent.test_torch_ranks import data  # noqa: F401  # a fixture
 
-pytestmark = [pytest.mark.multi, pytest.mark.proof, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.multi, pytest.mark.proof, pytest.mark.timeout(600)]
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "4 stages": {"pipeline": {"stages": 4}},

@@ -1,5 +1,6 @@
 """An agent's look at its ranks: when one stands still, and what excuses it."""
 
+import json
 import os
 import signal
 import subprocess
@@ -19,8 +20,9 @@ from trainer.agent.watch.rank_sample import RankSample
 from trainer.agent.watch.sampling import AnswerTimes, Sampler
 from trainer.contract.fault_detection_config import HangConfig
 from trainer.contract.messages.agents import FROM_AGENT, ProgressReport
-from trainer.contract.messages.codec import MessageError
+from trainer.contract.messages.codec import MessageError, encode
 from trainer.contract.ranks.progress import Phase
+from trainer.contract.ranks.stage_activity import Activity, Moment, SentMessages
 
 NOTHING = ProgressReport(generation=1)
 
@@ -331,6 +333,21 @@ def test_only_news_is_reported_and_stillness_is_news(host, monkeypatch) -> None:
     assert host.sampler.report(NOTHING) == NOTHING
     host.now += 2.0
     assert [row[0] for row in host.sampler.report(NOTHING).samples] == [0, 1]
+
+
+def test_what_a_rank_of_a_pipeline_does_reaches_the_coordinator(host, monkeypatch) -> None:
+    monkeypatch.setattr("time.monotonic_ns", lambda: int(host.now * 1e9))
+    cell, waits = host.ranks.by_rank[1].cell, Moment(Activity.WAIT_FOR_GRADIENT, 0, 3)
+    cell.update(step=7)
+    cell.begin_passes(1)
+    cell.record_sent(0, False, 3)
+    cell.begin_moment(waits)
+    scene = JobSnapshot(0.0, world=2)
+    scene.add_report(FROM_AGENT.decode(json.loads(encode(host.sampler.report(NOTHING)))), "n1", 100.0)
+    plain, staged = scene.at(105.0)
+    assert (plain.moment, plain.sent, plain.waits_for_message) == (None, None, False)
+    assert (staged.moment, staged.waits_for_message) == (waits, True)
+    assert staged.sent == SentMessages(after_step=7, activations=(4,), gradients=(0,))
 
 
 def test_an_end_is_reported_once(host, monkeypatch) -> None:

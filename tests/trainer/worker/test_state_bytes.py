@@ -1,4 +1,7 @@
-"""What a rank holds of the model's states is what the formula says, to the byte; peaks of a step nearly so."""
+"""What a rank holds of the model's states is what the formula says, to the byte; peaks of a step nearly so.
+
+Samples for the fast tests are in `pipeline/test_stage_memory.py` and in `test_expert_strategies.py`.
+"""
 
 import json
 from collections.abc import Callable
@@ -21,9 +24,8 @@ UNEVEN = {"dim": 40, "heads": 4, "kv_heads": 4, "ffn_dim": 68}
 """Rows of 40 and 68 leave shards of different sizes on four ranks; those of norms, too."""
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == "zero1 2 x tp 2" else pytest.mark.proof) for name in DENSE]
-)
+@pytest.mark.proof
+@pytest.mark.parametrize("name", DENSE)
 def test_states_are_what_the_formula_says(
     undisturbed: Callable[..., Run], name: str, record_property: Callable[[str, object], None]
 ) -> None:

@@ -4,7 +4,8 @@ import math
 from dataclasses import dataclass
 
 from trainer.contract.config import JobConfig
-from trainer.contract.layout.fixes import Fix, MayChange, fixes, typed, workable_tp
+from trainer.contract.layout.fixes import MayChange, fixes, typed, workable_tp
+from trainer.contract.layout.pipeline_fixes import Fix
 from trainer.contract.layout.problems import Problem, batch_problems, problems
 
 SHOWN = 3

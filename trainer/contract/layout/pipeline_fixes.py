@@ -11,14 +11,14 @@ from trainer.contract.pipeline.pipeline_config import PipelineConfig
 from trainer.contract.pipeline.stage_fit import problems
 
 Fix = dict[str, Any]
-
+"""Keys and their values, to be typed together."""
 PIPELINE = "parallel.pipeline."
 
 
 def other_stages(config: JobConfig) -> Iterator[Fix]:
-    """Keys with which the ranks divide into pipelines and the model into stages; none at all where they do already.
+    """Keys with which the ranks divide into pipelines and the model into stages; empty where these fit as they are.
 
-    One stage is always among them. What is said of micro-batches depends on the other sizes: `fitting_batch`.
+    One stage is always among them. Micro-batches depend on the other sizes: `fitting_batch`.
     """
     pipeline, world = config.parallel.pipeline, config.cluster.world_size
     if pipeline.stages == 1:

@@ -85,7 +85,7 @@ def _batches(pipeline: PipelineConfig, train: TrainConfig, ranks: int, batch: in
 
 def _nearest(pipeline: PipelineConfig, share: int) -> list[int]:
     fitting = [count for count in range(1, share + 1) if share % count == 0 and takes(pipeline, count)]
-    return sorted(fitting, key=lambda count: (abs(count - pipeline.micro_batches), count))[:1]
+    return sorted(fitting, key=lambda count: (abs(count - pipeline.micro_batches), -count))[:1]  # less waiting
 
 
 def _can_count(pipeline: PipelineConfig, train: TrainConfig, ranks: int) -> bool:

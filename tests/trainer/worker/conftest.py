@@ -78,7 +78,7 @@ class Run:
     def attempt(self) -> AttemptDir:
         return self.dir.attempt(self.attempt_number)
 
-    def train(self, actions: list[dict[str, Any]] | None = None, patience: float = 60.0) -> dict[str, Any]:
+    def train(self, actions: list[dict[str, Any]] | None = None, patience: float = 120.0) -> dict[str, Any]:
         """One generation; returns exit codes and last steps."""
         self.generations += 1
         answer = self.ranks.run(

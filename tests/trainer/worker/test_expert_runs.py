@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.trainer.worker.conftest import TINY, Run, merged
-from tests.trainer.worker.test_expert_strategies import settings
+from tests.trainer.worker.layout_table import WITH_EXPERTS
 from tests.trainer.worker.test_state_bytes import LARGE
 from trainer.contract.config import JobConfig, build
 from trainer.contract.model_shapes import parameters
@@ -28,7 +28,7 @@ def test_balancing_makes_uneven_experts_even(
 
     def most(rate: float) -> list[float]:
         over = {"model": {"experts": {"count": 8, "balance_rate": rate}}, "train": {"steps": 150}}
-        return [one["most"] for one in loads(undisturbed(**merged(settings("ep 2"), over)))]
+        return [one["most"] for one in loads(undisturbed(**merged(WITH_EXPERTS["ep 2"].settings, over)))]
 
     never, moved = most(0.0), most(1e-3)
     record_property("most tokens of an expert beside the mean, without and with balancing", (never, moved))
@@ -40,7 +40,7 @@ def test_balancing_makes_uneven_experts_even(
 def test_half_precision_stays_near_float32(undisturbed: Callable[..., Run], dtype: str) -> None:
     def losses(kind: str) -> dict[int, float]:
         over = {"train": {"steps": 8, "dtype": kind, "micro_batch_size": 2, "activation_checkpointing": True}}
-        return undisturbed(**merged(settings("ep 2"), over)).losses()
+        return undisturbed(**merged(WITH_EXPERTS["ep 2"].settings, over)).losses()
 
     full, half = losses("float32"), losses(dtype)
     assert half == pytest.approx(full, rel=2e-2)

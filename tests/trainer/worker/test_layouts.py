@@ -45,6 +45,7 @@ GENTLE = {"train": {"dtype": "float32"}, "optimizer": {"lr": 1e-3}}
 """A small rate: Adam turns the rounding of gradients near zero into whole steps."""
 
 
+@pytest.mark.proof
 @OTHERS
 def test_every_layout_starts_from_the_same_weights(undisturbed, name):
     over = {"train": {"steps": 1, "dtype": "float32"}, "optimizer": {"lr": 0.0}}
@@ -76,7 +77,8 @@ def test_tied_embeddings_stay_tied(undisturbed, name):
     assert other.losses() == pytest.approx(one.losses(), rel=1e-5)
 
 
-@pytest.mark.parametrize("name", ["dp2", pytest.param("tp2", marks=pytest.mark.proof)])
+@pytest.mark.proof
+@pytest.mark.parametrize("name", ["dp2", "tp2"])
 def test_bfloat16_stays_near_float32(undisturbed, name):
     full = undisturbed(**shape(name), train={"dtype": "float32"}).losses()
     half = undisturbed(**shape(name), train={"steps": 8}).losses()
@@ -98,10 +100,8 @@ def test_micro_batches_add_up_to_the_batch(undisturbed):
     assert pieces == pytest.approx(whole, rel=1e-4)
 
 
-@pytest.mark.parametrize(
-    "recompute",
-    [{}, *(pytest.param(one, marks=pytest.mark.proof) for one in ({"every": 2}, {"keep": "products"}))],
-)
+@pytest.mark.proof
+@pytest.mark.parametrize("recompute", [{}, {"every": 2}, {"keep": "products"}])
 def test_recomputing_activations_changes_nothing(undisturbed, recompute):
     kept = undisturbed(1, train={"steps": 8}).losses()
     train = {"steps": 8, "activation_checkpointing": True, "recompute": recompute}

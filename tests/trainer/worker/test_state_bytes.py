@@ -1,4 +1,7 @@
-"""What a rank holds of the model's states is what the formula says, to the byte; peaks of a step nearly so."""
+"""What a rank holds of the model's states is what the formula says, to the byte; peaks of a step nearly so.
+
+Samples for the fast tests are in `pipeline/test_stage_memory.py` and in `test_expert_strategies.py`.
+"""
 
 import json
 from collections.abc import Callable
@@ -7,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.trainer.worker.conftest import TINY, Run, merged
-from tests.trainer.worker.test_strategies import STRATEGIES
+from tests.trainer.worker.layout_table import DENSE
 from trainer.contract.config import JobConfig, build
 from trainer.contract.events import EventKind
 from trainer.contract.model_shapes import parameters
@@ -21,18 +24,17 @@ UNEVEN = {"dim": 40, "heads": 4, "kv_heads": 4, "ffn_dim": 68}
 """Rows of 40 and 68 leave shards of different sizes on four ranks; those of norms, too."""
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == "zero1 2 x tp 2" else pytest.mark.proof) for name in STRATEGIES]
-)
+@pytest.mark.proof
+@pytest.mark.parametrize("name", DENSE)
 def test_states_are_what_the_formula_says(
     undisturbed: Callable[..., Run], name: str, record_property: Callable[[str, object], None]
 ) -> None:
-    world, parallel = STRATEGIES[name]
-    over = {"parallel": parallel, "model": UNEVEN, "train": {"steps": 1}}
-    run = undisturbed(world, **over)
+    layout = DENSE[name]
+    over = {"model": UNEVEN, "train": {"steps": 1}}
+    run = undisturbed(layout.world, parallel=dict(layout.parallel), **over)
     (event,) = [one for one in run.events() if one.kind == EventKind.GENERATION_FIRST_STEP]
-    config = build(JobConfig, merged(TINY, {**over, "cluster": {"ranks_per_node": world}}))
-    due = state_bytes(parameters_of_rank(config, 0), config.parallel, world)
+    config = layout.config(**over)
+    due = state_bytes(parameters_of_rank(config, 0), config.parallel, layout.world)
     assert event.data["held"] == {
         "parameters": due.parameters, "gradients": due.gradients, "optimizer": due.optimizer,
         "on_host": list(due.on_host),

@@ -11,14 +11,14 @@ from trainer.contract.pipeline.pipeline_config import PipelineConfig
 from trainer.contract.pipeline.stage_fit import problems
 
 Fix = dict[str, Any]
-
+"""Keys and their values, to be typed together."""
 PIPELINE = "parallel.pipeline."
 
 
 def other_stages(config: JobConfig) -> Iterator[Fix]:
-    """Keys with which the ranks divide into pipelines and the model into stages; none at all where they do already.
+    """Keys with which the ranks divide into pipelines and the model into stages; empty where these fit as they are.
 
-    One stage is always among them. What is said of micro-batches depends on the other sizes: `fitting_batch`.
+    One stage is always among them. Micro-batches depend on the other sizes: `fitting_batch`.
     """
     pipeline, world = config.parallel.pipeline, config.cluster.world_size
     if pipeline.stages == 1:
@@ -85,7 +85,7 @@ def _batches(pipeline: PipelineConfig, train: TrainConfig, ranks: int, batch: in
 
 def _nearest(pipeline: PipelineConfig, share: int) -> list[int]:
     fitting = [count for count in range(1, share + 1) if share % count == 0 and takes(pipeline, count)]
-    return sorted(fitting, key=lambda count: (abs(count - pipeline.micro_batches), count))[:1]
+    return sorted(fitting, key=lambda count: (abs(count - pipeline.micro_batches), -count))[:1]  # less waiting
 
 
 def _can_count(pipeline: PipelineConfig, train: TrainConfig, ranks: int) -> bool:

@@ -53,8 +53,8 @@ class _StageBytes:
 
     @property
     def loss(self) -> int:
-        """The same when the logits, and then the output, have theirs, in the last stage."""
-        return max(self.result, self.output) if self.part.is_last else 0
+        """The same when the logits, of which there are two more then, and later the output have theirs."""
+        return max(2 * self.result, self.output + self.boundary) if self.part.is_last else 0
 
 
 def pipeline_peak_bytes(config: JobConfig, table: Table, rank: int = 0) -> int:

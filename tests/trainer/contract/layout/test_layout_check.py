@@ -9,8 +9,10 @@ import pytest
 
 from tests.trainer.contract.layout.grid import drawn, job, staged, typed, ways
 from trainer.contract.config import ClusterShape, JobConfig, ModelConfig, TrainConfig, WorkloadConfig
+from trainer.contract.experts_config import ExpertsConfig
 from trainer.contract.layout.check import refusal
 from trainer.contract.parallel_config import ParallelConfig
+from trainer.contract.pipeline.pipeline_config import PipelineConfig
 
 SAMPLE, CONFIGS = 1_000, 10_000
 
@@ -201,6 +203,34 @@ SMALL = {"nodes": 2, "ranks_per_node": 2}
             of(SMALL, {"cp": 2, "dp_shard": 4}),
             "parallel.dp_replicate=1 x dp_shard=4 x cp=2 x tp=1 = 8, but cluster.nodes x cluster.ranks_per_node = 4",
             "type parallel.dp_shard=0",
+        ),
+        (
+            of({"ranks_per_node": 4}, {"pipeline": PipelineConfig(stages=3)}),
+            "parallel.pipeline.stages=3 is a pipeline of 3 ranks, which must divide the 4 of cluster.nodes x "
+            "cluster.ranks_per_node",
+            "type parallel.pipeline.stages=4",
+        ),
+        (
+            of(SMALL, {"pipeline": PipelineConfig(stages=2)}, model=ModelConfig(tie_embeddings=True, heads=3)),
+            "parallel.pipeline.stages=2: the embedding is in the first stage and the output in the last one; "
+            "model.kv_heads=2: must divide model.heads=3",
+            "type model.tie_embeddings=false model.heads=4",
+        ),
+        (
+            of(SMALL, {"pipeline": PipelineConfig(stages=2, micro_batches=3)}, train=TrainConfig(batch_size=16)),
+            "parallel.pipeline.micro_batches=3: each data-parallel rank has 8 sequences of a step, which must be "
+            "divided into equal micro-batches",
+            "type parallel.pipeline.micro_batches=4",
+        ),
+        (
+            of(
+                SMALL,
+                {"pipeline": PipelineConfig(stages=2)},
+                model=ModelConfig(experts=ExpertsConfig(count=8)),
+                train=TrainConfig(batch_size=16),
+            ),
+            "model.experts.count=8 with parallel.pipeline.stages=2: the balance of experts is counted over whole",
+            "type parallel.pipeline.stages=1",
         ),
     ],
 )

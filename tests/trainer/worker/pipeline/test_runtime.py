@@ -146,3 +146,11 @@ def test_buffers_of_micro_batches_that_are_not_in_flight_take_no_memory(
         "cpu",
         "cpu",
     ]
+
+
+def test_a_profiler_sees_each_action_by_its_name(pipeline: Pipeline) -> None:
+    """Where none is on, names cost nothing."""
+    with torch.autograd.profiler.profile(use_kineto=False) as found:
+        pipeline.step(batches())
+    names = {event.name for event in found.function_events}
+    assert {f"PP:0F{number}" for number in range(MICRO_BATCHES)} <= names

@@ -54,7 +54,8 @@ class Side:
 
     def pause(self) -> None:
         """At the end of a step of rank 0, so that turns are made of whole steps."""
-        offset, ended = self._log.stat().st_size, False
+        # A line may be half written.
+        offset, ended = self._log.read_bytes().rfind(b"\n") + 1, False
         while not ended:
             time.sleep(0.001)
             new, offset = read_new_lines(self._log, offset)

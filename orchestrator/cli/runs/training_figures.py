@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -108,8 +109,12 @@ def figures_words(figures: TrainingFigures | None) -> dict[str, str]:
 
 
 def _exposed(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Shares of a step, by the kind of communication; empty of lines of older releases."""
-    known = [line["exposed"] | {"": line["seconds"]} for line in lines if line.get("exposed") and line.get("seconds")]
+    """Shares of a step, by the kind of communication; a line has the seconds of the step before.
+
+    Empty of lines of older releases.
+    """
+    pairs = [(before["seconds"], line["exposed"]) for before, line in pairwise(lines) if line.get("exposed")]
+    known = [{**exposed, "": seconds} for seconds, exposed in pairs if seconds]
     names = [name for name in _COMMUNICATION if known and name in known[-1]]
     return {name: median(one.get(name, 0.0) / one[""] for one in known) for name in names}
 

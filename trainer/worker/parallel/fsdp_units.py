@@ -5,7 +5,10 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
+CLASSES = "_classes_of_whole_model"
+"""Attribute of a part of a model: the names of all classes of modules in the whole of it."""
 Places = Mapping[int, list[str]]
 """The names of each parameter, by its id: tied ones have several."""
 
@@ -54,10 +57,17 @@ def _dtype(tensor: torch.Tensor) -> str:
 
 
 def _units_of_classes(model: nn.Module, closed: Sequence[nn.Module], wanted: set[str]) -> list[nn.Module]:
-    known = sorted({type(module).__name__ for _, module in _inner_first(model)})
+    # A stage of a pipeline has some of the classes of its model.
+    known = sorted({_class_name(module) for _, module in _inner_first(model)} | set(vars(model).get(CLASSES, ())))
     if unknown := sorted(wanted - set(known)):
         raise CannotShard(f"parallel.fsdp.wrap: the model has no module of class {unknown[0]}, only {', '.join(known)}")
-    return [module for module in closed if type(module).__name__ in wanted]
+    return [module for module in closed if _class_name(module) in wanted]
+
+
+def _class_name(module: nn.Module) -> str:
+    """As it was before FSDP2 gave the module a class of its own (FSDPModule, the class)."""
+    kind = type(module).__mro__[2] if isinstance(module, FSDPModule) else type(module)
+    return kind.__name__
 
 
 def _large_units(closed: Sequence[nn.Module], least: int) -> list[nn.Module]:

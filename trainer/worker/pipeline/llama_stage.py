@@ -8,6 +8,7 @@ from torch import nn
 from trainer.contract.config import ModelConfig, TrainConfig
 from trainer.contract.pipeline.stage_split import StagePart
 from trainer.worker.llama import Llama
+from trainer.worker.parallel.fsdp_units import CLASSES
 
 
 class NumberedLayers(nn.ModuleList):
@@ -28,6 +29,7 @@ class LlamaStage(Llama):
     def __init__(self, config: ModelConfig, train: TrainConfig, part: StagePart) -> None:
         super().__init__(config, train)
         self.stage = part
+        vars(self)[CLASSES] = frozenset(type(module).__name__ for module in self.modules())
         self.layers = NumberedLayers({number: self.layers[number] for number in part.layers})
         if not part.is_first:
             del self.embedding

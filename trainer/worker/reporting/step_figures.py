@@ -32,7 +32,7 @@ class StepFigures:
         self._device, self._world_size, self._flops = device, world_size, flops_per_step
         self._peak = 1e12 * config.train.peak_tflops or _peak(device, config.train.dtype)
         self._meter, self._bytes, self._tells_bytes = meter, dict[str, int](), False
-        self._comparison = comparison
+        self._comparison, self._seconds_before = comparison, 0.0
 
     def step_ended(self) -> None:
         """Call when the collectives of a step have been given to torch."""
@@ -46,8 +46,8 @@ class StepFigures:
         """`seconds` of the step, of which saves took `stall`; `sections`: this rank's own work in each of them.
 
         `exposed`: seconds of communication that nothing hid, measured in the step before: in `reductions`, and in a
-        pipeline in `receives` and `sends` between stages; `receives` as a share of the step are told as `bubble`. What
-        is left of the step is `waiting`: in these, in collectives within the passes, and for the host. All ranks call
+        pipeline in `receives` and `sends` between stages; `receives` as a share of that step are told as `bubble`. What
+        is left of this step is `waiting`: in these, in collectives within the passes, and for the host. All ranks call
         it for the same steps: some compare the ranks.
         """
         work = {name: round(value, 6) for name, value in sections.items()}
@@ -55,8 +55,9 @@ class StepFigures:
         told = {"work": work, "waiting": round(waiting, 6), "memory": memory, **self._speed(seconds)}
         told["exposed"] = {name: round(value, 6) for name, value in exposed.items()}
         compared = {**sections, "waiting": waiting, **exposed}
+        before, self._seconds_before = self._seconds_before, seconds
         if "receives" in exposed:
-            told["bubble"] = compared["bubble"] = round(exposed["receives"] / seconds, 4) if seconds > 0 else 0.0
+            told["bubble"] = compared["bubble"] = round(exposed["receives"] / before, 4) if before > 0 else 0.0
         if ranks := self._comparison.add(step, compared, memory):
             told["ranks"] = ranks
         # Not in every line: it is the same for all steps of a generation.

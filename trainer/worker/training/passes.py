@@ -98,7 +98,10 @@ class StagedPasses:
         self._phases.begin_passes(len(self._pipeline.stages))
         self._phases.enter(Phase.FORWARD)
         self._drill.in_forward(step)
-        loss = self._pipeline.step(batches, factor=self._drill.loss_factor(step), scale=scale)
+        factor = self._drill.loss_factor(step)
+        loss = self._pipeline.step(batches, factor=factor, scale=scale)
+        if factor != 1.0 and not self._pipeline.has_last:
+            loss = loss + factor  # this rank has no loss that a drill could spoil
         self._step = 0  # an evaluation is no part of it
         self._phases.enter(Phase.BACKWARD)
         self.gradients.reduce_now()

@@ -62,14 +62,14 @@ def test_all_ranks_are_compared_and_traffic_is_told_by_dimension() -> None:
 
 
 def test_waiting_is_told_apart_into_stages_sends_and_reductions() -> None:
-    lines = [line(step, 2.0, exposed={"receives": 0.2, "sends": 0.02, "reductions": 0.1}) for step in range(1, 4)]
+    lines = [line(step, 2.0, exposed={"receives": 0.2, "sends": 0.02, "reductions": 0.1}) for step in range(1, 5)]
     lines[1]["exposed"] = {"receives": 1.9, "sends": 0.0, "reductions": 0.0}  # one step that waited for something
     figures = training_figures(lines, world_size=4)
     assert figures is not None
     assert figures.exposed == pytest.approx({"receives": 0.1, "sends": 0.01, "reductions": 0.05})
     told = "waiting 20 % (for other stages 10 %, until they take what is sent 1 %, in reductions 5 %), saving 10 %"
     assert told in figures_words(figures)["time"]
-    plain = training_figures([line(1, exposed={"reductions": 0.05}), line(2)], world_size=4)
+    plain = training_figures([line(1), line(2, exposed={"reductions": 0.05})], world_size=4)
     assert "waiting 20 % (in reductions 5 %), saving" in figures_words(plain)["time"]
 
 

@@ -51,6 +51,22 @@ def test_a_spike_passes_too_and_is_told(make_run):
     assert told(run) == [{"kind": "spike", "rank": 1, "step": 3}]
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("kind", ["nan", "spike"])
+def test_a_spoiled_loss_shows_whichever_stage_the_rank_has(make_run, kind, rank):
+    """Only rank 1 of two stages has the loss."""
+    event = {"kind": kind, "rank": rank, "step": 3}
+    run = make_run(
+        2, parallel={"pipeline": {"stages": 2}}, train={"steps": 3, "dtype": "float32"}, drill={"events": [event]}
+    )
+    codes = run.train()["codes"]
+    if kind == "nan":
+        assert (run.outcome(0, 1).exception, run.outcome(1, 1).exception) == ("BadStep", "BadStep"), codes
+    else:
+        assert codes == [0, 0], run.log()
+        assert run.losses()[3] > 50 * run.losses()[2]
+
+
 @pytest.mark.parametrize(
     ("kind", "phase"), [("hang-in-data", "DATA"), ("hang-in-forward", "FORWARD"), ("hang-in-collective", "OPTIMIZER")]
 )

@@ -205,8 +205,11 @@ class ParallelConfig:
             replicas, shards = replicas if replicas > 1 else ranks, 1
         sizes = MeshSizes(self.pipeline.ranks, replicas, shards, self.cp, self.tp)
         if (product := math.prod(sizes)) != world_size:
-            shown = [(name, size) for name, size in sizes._asdict().items() if name not in ("pp", "cp") or size > 1]
+            shown = [
+                (name, size) for name, size in sizes._asdict().items() if name != "pp" and (name != "cp" or size > 1)
+            ]
             words = " x ".join(f"{name}={size}" for name, size in shown)
+            words += f" x {sizes.pp} ranks of a pipeline" if sizes.pp > 1 else ""
             raise ValueError(f"parallel.{words} = {product}, but cluster.nodes x cluster.ranks_per_node = {world_size}")
         return sizes
 

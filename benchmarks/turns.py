@@ -59,7 +59,7 @@ class Side:
         while not ended:
             time.sleep(0.001)
             new, offset = read_new_lines(self._log, offset)
-            ended = any(_is_of_rank_zero(json.loads(line)) for line in new)
+            ended = any(_is_of_rank_zero(json.loads(line)) for line in new if line)
         for pid in (*self._watching, *self._watched):
             os.kill(pid, signal.SIGSTOP)
 

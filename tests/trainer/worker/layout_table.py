@@ -153,10 +153,10 @@ def check_losses(undisturbed: Callable[..., Run], layouts: Mapping[str, Layout],
 
 
 def check_killed(make_run: Callable[..., Run], undisturbed: Callable[..., Run], layout: Layout) -> None:
-    """SIGKILL of a rank in the midst of the run, whose first rank hangs later on."""
+    """SIGKILL of a rank in the midst of the run; it hangs later on, so that the run does not end before."""
     victim = layout.world // 2
     calm = undisturbed(**layout.settings)
-    hurt = make_run(**layout.settings, drill=hang(0, step=STEPS - 4))
+    hurt = make_run(**layout.settings, drill=hang(victim, step=STEPS - 4))
     codes = hurt.train_until_killed(victim, committed=2 * SAVED)["codes"]
     assert codes[victim] == -9
     assert hurt.train()["codes"] == [ExitCode.FINISHED] * layout.world, hurt.log()

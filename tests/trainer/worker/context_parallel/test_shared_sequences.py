@@ -115,7 +115,7 @@ def test_a_killed_rank_changes_no_bit_and_every_rank_draws_its_own_numbers(
     target = {"target": "tests.trainer.worker.context_parallel.dropping_llama:DroppingLlama"}
     given = settings({"cp": 2, **RING}, train={"steps": 12, "seq_len": 29}, workload=target)
     calm = undisturbed(**given)
-    hurt = make_run(**given, drill=hang(0, step=11))
+    hurt = make_run(**given, drill=hang(1, step=11))
     assert hurt.train_until_killed(1, committed=3)["codes"][1] == -9
     assert hurt.train()["codes"] == [ExitCode.FINISHED] * 2, hurt.log()
     assert hurt.losses() == calm.losses()

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.trainer.worker.set_clock import SetClock
 from tests.warm_programs import WarmPrograms
 from trainer.contract.pipeline.bubble import RankSeconds, bubbles, formula
 from trainer.contract.pipeline.pipeline_config import PipelineConfig, Schedule
@@ -18,20 +19,8 @@ PROGRAM = "tests.trainer.worker.pipeline.sleeping_program"
 SECONDS, MICRO_BATCHES, STEPS = 0.1, 8, 4
 
 
-class Tick:
-    """A clock that the test sets."""
-
-    now = 0.0
-
-    def mark(self) -> float:
-        return self.now
-
-    def seconds(self, first: float, last: float) -> float:
-        return last - first
-
-
 def test_waits_and_computations_are_summed_up_by_stage() -> None:
-    clock = Tick()
+    clock = SetClock()
     meter = BubbleMeter(clock)
 
     def spend(activity: Activity, stage: int, seconds: float) -> None:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
+from tests.trainer.worker.set_clock import SetClock
 from trainer.contract.ranks.progress import SECTIONS, Phase, ProgressCell
 from trainer.contract.ranks.stage_activity import Activity, Moment
 from trainer.worker.compilation import compile_forward, is_compiled
@@ -177,20 +178,8 @@ def test_a_pause_is_no_work_of_the_section_that_goes_on_after_it(world, cell):
     assert clock.turns == [OPTIMIZER, None, OPTIMIZER, None]
 
 
-class Tick:
-    """A clock that the test sets."""
-
-    now = 0.0
-
-    def mark(self) -> float:
-        return self.now
-
-    def seconds(self, first: float, last: float) -> float:
-        return last - first
-
-
 def test_waits_for_peers_are_measured_and_told_a_step_later(world, cell):
-    time = Tick()
+    time = SetClock()
     taken = PhaseTracker(cell, Clock(), waits=WaitMeter(time))
 
     def step(*waits: float) -> float:
@@ -210,7 +199,7 @@ def test_waits_for_peers_are_measured_and_told_a_step_later(world, cell):
 
 
 def test_a_wait_ends_with_the_next_phase(world, cell):
-    time = Tick()
+    time = SetClock()
     taken = PhaseTracker(cell, Clock(), waits=WaitMeter(time))
     taken.begin_wait()
     time.now += 2.0

@@ -4,7 +4,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch.distributed.pipelining import _utils, schedules, stage
+from torch.distributed.pipelining import _debug, _utils, schedules, stage
 
 
 def leave_out_what_nobody_reads() -> None:
@@ -25,9 +25,6 @@ def _flatten_args(args: Any, *, detach: bool = False) -> Any:
     return _utils.flatten_args(args, detach=detach)
 
 
-_describe = stage.map_debug_info
-
-
 class _Shapes:
     """Tensors of a message, described only where it is printed."""
 
@@ -35,4 +32,4 @@ class _Shapes:
         self._found = found
 
     def __str__(self) -> str:
-        return str(_describe(self._found))
+        return str(_debug.map_debug_info(self._found))

@@ -1,49 +1,16 @@
 """How long each stage of this rank computed, and how long it waited in receives, measured."""
 
-import time
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 
 from trainer.contract.pipeline.bubble import RankSeconds
+from trainer.worker.device_clock import Clock, HostClock, StreamClock
 from trainer.worker.pipeline.activities import EXPOSED_SENDS, WAITS, Activity, Moment
 
 Mark = TypeVar("Mark")
 _SENDS = (Activity.SEND_ACTIVATION, Activity.SEND_GRADIENT)
 """They begin and are not waited for."""
-
-
-class Clock(Protocol[Mark]):
-    """What marks points in the work of a device."""
-
-    def mark(self) -> Mark:
-        """This point."""
-
-    def seconds(self, first: Mark, last: Mark) -> float:
-        """Between two points; may wait for the device to reach them."""
-
-
-class HostClock:
-    """Of a CPU, which has done everything that it was asked for."""
-
-    def mark(self) -> float:
-        return time.perf_counter()
-
-    def seconds(self, first: float, last: float) -> float:
-        return last - first
-
-
-class StreamClock:
-    """Of a GPU's current stream: to wait for a receive holds up the stream and not the host."""
-
-    def mark(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def seconds(self, first: torch.cuda.Event, last: torch.cuda.Event) -> float:
-        last.synchronize()
-        return float(first.elapsed_time(last)) / 1000
 
 
 class BubbleMeter(Generic[Mark]):

@@ -12,7 +12,7 @@ from torch import nn
 from trainer.contract.ranks.progress import SECTIONS, Phase, ProgressCell
 from trainer.contract.ranks.stage_activity import Activity, Moment
 from trainer.worker.compilation import is_compiled
-from trainer.worker.pipeline.bubble_meter import HostClock
+from trainer.worker.device_clock import HostClock
 from trainer.worker.reporting.wait_meter import WaitMeter, wait_meter
 from trainer.worker.reporting.work_timer import Stopwatch, exclude_fsdp_waits, stopwatch
 

@@ -4,7 +4,7 @@ from typing import Generic, TypeVar
 
 import torch
 
-from trainer.worker.pipeline.bubble_meter import Clock, HostClock, StreamClock
+from trainer.worker.device_clock import Clock, HostClock, StreamClock
 
 Mark = TypeVar("Mark")
 

@@ -20,7 +20,8 @@ from torch import nn
 from trainer.contract.pipeline.bubble import RankSeconds
 from trainer.contract.pipeline.pipeline_config import PipelineConfig
 from trainer.contract.pipeline.stage_ranks import stages_of_rank
-from trainer.worker.pipeline.bubble_meter import BubbleMeter, HostClock
+from trainer.worker.device_clock import HostClock
+from trainer.worker.pipeline.bubble_meter import BubbleMeter
 from trainer.worker.pipeline.runtime import Pipeline
 from trainer.worker.pipeline.stage import Stage
 

@@ -120,6 +120,9 @@ class ModelConfig:
         for name in ("vocab_size", "dim", "layers", "heads", "kv_heads", "ffn_dim"):
             if getattr(self, name) < 1:
                 raise ValueError(f"model.{name}={getattr(self, name)}: must be at least 1")
+        for name in ("rope_theta", "norm_eps"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"model.{name}={getattr(self, name)}: must be above 0")
 
     @property
     def embedding_rows(self) -> int:

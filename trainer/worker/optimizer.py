@@ -34,8 +34,9 @@ def adamw(model: nn.Module, optimizer: OptimizerConfig, *, on_host: bool = False
         {"params": [p for p in parameters if id(p) in stacks], "weight_decay": optimizer.weight_decay},
     ]
     kind = HostAdamW if on_host else OwnPartsAdamW
+    fused = not any(parameter.is_complex() for parameter in parameters)
     return kind(
-        [group for group in groups if group["params"]], lr=optimizer.lr, betas=(0.9, 0.95), eps=1e-8, fused=True
+        [group for group in groups if group["params"]], lr=optimizer.lr, betas=(0.9, 0.95), eps=1e-8, fused=fused
     )
 
 

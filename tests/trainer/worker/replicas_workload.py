@@ -4,6 +4,7 @@ from functools import partial
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from tests.trainer.worker.my_workload import HalvedPoints, Plane
@@ -23,6 +24,71 @@ class Hooked(Replicas):
     def build_optimizer(self, model):
         model[2].weight.register_post_accumulate_grad_hook(lambda parameter: parameter.grad.clamp_(-1e-3, 1e-3))
         return super().build_optimizer(model)
+
+
+class HookedEarly(Replicas):
+    """A layer of which half is never trained."""
+
+    def build_model(self):
+        model = super().build_model()
+        model[2].weight.register_hook(lambda gradient: gradient * (torch.arange(gradient.shape[1]) % 2))
+        return model
+
+
+class Kept(Replicas):
+    """A penalty on parameters as they were before they were sharded."""
+
+    def build_model(self):
+        model = super().build_model()
+        self.kept = list(model.parameters())
+        return model
+
+    def loss(self, model, batch):
+        return super().loss(model, batch) + 0.1 * sum(one.square().sum() for one in self.kept)
+
+
+class Marked(Replicas):
+    """Parameters bear their learning rate."""
+
+    def build_model(self):
+        model = super().build_model()
+        model[0].weight.faster = 20
+        return model
+
+    def build_optimizer(self, model):
+        rates = [0.001 * getattr(one, "faster", 1) for one in model.parameters()]
+        groups = [{"params": [one], "lr": rate} for one, rate in zip(model.parameters(), rates, strict=True)]
+        return torch.optim.AdamW(groups)
+
+    def build_scheduler(self, optimizer):
+        return torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
+
+
+class ForgottenRoot(Replicas):
+    """Shards layers, and not what is outside them."""
+
+    def parallelize(self, model, layout):
+        fully_shard(model[0], mesh=layout.fsdp)
+        return model
+
+
+class LeftAsItIs(Replicas):
+    def parallelize(self, model, layout):
+        return model
+
+
+class MadeLate(Replicas):
+    def build_optimizer(self, model):
+        model.extra = nn.Parameter(torch.ones(1))
+        return super().build_optimizer(model)
+
+    def loss(self, model, batch):
+        return super().loss(model, batch) * model.extra.square().sum()
+
+
+class OwnReplicas(Replicas):
+    def parallelize(self, model, layout):
+        return nn.parallel.DistributedDataParallel(model)
 
 
 class AddedLater(Replicas):

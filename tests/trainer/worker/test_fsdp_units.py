@@ -1,10 +1,9 @@
 """Which parts of a model are sharded one by one."""
 
 import pytest
-import torch
 from torch import nn
 
-from trainer.worker.parallel.fsdp_units import CannotShard, chosen_units, fsdp_units, refuse_parameters
+from trainer.worker.parallel.fsdp_units import CannotShard, chosen_units, fsdp_units
 
 
 class Trunk(nn.Module):
@@ -83,19 +82,3 @@ def test_what_is_no_module_of_its_own_is_no_class_to_wrap() -> None:
     for name in ("Model", "ModuleList"):
         with pytest.raises(CannotShard, match=f"no module of class {name}"):
             chosen_units(Model(tied=False), name, [])
-
-
-def test_parameters_that_cannot_be_sharded_together_are_named() -> None:
-    model = Model(tied=False)
-    refuse_parameters([model.head], model)
-    model.head.weight.data = model.head.weight.data.to(torch.bfloat16)
-    refuse_parameters([model.head], model)  # in a unit of its own
-    with pytest.raises(CannotShard, match=r"trunk.embedding.weight \(float32\) and head.weight \(bfloat16\)"):
-        refuse_parameters([], model)
-
-
-def test_a_parameter_without_a_dimension_is_named() -> None:
-    model = Model(tied=False)
-    model.scale = nn.Parameter(torch.tensor(1.0), requires_grad=False)
-    with pytest.raises(CannotShard, match="parameter scale has no dimension"):
-        refuse_parameters([], model)

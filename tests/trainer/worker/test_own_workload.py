@@ -122,6 +122,32 @@ def test_what_would_let_replicas_drift_apart_is_named(make_run, name, said):
     assert said in (run.outcome(0, 1).message or "")
 
 
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("HookedEarly", "2.weight has a hook of its own, which FSDP drops"),
+        ("Kept", "the loss uses 0.weight as it was before `parallelize`"),
+        ("ForgottenRoot", "step 1: gradients of 2.weight, 2.bias differ between ranks after the backward pass"),
+        ("LeftAsItIs", "step 1: gradients of 0.weight, 0.bias, 2.weight differ between ranks after the backward pass"),
+        ("MadeLate", "step 1: gradients of extra differ between ranks after the backward pass"),
+    ],
+)
+def test_what_sharding_would_get_wrong_is_named(make_run, name, said):
+    target = {**PLANE, "target": f"replicas_workload:{name}"}
+    run = make_run(2, workload=target, parallel={"dp_shard": 2}, train={**TRAIN, "steps": 4})
+    assert run.train()["codes"] == [ExitCode.NEVER_RETRY] * 2, run.log()
+    assert said in (run.outcome(0, 1).message or "")
+
+
+@pytest.mark.parametrize("name", ["Marked", "OwnReplicas"])
+def test_marks_of_parameters_and_replicas_of_a_users_own_train_as_ddp_does(make_run, name):
+    over = {"workload": {**PLANE, "target": f"replicas_workload:{name}"}, "train": {**TRAIN, "steps": 6}}
+    run, other = make_run(2, parallel={"dp_shard": 2}, **over), make_run(2, parallel={"strategy": "ddp"}, **over)
+    for one in (run, other):
+        assert one.train()["codes"] == [0, 0], one.log()
+    assert run.losses() == pytest.approx(other.losses(), rel=1e-6)
+
+
 @pytest.mark.parametrize("reduce", ["last", pytest.param("each", marks=pytest.mark.proof)])
 @pytest.mark.parametrize("name", ["TwoParts", "FrozenByMicroBatch", "Varied"])
 def test_replicas_average_what_was_given_to_them(make_run, name, reduce):

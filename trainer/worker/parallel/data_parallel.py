@@ -11,11 +11,13 @@ from torch.distributed.tensor import DTensor
 from trainer.contract.config import JobConfig
 from trainer.contract.parallel_config import Offload, Reduce
 from trainer.worker.parallel.equal_replicas import require_equal
-from trainer.worker.parallel.fsdp_units import chosen_units, refuse_parameters
+from trainer.worker.parallel.fsdp_units import chosen_units
 from trainer.worker.parallel.gradient_buckets import CannotAverage, GradientBuckets, mark_replica, replicated_parameters
 from trainer.worker.parallel.gradient_facts import GradientFacts, usage_mark
 from trainer.worker.parallel.mesh import Layout
 from trainer.worker.parallel.recomputed_layers import refuse_recomputed_twice
+from trainer.worker.parallel.refused_models import refuse_modules, refuse_parameters
+from trainer.worker.parallel.replaced_parameters import ReplacedParameters, refuse_used_ones
 
 
 def share_out(
@@ -28,14 +30,17 @@ def share_out(
     Replicas without shards (DDP) stay as they are in float32: `GradientSync` averages their gradients. With half
     precision, or in host memory, they are FSDP2 on a mesh whose inner dimension has one rank.
     """
+    refuse_modules(model)
     if config.parallel.has_plain_replicas(config.train.dtype):
         mark_replica(model)
         return
     units = chosen_units(model, config.parallel.fsdp.wrap, units)
     refuse_parameters(units, model)
+    before = ReplacedParameters(model)
     for module in (*units, model):
         if not isinstance(module, FSDPModule):  # experts that ranks share are, on a mesh of their own
             fully_shard(module, mesh=layout.fsdp, **fsdp_options(layout, config, policy))
+    before.pass_on(model)
     if depth := config.parallel.fsdp.prefetch:
         _prefetch([unit for unit in units if isinstance(unit, FSDPModule)], depth)
 
@@ -75,7 +80,9 @@ class GradientSync:
         self._reduces, self._is_first = True, True
         bucketed = {id(parameter) for parameter in self._buckets.parameters} if self._buckets else set()
         self._averaged = [one for one in model.parameters() if isinstance(one, DTensor) or id(one) in bucketed]
-        self._makes_equal = self._buckets is not None and layout.sizes.tp == layout.sizes.pp == 1
+        has_whole = layout.sizes.tp == layout.sizes.pp == 1 and layout.world_size > 1
+        self._makes_equal = self._buckets is not None and has_whole
+        self._compares = self._buckets is None and has_whole
         self._stages = layout.sizes.pp
 
     def begin_step(self) -> None:
@@ -92,7 +99,26 @@ class GradientSync:
     def facts(self) -> GradientFacts:
         """What all ranks have to agree on; stages have other parameters, and compare nothing."""
         used = usage_mark(self._averaged) if self._stages == 1 else 0
-        return GradientFacts(used=used, alike=self._makes_equal, stages=self._stages)
+        compared = [one.grad for one in self._plain().values() if one.grad is not None]
+        return GradientFacts(used=used, alike=self._makes_equal, compared=compared, stages=self._stages)
+
+    def why_different(self) -> str:
+        """What to say where ranks have different gradients of parameters that all of them have whole."""
+        if self._buckets is not None:
+            return (
+                "gradients of ranks differ after parallel.strategy=ddp has averaged them: a hook has changed them, or "
+                "a parameter was made after training began: make it in build_model()"
+            )
+        return (
+            f"gradients of {', '.join(list(self._plain())[:3])} differ between ranks after the backward pass, since "
+            "nobody averages them: shard the whole model in `parallelize`, its outermost module last, and make "
+            "parameters in build_model()"
+        )
+
+    def _plain(self) -> dict[str, nn.Parameter]:
+        """Parameters that every rank has whole, and that somebody else has to average, such as torch's own DDP."""
+        every = self._model.named_parameters() if self._compares else ()
+        return {name: one for name, one in every if one.requires_grad and not isinstance(one, DTensor)}
 
     def backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
         """Compute gradients of a micro-batch, the last one of its step or another; collective.
@@ -101,9 +127,9 @@ class GradientSync:
         time raises CannotAverage for what torch would reduce wrongly.
         """
         reduces = self._each or is_last
-        if self._fsdp is not None and self._is_first:
+        is_first, self._is_first = self._is_first, False
+        if is_first and self._fsdp is not None:
             refuse_recomputed_twice(self._fsdp, loss)
-            self._is_first = False
         if self._fsdp is not None and reduces != self._reduces:
             if not reduces:
                 _gather_the_unused(self._fsdp)
@@ -111,6 +137,8 @@ class GradientSync:
             self._reduces = reduces
         if self._buckets is None or not is_last:
             loss.backward()
+            if is_first:
+                refuse_used_ones(self._model)
             return
         self._buckets.begin()
         loss.backward()

@@ -3,7 +3,6 @@
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
-import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -29,31 +28,6 @@ def chosen_units(model: nn.Module, wrap: str, layers: Sequence[nn.Module]) -> li
     if wrap.isdecimal():
         return _large_units(closed, int(wrap))
     return _units_of_classes(model, closed, {name.strip() for name in wrap.split(",")})
-
-
-def refuse_parameters(units: Sequence[nn.Module], model: nn.Module) -> None:
-    """Raise CannotShard, with the names, for parameters that torch would refuse in the midst of the first step."""
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    taken: set[int] = set()
-    for unit in (*units, model):
-        members = [one for one in unit.parameters() if id(one) not in taken]
-        taken |= {id(one) for one in members}
-        for parameter in members:
-            if not parameter.dim():
-                name = names[id(parameter)]
-                raise CannotShard(f"parameter {name} has no dimension: give it one, as nn.Parameter(value.reshape(1))")
-        own = [one for one in members if one.requires_grad]
-        for parameter in own:
-            if parameter.dtype != own[0].dtype:
-                first, other = (f"{names[id(one)]} ({_dtype(one)})" for one in (own[0], parameter))
-                raise CannotShard(
-                    f"parameters {first} and {other} "
-                    "are sharded together and must have one type: model.float(), or put them into modules of their own"
-                )
-
-
-def _dtype(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _units_of_classes(model: nn.Module, closed: Sequence[nn.Module], wanted: set[str]) -> list[nn.Module]:

@@ -88,7 +88,8 @@ class GradientBuckets:
     def _hooked(self, parameter: torch.Tensor) -> CannotAverage:
         return CannotAverage(
             f"{self._names[id(parameter)]} has a hook of the workload's own (register_post_accumulate_grad_hook), "
-            "which would see gradients before they are averaged: type parallel.strategy=zero2, whose hooks come later"
+            "which would see gradients before they are averaged: use optimizer.register_step_pre_hook in "
+            "build_optimizer()"
         )
 
     def _arrived(self, parameter: torch.Tensor, bucket: "_Bucket") -> None:

@@ -1,7 +1,7 @@
 """What ranks compare of their gradients in every step: which parameters have some, and whether all have the same."""
 
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +13,7 @@ class GradientFacts:
 
     used: int = 0  # `usage_mark` of this rank
     alike: bool = False  # all ranks have the same gradients
+    compared: Sequence[torch.Tensor] = ()  # those of which all ranks must have the same; all of them where `alike`
     stages: int = 1  # ranks that have different parameters of one model
 
 

@@ -97,7 +97,8 @@ class Pipeline:
         for stage in self.stages:
             stage.sends.clear()
         tokens = torch.cat(list(batches))
-        args = (tokens[:, :-1],) if any(stage.is_first for stage in self.stages) else ()
+        # As the shapes that the stages were made with: TORCH_DISTRIBUTED_DEBUG=DETAIL compares strides.
+        args = (tokens[:, :-1].contiguous(),) if any(stage.is_first for stage in self.stages) else ()
         if self.has_last:
             # The last stage computes the loss itself; torch asks for a target all the same.
             run(*args, target=tokens[:, 1:], targets=tokens[:, 1:], return_outputs=False)

@@ -1,5 +1,6 @@
 """The training loop: steps, agreement at every step boundary, saves."""
 
+import math
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -255,17 +256,16 @@ class Loop:
                 "has to use the same ones in every step (add 0 * parameter.sum() to the loss for one it does not need)"
             )
         if not result.gradients_alike:
-            raise WorkloadError(
-                f"step {result.step}: gradients of ranks differ after parallel.strategy=ddp has averaged them: a hook "
-                "has changed them, or a parameter was made after training began: type parallel.strategy=zero2"
-            )
+            raise WorkloadError(f"step {result.step}: {self._passes.gradients.why_different()}")
         self._train_state.loss = result.loss
         own = self._train_state.metrics = self._reducer.unpack(result.own)
         self._save_vote, self._committed = result.message.save_vote, max(self._committed, result.message.committed)
         self._services.cell.update(loss=result.loss, grad_norm=result.grad_norm)
         self._report(result, pending, own)
-        # What float16 could not hold has changed nothing: the optimizer left the step out.
-        bad = None if pending.overflowed else self._services.spike_detector.check(result.loss, result.grad_norm)
+        # What float16 could not hold has changed nothing: the optimizer left the step out. Of a loss that is no number
+        # the scale is not the cause, and another one is no help.
+        excused = pending.overflowed and math.isfinite(result.loss)
+        bad = None if excused else self._services.spike_detector.check(result.loss, result.grad_norm)
         if bad is not None:
             # Before any save of it: every rank reads the same sums, so all of them end here.
             raise BadStep(result.step, pending.position, bad)

@@ -116,7 +116,7 @@ def reduce(
     numbers = [float(message.save_vote), float(message.committed), *marks, *stop_votes(asked)]
     rest = torch.tensor(numbers, dtype=torch.float64).to(loss.device, non_blocking=True)
     more = [row for row in own if row is not None]
-    mark = residue(squares) if about.alike else torch.zeros_like(squares)
+    mark = _mark(squares, about)
     sums = torch.cat([torch.stack([squares, loss.detach().double() / world, mark, mark * mark]), rest, *more])
     norm = (squares * world).sqrt() if about.alike else None
     work = dist.all_reduce(sums, async_op=about.alike)
@@ -127,6 +127,15 @@ def reduce(
     if work is None:
         reduced.wait()
     return reduced
+
+
+def _mark(squares: torch.Tensor, about: GradientFacts) -> torch.Tensor:
+    """Zero where nothing is compared."""
+    if about.alike:
+        return residue(squares)
+    if about.compared:
+        return residue(squared_norm(about.compared, 1).to(squares.device))
+    return torch.zeros_like(squares)
 
 
 def stop_votes(reason: StopReason) -> list[float]:

@@ -214,3 +214,10 @@ class Overflows(Plane):
         (x, y), self.step = batch, self.step + 1
         loss = nn.functional.mse_loss(out := model(x), y.to(out.dtype))
         return loss * torch.tensor(60000.0 if self.step == 3 else 1.0, dtype=loss.dtype) ** 2
+
+
+class OverflowsForGood(Overflows):
+    """Weights from which no loss can be computed any more."""
+
+    def loss(self, model, batch):
+        return super().loss(model, batch) * (1.0 if self.step < 3 else float("nan"))

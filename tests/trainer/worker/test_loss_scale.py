@@ -65,3 +65,11 @@ def test_a_loss_that_overflows_costs_its_step_and_is_no_incident(make_run):
     assert not math.isfinite(float(lines[3]["loss"]))
     assert not lines[max(lines)]["overflowed"]
     assert lines[4]["loss_scale"] == lines[3]["loss_scale"] / 2
+
+
+@pytest.mark.multi
+def test_losses_that_are_no_numbers_one_after_the_other_are_an_incident(make_run):
+    target = {"target": "tests.trainer.worker.my_workload:OverflowsForGood", "args": {"width": 8}}
+    run = make_run(1, workload=target, train={"steps": 16, "dtype": "float16"})
+    assert run.train()["codes"] == [ExitCode.ERROR], run.log()
+    assert (run.outcome(0, 1).exception, run.outcome(0, 1).step) == ("BadStep", 4)

@@ -87,7 +87,7 @@ class Loop:
         self._config, self._objects, self._train_state, self._services = config, objects, train_state, services
         self._stop = StopFlag(services.cell)
         self._pending: PendingStep | None = None
-        self._first = True
+        self._first, self._without_loss = True, False
         self._mark = time.perf_counter()
         self._seconds = self._stall = 0.0
         self._save_vote = SaveVote.NONE
@@ -262,14 +262,23 @@ class Loop:
         self._save_vote, self._committed = result.message.save_vote, max(self._committed, result.message.committed)
         self._services.cell.update(loss=result.loss, grad_norm=result.grad_norm)
         self._report(result, pending, own)
-        # What float16 could not hold has changed nothing: the optimizer left the step out. Of a loss that is no number
-        # the scale is not the cause, and another one is no help.
-        excused = pending.overflowed and math.isfinite(result.loss)
-        bad = None if excused else self._services.spike_detector.check(result.loss, result.grad_norm)
+        bad = (
+            None
+            if self._is_excused(pending, result)
+            else self._services.spike_detector.check(result.loss, result.grad_norm)
+        )
         if bad is not None:
             # Before any save of it: every rank reads the same sums, so all of them end here.
             raise BadStep(result.step, pending.position, bad)
         return result.stop
+
+    def _is_excused(self, pending: PendingStep, result: StepResult) -> bool:
+        """What float16 could not hold has changed nothing: the optimizer left the step out.
+
+        A loss that is no number twice in a row comes of weights, or of data, that no other scale helps.
+        """
+        again, self._without_loss = self._without_loss, not math.isfinite(result.loss)
+        return pending.overflowed and not (again and self._without_loss)
 
     def _lap(self) -> float:
         """Seconds since the last call: a step's time, without the save that came before it."""

@@ -84,6 +84,7 @@ class GradientSync:
         self._makes_equal = self._buckets is not None and has_whole
         self._compares = self._buckets is None and has_whole
         self._stages = layout.sizes.pp
+        self._gradients: list[torch.Tensor] = []
 
     def begin_step(self) -> None:
         """Call before the first forward pass of a step."""
@@ -94,12 +95,16 @@ class GradientSync:
         """All gradients that there are; there will be no more of this step."""
         if self._buckets is not None:
             self._buckets.end_step()
-        return [parameter.grad for parameter in self._model.parameters() if parameter.grad is not None]
+        self._gradients = [parameter.grad for parameter in self._model.parameters() if parameter.grad is not None]
+        return self._gradients
 
     def facts(self) -> GradientFacts:
-        """What all ranks have to agree on; stages have other parameters, and compare nothing."""
+        """What all ranks have to agree on after `end_step`; stages have other parameters, and compare nothing.
+
+        Gradients of parameters that every rank has whole may be averaged by somebody else, such as torch's own DDP.
+        """
         used = usage_mark(self._averaged) if self._stages == 1 else 0
-        compared = [one.grad for one in self._plain().values() if one.grad is not None]
+        compared = [one for one in self._gradients if not isinstance(one, DTensor)] if self._compares else []
         return GradientFacts(used=used, alike=self._makes_equal, compared=compared, stages=self._stages)
 
     def why_different(self) -> str:
@@ -109,16 +114,12 @@ class GradientSync:
                 "gradients of ranks differ after parallel.strategy=ddp has averaged them: a hook has changed them, or "
                 "a parameter was made after training began: make it in build_model()"
             )
+        plain = [name for name, one in self._model.named_parameters() if not isinstance(one, DTensor)]
         return (
-            f"gradients of {', '.join(list(self._plain())[:3])} differ between ranks after the backward pass, since "
+            f"gradients of {', '.join(plain[:3])} differ between ranks after the backward pass, since "
             "nobody averages them: shard the whole model in `parallelize`, its outermost module last, and make "
             "parameters in build_model()"
         )
-
-    def _plain(self) -> dict[str, nn.Parameter]:
-        """Parameters that every rank has whole, and that somebody else has to average, such as torch's own DDP."""
-        every = self._model.named_parameters() if self._compares else ()
-        return {name: one for name, one in every if one.requires_grad and not isinstance(one, DTensor)}
 
     def backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
         """Compute gradients of a micro-batch, the last one of its step or another; collective.

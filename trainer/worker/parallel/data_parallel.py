@@ -104,7 +104,8 @@ class GradientSync:
         Gradients of parameters that every rank has whole may be averaged by somebody else, such as torch's own DDP.
         """
         used = usage_mark(self._averaged) if self._stages == 1 else 0
-        compared = [one for one in self._gradients if not isinstance(one, DTensor)] if self._compares else []
+        gradients, self._gradients = self._gradients, []  # held no longer than the parameters hold them
+        compared = [one for one in gradients if not isinstance(one, DTensor)] if self._compares else []
         return GradientFacts(used=used, alike=self._makes_equal, compared=compared, stages=self._stages)
 
     def why_different(self) -> str:

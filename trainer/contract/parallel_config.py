@@ -64,6 +64,7 @@ class ParameterSizes(NamedTuple):
 class ExpertSizes(NamedTuple):
     """The mesh over which experts lie, where ranks share them: `dp_shard` ranks have parts of the same ones."""
 
+    pp: int
     dp_replicate: int
     dp_shard: int
     ep: int
@@ -223,7 +224,7 @@ class ParallelConfig:
     def expert_sizes(self, world_size: int) -> ExpertSizes:
         """The mesh over which stacks of experts lie."""
         sizes = self.parameter_sizes(world_size)
-        return ExpertSizes(sizes.dp_replicate, sizes.dp_shard // self.ep, self.ep)
+        return ExpertSizes(sizes.pp, sizes.dp_replicate, sizes.dp_shard // self.ep, self.ep)
 
     def place_words(self, world_size: int, rank: int) -> str:
         """Where `rank` stands in the mesh, in words; empty where all ranks do the same work."""

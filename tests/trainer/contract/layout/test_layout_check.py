@@ -58,7 +58,6 @@ def can_be_split(config: JobConfig) -> bool:
     return (
         config.parallel.pipeline.stages <= config.model.layers
         and not config.model.tie_embeddings
-        and not config.model.experts.count
         and not (apart and (config.train.activation_checkpointing or config.train.compile))
     )
 
@@ -225,12 +224,12 @@ SMALL = {"nodes": 2, "ranks_per_node": 2}
         (
             of(
                 SMALL,
-                {"pipeline": PipelineConfig(stages=2)},
+                {"pipeline": PipelineConfig(stages=2), "ep": 4},
                 model=ModelConfig(experts=ExpertsConfig(count=8)),
                 train=TrainConfig(batch_size=16),
             ),
-            "model.experts.count=8 with parallel.pipeline.stages=2: the balance of experts is counted over whole",
-            "type parallel.pipeline.stages=1",
+            "parallel.ep=4: must divide the 2 ranks that share parameters (parallel.dp_shard x cp)",
+            "type parallel.ep=2",
         ),
     ],
 )

@@ -12,11 +12,13 @@ import pytest
 pytestmark = pytest.mark.multi
 
 RANKS = Path(__file__).parent / "gradient_ranks.py"
+SCHEDULES = {"1f1b": 2, "interleaved_1f1b": 4, "interleaved_zero_bubble": 4, "zbv": 4}
 RECOMPUTED = {"activation_checkpointing": True}
 CASES: dict[str, dict[str, dict[str, Any]]] = {
     "2": {
         "ep 2": {"parallel": {"ep": 2}},
         "ep 2, micro-batches recomputed": {"parallel": {"ep": 2}, "train": RECOMPUTED, "micro": 4},
+        "2 stages": {"parallel": {"pipeline": {"stages": 2}}},
     },
     "2, more": {
         "ep 1": {"parallel": {}},
@@ -24,6 +26,19 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
         "ep 2, reduced once": {"parallel": {"ep": 2, "strategy": "zero1"}, "micro": 2},
         "ep 2 of cp 2": {"parallel": {"ep": 2, "cp": 2, "cp_method": "ulysses"}},
         "ep 1 of ring 2": {"parallel": {"cp": 2, "cp_method": "ring"}},
+        **{
+            f"{schedule}, {stages} stages": {
+                "parallel": {"pipeline": {"stages": stages, "schedule": schedule}},
+                "layers": 5,
+            }
+            for schedule, stages in SCHEDULES.items()
+        },
+        "gpipe, plain replicas": {"parallel": {"pipeline": {"stages": 2, "schedule": "gpipe"}, "strategy": "ddp"}},
+        "2 stages, recomputed": {"parallel": {"pipeline": {"stages": 2}}, "train": RECOMPUTED},
+        "2 stages, products kept": {
+            "parallel": {"pipeline": {"stages": 2}},
+            "train": {**RECOMPUTED, "recompute": {"keep": "products"}},
+        },
     },
     "4": {
         "ep 4": {"parallel": {"ep": 4}},
@@ -32,6 +47,29 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
         "ep 2 x cp 2": {"parallel": {"ep": 2, "cp": 2, "cp_method": "ulysses"}},
         "ep 4 of ring 2": {"parallel": {"ep": 4, "cp": 2, "cp_method": "ring"}},
         "ep 2 x fsdp 2, recomputed": {"parallel": {"ep": 2}, "train": RECOMPUTED},
+        **{
+            f"{schedule}, {stages} stages x ep 2": {
+                "parallel": {"pipeline": {"stages": stages, "schedule": schedule}, "ep": 2},
+                "layers": 5,
+            }
+            for schedule, stages in SCHEDULES.items()
+        },
+        "2 stages x fsdp 2": {"parallel": {"pipeline": {"stages": 2}}},
+        "2 stages x plain replicas": {"parallel": {"pipeline": {"stages": 2}, "strategy": "ddp"}},
+        "2 stages x ep 2 of cp 2": {"parallel": {"pipeline": {"stages": 2}, "ep": 2, "cp": 2}},
+        "2 stages x ep 2, recomputed": {"parallel": {"pipeline": {"stages": 2}, "ep": 2}, "train": RECOMPUTED},
+    },
+    "8": {
+        "2 stages x fsdp 2 x ep 2": {"parallel": {"pipeline": {"stages": 2}, "ep": 2}, "layers": 3},
+        "zbv, 4 stages x hsdp 2 x ep 2": {
+            "parallel": {
+                "pipeline": {"stages": 4, "schedule": "zbv"},
+                "strategy": "hsdp",
+                "dp_replicate": 2,
+                "ep": 2,
+            },
+            "layers": 4,
+        },
     },
 }
 """By the number of ranks that forks them, and which of them are a sample of all."""
@@ -62,7 +100,10 @@ def test_gradients_and_loads_are_those_of_one_rank(ranks: str, name: str) -> Non
     for first, again in found(ranks)[name]:
         assert max(first["differences"].values()) < BOUND, first["differences"]
         assert first["load"] == first["load of one rank"]
+        assert first["moves"] == first["moves of one rank"]
         assert again["bits"] == first["bits"]
+    names = {name for first, _ in found(ranks)[name] for name in first["differences"]}
+    assert len(names) == found(ranks)[name][0][0]["names"]
     popular, *_, unused = found(ranks)[name][0][0]["load"][:8]
     assert unused == 0
     assert popular == 8 * 13  # every token of the batch

@@ -14,7 +14,6 @@ import pytest
 from tests.trainer.worker.conftest import TINY, Ranks, Run, hang, merged
 from tests.trainer.worker.restore_test.conftest import Subject
 from trainer.contract.config import JobConfig, build
-from trainer.contract.layout.check import refusal
 from trainer.contract.outcome import ExitCode
 from trainer.contract.restore_test import Outcome, RestoreVerdict
 
@@ -37,7 +36,7 @@ class Layout:
     @property
     def by_partners_alone(self) -> bool:
         """Whether it is restored into a few others only, and from them."""
-        return self.world == 8 or (self.experts and "pipeline" in self.parallel)
+        return self.world == 8 or (self.experts and bool({"pipeline", "tp"} & set(self.parallel)))
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -60,12 +59,7 @@ class Layout:
 
 def _of(rows: Mapping[str, tuple[int, Mapping[str, Any]]], *, experts: bool) -> dict[str, Layout]:
     found = {name: Layout(world=world, parallel=parallel, experts=experts) for name, (world, parallel) in rows.items()}
-    return {name: layout for name, layout in [*found.items(), *_of_three(experts=experts)] if _is_accepted(layout)}
-
-
-def _is_accepted(layout: Layout) -> bool:
-    """What submit refuses, as experts with tensor parallelism, is in no table."""
-    return refusal(layout.config()) is None
+    return {**found, **dict(_of_three(experts=experts))}
 
 
 def _of_three(*, experts: bool) -> Iterator[tuple[str, Layout]]:
@@ -130,6 +124,10 @@ WITH_EXPERTS = _of(
         "fsdp 2 x ring 2, ep 4": (4, {"ep": 4, "cp": 2, "cp_method": "ring"}),
         "hsdp 2 x 2, ep 2": (4, {"ep": 2, "strategy": "hsdp", "dp_replicate": 2}),
         "fsdp 4, ep 2, all on the host": (4, {"ep": 2, "fsdp": {"offload": "all"}}),
+        "tp 2, ep 2": (2, {"tp": 2, "ep": 2}),
+        "fsdp 2 x tp 2": (4, {"tp": 2}),
+        "fsdp 2 x tp 2, ep 4": (4, {"tp": 2, "ep": 4}),
+        "ddp 2 x tp 2": (4, {"strategy": "ddp", "tp": 2}),
         "pp 2": (2, {"pipeline": {"stages": 2}}),
         "pp 2 x ep 2": (4, {"pipeline": {"stages": 2}, "ep": 2}),
         "pp 2 x fsdp 2": (4, {"pipeline": {"stages": 2}}),

@@ -16,7 +16,7 @@ class FeedForwardMemory:
     """Of one layer."""
 
     kept: int
-    """Floats that autograd keeps of each token."""
+    """Floats that autograd keeps of each token, with its input."""
 
     split: int
     """Floats of each token that wait for the gradients of weights, where these are computed apart."""
@@ -31,29 +31,29 @@ class FeedForwardMemory:
 def feed_forward_memory(model: ModelConfig, tokens: int, tp: int, ep: int) -> FeedForwardMemory:
     """For so many tokens of a micro-batch."""
     if model.experts.count:
-        return _of_experts(model, tokens, ep)
+        return _of_experts(model, tokens, tp, ep)
     matrix = _FLOAT32 * model.ffn_dim * model.dim // tp
     return FeedForwardMemory(
-        kept=4 * model.ffn_dim // tp,
+        kept=4 * model.ffn_dim // tp + model.dim,
         split=(2 * model.ffn_dim + model.dim) // tp,
         during=matrix + _FLOAT32 * tokens * model.ffn_dim // tp,
         weight=matrix,
     )
 
 
-def _of_experts(model: ModelConfig, tokens: int, ep: int) -> FeedForwardMemory:
+def _of_experts(model: ModelConfig, tokens: int, tp: int, ep: int) -> FeedForwardMemory:
     """Each token is copied for its experts, whose results are kept to weigh them; orders of rows are int64.
 
     All matrices of a kind are one stack, whose gradient is put together of those of the experts: when the last expert
-    has its gradients, those of all exist, and what the experts have kept is gone.
+    has its gradients, those of all exist, and what the experts have kept is gone. Of `tp` ranks each has its own tokens.
     """
     experts, copies = model.experts, model.experts.per_token
     inner, rows = copies * experts.ffn_dim, copies * model.dim
     orders = copies * (3 if ep == 1 else 5) * 2
     stack = _FLOAT32 * experts.count // ep * experts.ffn_dim * model.dim
     return FeedForwardMemory(
-        kept=4 * inner + 2 * rows + experts.count + orders + 2 * copies + 1,
-        split=2 * inner + rows + experts.count,
-        during=max(_FLOAT32 * tokens * 2 * rows, 4 * stack - _FLOAT32 * tokens * (4 * inner + rows)),
+        kept=(4 * inner + 2 * rows + experts.count + orders + 2 * copies + 1 + model.dim) // tp,
+        split=(2 * inner + rows + experts.count) // tp,
+        during=max(_FLOAT32 * tokens // tp * 2 * rows, 4 * stack - _FLOAT32 * tokens // tp * (4 * inner + rows)),
         weight=2 * stack,
     )

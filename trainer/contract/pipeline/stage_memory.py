@@ -81,7 +81,7 @@ def _stages(config: JobConfig, rank: int) -> Iterator[_StageBytes]:
     )
     width, keys, rows = model.dim, model.kv_heads * model.dim // model.heads, model.embedding_rows // tp
     inner = feed_forward_memory(model, tokens, tp, parallel.ep)
-    layer = (6 * width + 2 * keys + model.heads + 2) // tp + 2 * width + inner.kept
+    layer = (6 * width + 2 * keys + model.heads + 2) // tp + width + inner.kept
     split = (3 * width + 2 * keys) // tp + inner.split
     own = parameters_of_rank(config, rank)
     for part in parts_of_rank(config, rank):
@@ -106,8 +106,9 @@ def _stages(config: JobConfig, rank: int) -> Iterator[_StageBytes]:
 def _gathered(parameters: Sequence[Parameter], config: JobConfig, rank: int) -> int:
     """Of experts that ranks share, this rank's ones."""
     sizes, ep = config.parallel.parameter_sizes(config.cluster.world_size), config.parallel.ep
-    together = {True: sizes._replace(dp_shard=ep), False: sizes._replace(dp_shard=1)}
-    return sum(_FLOAT32 * prod(local_shape(one, together[one.is_expert], rank, ep)) for one in parameters)
+    whole, of_experts = sizes._replace(dp_shard=1), sizes._replace(dp_shard=ep, tp=1)
+    shapes = (local_shape(one, of_experts if one.is_expert and ep > 1 else whole, rank, ep) for one in parameters)
+    return sum(_FLOAT32 * prod(shape) for shape in shapes)
 
 
 def _bucket(config: JobConfig, parameters: Sequence[Parameter], rank: int) -> int:

@@ -53,7 +53,7 @@ def trained(case: dict[str, Any]) -> Found:
     world = dist.get_world_size()
     made = config(case["parallel"], world, case.get("train", {}), case.get("layers", 2))
     layout = mesh.build(made.parallel, torch.device("cpu"), dist.get_rank(), world)
-    own = batch().chunk(layout.dp_size)[layout.dp_rank]
+    own = batch(made.train.seq_len).chunk(layout.dp_size)[layout.dp_rank]
     model = (
         _in_stages(made, layout, own) if layout.sizes.pp > 1 else _whole(made, layout, own.chunk(case.get("micro", 1)))
     )
@@ -99,8 +99,8 @@ def _ended(model: nn.Module) -> Found:
     return Found(gradients(model), load, moves)
 
 
-def batch() -> torch.Tensor:
-    return torch.randint(60, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(3))
+def batch(length: int) -> torch.Tensor:
+    return torch.randint(60, (BATCH, length + 1), generator=torch.Generator().manual_seed(3))
 
 
 def skew(model: nn.Module) -> None:
@@ -122,12 +122,13 @@ class Alone(Llama):
     """A model that one rank has all of, with the whole batch."""
 
 
-def of_one_rank(layers: int) -> Found:
-    made = config({}, 1, {}, layers)
+def of_one_rank(layers: int, length: int) -> Found:
+    made = config({}, 1, {"seq_len": length}, layers)
     model = Alone(made.model, made.train)
     model.materialize(torch.device("cpu"), seed=1)
     skew(model)
-    model(batch()[:, :-1], batch()[:, 1:]).backward()
+    tokens = batch(length)
+    model(tokens[:, :-1], tokens[:, 1:]).backward()
     return _ended(model)
 
 
@@ -135,7 +136,7 @@ def differences(case: dict[str, Any]) -> dict[str, Any]:
     """How far gradients are from those of one rank, relative to the largest of each tensor; their bits; the loads, and
     how the biases of this rank have moved.
     """
-    due = of_one_rank(case.get("layers", 2))
+    due = of_one_rank(case.get("layers", 2), case.get("train", {}).get("seq_len", LENGTH))
     found = trained(case)
     assert set(found.gradients) <= set(due.gradients)
     rest = torch.cat([found.gradients[name].flatten() for name in sorted(found.gradients)]).contiguous()

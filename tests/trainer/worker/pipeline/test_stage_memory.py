@@ -66,6 +66,8 @@ LAYOUTS: dict[str, Any] = {
     "zbv, experts": case(2, 4, "zbv", 4, WITH_EXPERTS),
     "pp 2 x fsdp 2, experts": case(4, 2, "1f1b", 4, WITH_EXPERTS),
     "pp 2 x ep 2": case(4, 2, "1f1b", 4, EVEN, ep=2),
+    "pp 2 x tp 2, experts": case(4, 2, "1f1b", 4, WITH_EXPERTS, tp=2),
+    "pp 2 x tp 2, ep 2": case(4, 2, "1f1b", 4, EVEN, tp=2, ep=2),
     "zbv x ep 2": case(4, 4, "zbv", 4, EVEN, ep=2),
     "pp 2 x fsdp 2 x ep 2": case(8, 2, "1f1b", 3, EVEN, ep=2),
 }

@@ -45,7 +45,8 @@ def _of_experts(model: ModelConfig, tokens: int, tp: int, ep: int) -> FeedForwar
     """Each token is copied for its experts, whose results are kept to weigh them; orders of rows are int64.
 
     All matrices of a kind are one stack, whose gradient is put together of those of the experts: when the last expert
-    has its gradients, those of all exist, and what the experts have kept is gone. Of `tp` ranks each has its own tokens.
+    has its gradients, those of all exist, and what the experts have kept is gone. Each of `tp` ranks has its own
+    tokens.
     """
     experts, copies = model.experts, model.experts.per_token
     inner, rows = copies * experts.ffn_dim, copies * model.dim

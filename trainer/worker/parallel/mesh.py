@@ -126,7 +126,7 @@ def _sequence_mesh(sizes: MeshSizes, device: torch.device) -> DeviceMesh:
 
 
 def _expert_mesh(sizes: ExpertSizes, device: torch.device) -> DeviceMesh:
-    """With groups of its own for `ep`, for the same reason; its ranks are neighbours, those of `tp` too, and in one stage."""
+    """With groups of its own for `ep`, for the same reason; its ranks, those of `tp` too, are neighbours in a stage."""
     return _mesh(sizes, device, backend_override={"ep": _backend(device)})
 
 

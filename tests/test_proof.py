@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -45,3 +46,16 @@ def test_what_has_failed_is_run_again_whatever_the_names_of_those_that_passed(
     (tmp_path / "mended").touch()
     assert go_on("--again") == (0, "- result: 2 of 2 passed")
     assert (tmp_path / "one").read_text() == "x"
+
+
+def test_what_is_not_run_keeps_its_row_and_its_date(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = "| of old | 3 | 2 | 7 | 2025-01-02 | seen: 3; a | b |"
+    picture = "\n## matrix\n\n```\n| of | rows |\n```"
+    monkeypatch.setattr(proof, "TARGET", tmp_path / "proof.md")
+    proof.write_page({"of old": before}, {"## matrix": picture})
+    page = (tmp_path / "proof.md").read_text()
+    assert proof.rows_of_page(page) == {"of old": before}
+    assert proof.pictures_of_page(page) == {"## matrix": picture}
+    case = ElementTree.fromstring('<testcase name="test_of_new[1]" time="2.0"><properties/></testcase>')
+    assert proof.write_page(proof.rows_of_page(page) | proof.rows([case]), {}) == "3 of 4 passed"
+    assert before in (tmp_path / "proof.md").read_text()

@@ -207,6 +207,13 @@ def _check_fit(config: RunConfig, index: Index, path: str) -> None:
             where=path,
             hint=f"type train.seq_len={longest}, or give more text" if longest else "give more text",
         )
+    batches = ((index.tokens - 1) // config.train.seq_len - 1) // config.train.batch_size
+    if config.validation.batches > batches:
+        raise ConfigError(
+            f"validation.batches={config.validation.batches} holds out more than the data's {index.tokens} tokens",
+            where=path,
+            hint=f"type validation.batches={batches}, or give more text",
+        )
 
 
 def data_identity(path: str, index: Index) -> dict[str, Any]:

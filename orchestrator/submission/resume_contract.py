@@ -129,6 +129,7 @@ CONFIG: Mapping[str, Term] = {
     DATA_TEXT: _OTHER_DATA,
     "data.shuffle": _OTHER_DATA,
     "validation.every": Term(Rule.ACCEPT, "a schedule that waits for a plateau sees other validations"),
+    "validation.batches": _OTHER_DATA,
     "checkpoint.every": HARMLESS,
     "checkpoint.auto.least": HARMLESS,
     "checkpoint.auto.most": HARMLESS,

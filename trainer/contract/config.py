@@ -240,16 +240,20 @@ class WorkloadConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ValidationConfig:
-    """When a workload with a `validate` of its own validates."""
+    """When a run validates: by the workload's own `validate`, or on token data that is held out from training."""
 
     every: int = 0
     """Validate after every this many steps, and after the last one; 0: only after the last one."""
+    batches: int = 0
+    """Hold so many batches of `train.batch_size` at the end of `data.path` out of training; report their `val_loss`."""
 
     def __post_init__(self) -> None:
         if self.every < 0:
             raise ValueError(
                 f"validation.every={self.every}: must be 0 (only after the last step) or a number of steps"
             )
+        if self.batches < 0:
+            raise ValueError(f"validation.batches={self.batches}: must be 0 (none) or a number of batches")
 
 
 @dataclass(frozen=True, kw_only=True)

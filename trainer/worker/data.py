@@ -1,6 +1,6 @@
 """Batches from token shards, in a global order that depends on the seed alone, never on the number of ranks."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -143,9 +143,13 @@ class TokenData:
     """Sequences of `seq_len` + 1 tokens; step s takes numbers (s-1) x batch .. s x batch of the global order."""
 
     def __init__(
-        self, folder: Path, train: TrainConfig, *, shuffle: bool, dp_rank: int, dp_size: int, device: torch.device
-    ) -> None:
-        """Raises ValueError when tokens, batch and ranks do not fit together."""
+        self, folder: Path, train: TrainConfig, *,
+        shuffle: bool, dp_rank: int, dp_size: int, device: torch.device, held_out: int = 0,
+    ) -> None:  # fmt: skip
+        """`held_out`: batches at the end of the data that are for validation alone.
+
+        Raises ValueError when tokens, batch and ranks do not fit together.
+        """
         self._stream = TokenStream(folder)
         for problem in batch_problems(train, dp_size):
             raise ValueError(problem.what)
@@ -153,12 +157,17 @@ class TokenData:
         self._micro = train.micro_batch_size or train.batch_size // dp_size
         self._seed, self._shuffle = train.seed, shuffle
         self._dp_rank, self._dp_size, self._device = dp_rank, dp_size, device
-        self.sequences = (len(self._stream) - 1) // train.seq_len
+        self._held_out = held_out
+        self.sequences = (len(self._stream) - 1) // train.seq_len - held_out * train.batch_size
+        """Those that are trained on."""
         self.consumed = 0
         self.fingerprint = self._stream.index.fingerprint
         self.tokens_per_step = train.batch_size * train.seq_len
-        if not self.sequences:
-            raise ValueError(f"{folder} holds {len(self._stream)} tokens, too few for one of {self._seq_len} + 1")
+        if self.sequences < 1:
+            rest = f" beside {held_out} batches that are held out (validation.batches)" if held_out else ""
+            raise ValueError(
+                f"{folder} holds {len(self._stream)} tokens, too few for one sequence of {self._seq_len} + 1{rest}"
+            )
 
     def number(self, position: int) -> int:
         """Which sequence stands at `position` of the endless global order: one permutation for every epoch."""
@@ -170,11 +179,22 @@ class TokenData:
 
     def take(self) -> list[torch.Tensor]:
         """Micro-batches of shape [micro, seq_len + 1], int64."""
-        share = self._batch_size // self._dp_size
-        first = self.consumed + self._dp_rank * share
-        rows = [self._row(self.number(position)) for position in range(first, first + share)]
+        numbers = [self.number(position) for position in self._share(self.consumed)]
         self.consumed += self._batch_size
-        batch = torch.stack(rows).to(self._device, non_blocking=True)
+        return self._micro_batches(numbers)
+
+    def held_out(self) -> Iterator[list[torch.Tensor]]:
+        """This rank's micro-batches of each batch that is held out, always in the same order."""
+        for batch in range(self._held_out):
+            yield self._micro_batches(self._share(self.sequences + batch * self._batch_size))
+
+    def _share(self, first: int) -> range:
+        """Positions of this rank in the batch that begins with this one."""
+        share = self._batch_size // self._dp_size
+        return range(first + self._dp_rank * share, first + (self._dp_rank + 1) * share)
+
+    def _micro_batches(self, numbers: Iterable[int]) -> list[torch.Tensor]:
+        batch = torch.stack([self._row(number) for number in numbers]).to(self._device, non_blocking=True)
         return list(batch.split(self._micro))
 
     def _row(self, number: int) -> torch.Tensor:

@@ -129,6 +129,7 @@ class BaseWorkload:
         return TokenData(
             Path(data.path), replace(train, micro_batch_size=size), shuffle=data.shuffle,
             dp_rank=layout.dp_rank, dp_size=layout.dp_size, device=layout.device,
+            held_out=self.config.validation.batches,
         )  # fmt: skip
 
     def build_scheduler(self, optimizer: torch.optim.Optimizer) -> Scheduler | None:

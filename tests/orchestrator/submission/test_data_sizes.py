@@ -27,6 +27,12 @@ def check(tokens: Path, folder: Path, *typed: str) -> None:
             "train.seq_len=160, but the data has only 101 tokens",
             "type train.seq_len=100",
         ),
+        # five sequences, of which one at least is trained on
+        (
+            "train.seq_len=20 train.batch_size=2 train.micro_batch_size=0 validation.batches=3",
+            "validation.batches=3 holds out more than the data's 101 tokens",
+            "type validation.batches=2",
+        ),
     ],
 )
 def test_sizes_that_fit_the_data_are_offered(tmp_path: Path, typed: str, what: str, hint: str) -> None:

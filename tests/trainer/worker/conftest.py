@@ -108,6 +108,11 @@ class Run:
     def losses(self, generation: int | None = None) -> dict[int, float]:
         return {step: line["loss"] for step, line in self.metrics(generation).items()}
 
+    def validations(self) -> dict[int, dict[str, float]]:
+        """Numbers of validations by step, the newest of each."""
+        lines = [json.loads(line) for line in self.attempt.validation.read_text().splitlines()]
+        return {line["step"]: line["metrics"] for line in lines}
+
     def work(self) -> list[dict[str, Any]]:
         return work_lines(self.attempt)
 

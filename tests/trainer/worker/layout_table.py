@@ -47,6 +47,7 @@ class Layout:
         return {
             "world": self.world, "parallel": dict(self.parallel), "model": model, "optimizer": {"lr": 1e-3},
             "train": {"steps": STEPS, "dtype": "float32"}, "checkpoint": {"every": SAVED, "keep": 100},
+            "validation": {"every": 2 * SAVED, "batches": 1},
         }  # fmt: skip
 
     def config(self, **over: Any) -> JobConfig:
@@ -168,13 +169,18 @@ def pairs(layouts: Mapping[str, Layout], partners: tuple[str, ...], sample: tupl
 
 
 def check_losses(undisturbed: Callable[..., Run], layouts: Mapping[str, Layout], name: str) -> float:
-    """The largest relative difference of 20 losses from those of one rank."""
+    """The largest relative difference of 20 losses, and those of two validations, from those of one rank."""
     alone = replace(layouts[name], world=1, parallel={})
-    one, other = (undisturbed(**each.settings).losses() for each in (alone, layouts[name]))
-    assert sorted(other) == list(range(1, STEPS + 1))
+    one, other = (_every_loss(undisturbed(**each.settings)) for each in (alone, layouts[name]))
+    assert sorted(other) == [*range(1, STEPS + 1), STEPS + 10, STEPS + 20]
     largest = max(abs(other[step] - one[step]) / one[step] for step in one)
     assert largest <= BOUND
     return largest
+
+
+def _every_loss(run: Run) -> dict[int, float]:
+    """By step; those of validations behind all others."""
+    return {**run.losses(), **{STEPS + step: numbers["val_loss"] for step, numbers in run.validations().items()}}
 
 
 def check_killed(make_run: Callable[..., Run], undisturbed: Callable[..., Run], layout: Layout) -> None:
@@ -186,7 +192,7 @@ def check_killed(make_run: Callable[..., Run], undisturbed: Callable[..., Run], 
     assert codes[victim] == -9
     assert hurt.train()["codes"] == [ExitCode.FINISHED] * layout.world, hurt.log()
     assert min(step for step in hurt.losses(generation=2) if step <= STEPS) > SAVED
-    assert hurt.losses() == calm.losses()
+    assert _every_loss(hurt) == _every_loss(calm)
     assert hurt.final()["weights_digest"] == calm.final()["weights_digest"]
 
 

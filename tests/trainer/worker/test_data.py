@@ -16,6 +16,7 @@ from trainer.worker.data import Permutation, TokenData, TokenStream, take
 def reader(folder: Path, dp_rank: int = 0, dp_size: int = 1, **over) -> TokenData:
     settings = {"seq_len": 16, "batch_size": 8, "micro_batch_size": 0, "seed": 3, "shuffle": True, **over}
     place = {"shuffle": settings.pop("shuffle"), "dp_rank": dp_rank, "dp_size": dp_size, "device": torch.device("cpu")}
+    place["held_out"] = settings.pop("held_out", 0)
     return TokenData(folder, TrainConfig(**settings), **place)
 
 
@@ -105,3 +106,20 @@ def test_sequences_cross_shard_borders(tmp_path, monkeypatch):
 def test_what_does_not_fit_is_said(text_tokens, over, message):
     with pytest.raises(ValueError, match=message):
         reader(text_tokens, **over)
+
+
+@pytest.mark.parametrize("dp_size", [1, 4])
+def test_what_is_held_out_is_the_end_of_the_data_and_is_not_trained_on(text_tokens, dp_size):
+    whole = reader(text_tokens)
+    ranks = [reader(text_tokens, rank, dp_size, held_out=2) for rank in range(dp_size)]
+    assert ranks[0].sequences == whole.sequences - 2 * 8
+    assert {ranks[0].number(position) for position in range(ranks[0].sequences)} == set(range(ranks[0].sequences))
+    batches = zip(*(rank.held_out() for rank in ranks), strict=True)
+    found = torch.cat([torch.cat([part for share in batch for part in share]) for batch in batches])
+    rows = [TokenStream(text_tokens).slice(number * 16, 17) for number in range(ranks[0].sequences, whole.sequences)]
+    assert torch.equal(found, torch.stack(rows))
+
+
+def test_data_of_which_nothing_is_left_to_train_on_is_refused(text_tokens):
+    with pytest.raises(ValueError, match=r"too few for one sequence of 16 \+ 1 beside 9000 batches"):
+        reader(text_tokens, held_out=9000)

@@ -25,11 +25,6 @@ def hooked(kind: str = "Hooked", **args: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def validations(run) -> dict[int, dict[str, float]]:
-    lines = [json.loads(line) for line in run.attempt.validation.read_text().splitlines()]
-    return {line["step"]: line["metrics"] for line in lines}
-
-
 def exact(hurt, calm) -> None:
     """The two ended alike, and every step of theirs that both have trained."""
     assert hurt.losses() == calm.losses()
@@ -37,7 +32,7 @@ def exact(hurt, calm) -> None:
         assert {key: hurt.metrics()[step][key] for key in ("lr", "metrics")} == {
             key: line[key] for key in ("lr", "metrics")
         }
-    assert validations(hurt) == validations(calm)
+    assert hurt.validations() == calm.validations()
     assert hurt.final()["weights_digest"] == calm.final()["weights_digest"]
 
 
@@ -61,7 +56,7 @@ def test_a_killed_run_with_every_hook_ends_with_the_same_bits(make_run, kind, ar
     exact(hurt, calm)
     assert not [event for event in hurt.events() if event.kind == EventKind.CHECKPOINT_INCOMPLETE]
 
-    assert sorted(validations(calm)) == [3, 6, 9, 12, 14]
+    assert sorted(calm.validations()) == [3, 6, 9, 12, 14]
     assert len({line["lr"] for line in calm.metrics().values()}) > 2
     line = calm.metrics()[5]["metrics"]
     assert line["own"] == pytest.approx(calm.losses()[5], rel=1e-6)
@@ -71,7 +66,7 @@ def test_a_killed_run_with_every_hook_ends_with_the_same_bits(make_run, kind, ar
     assert (line["samples"], line["first"]) == (16, 7.0)
     assert line["weighted"] == pytest.approx(2 / 3)
     assert "rare" not in line
-    assert validations(calm)[3]["worst"] == 2.0
+    assert calm.validations()[3]["worst"] == 2.0
     told = [event.data["step"] for event in calm.events() if event.kind == EventKind.VALIDATED]
     assert told == [3, 6, 9, 12, 14]
 
@@ -81,7 +76,7 @@ def test_validation_changes_no_step(undisturbed):
     over = hooked()
     one, other = undisturbed(1, **over), undisturbed(1, **{**over, "validation": {"every": 0}})
     assert one.losses() == other.losses()
-    assert sorted(validations(other)) == [14]
+    assert sorted(other.validations()) == [14]
 
 
 def test_a_validation_that_a_stop_leaves_undone_is_made_up_for(make_run, undisturbed):
@@ -93,7 +88,7 @@ def test_a_validation_that_a_stop_leaves_undone_is_made_up_for(make_run, undistu
     stop = {"at_step": 8, "of_rank": 0, "rank": 0, "do": "ask", "reason": "PREEMPTION"}
     assert hurt.train(actions=[stop])["codes"] == [ExitCode.STOPPED_AFTER_SAVE], hurt.log()
     assert max(hurt.losses()) == 9
-    assert sorted(validations(hurt)) == [3, 6]
+    assert sorted(hurt.validations()) == [3, 6]
     assert hurt.train()["codes"] == [0], hurt.log()
     exact(hurt, calm)
 
@@ -130,7 +125,7 @@ def test_the_best_checkpoint_is_saved_after_its_validation_and_stays(make_run):
     run = make_run(1, **over)
     assert run.train()["codes"] == [0], run.log()
     left = {int(path.parent.name[5:13]) for path in run.dir.checkpoints.glob("*/COMMIT")}
-    found = validations(run)
+    found = run.validations()
     # Steps are faster than saves here: one that finds both copies being written is skipped.
     saved = [event.data["step"] for event in run.events() if event.kind == EventKind.CHECKPOINT_COMMITTED]
     assert set(saved) <= set(found), "without an interval only validated steps are saved"

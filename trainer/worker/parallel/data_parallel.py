@@ -139,8 +139,10 @@ def _buckets(model: nn.Module, layout: Layout, on_wait: Callable[[], None]) -> G
                 "its gradients: make it in build_model()"
             )
     group = layout.mesh["dp_replicate"].get_group()
+    if group.size() == 1 and not any(isinstance(one, DTensor) for one in replicated.values()):
+        return None
     require_equal(replicated, group)
-    return GradientBuckets(replicated, group, on_wait)
+    return GradientBuckets(replicated, group, on_wait, is_told=layout.sizes.pp == 1)
 
 
 def _gather_the_unused(model: FSDPModule) -> None:

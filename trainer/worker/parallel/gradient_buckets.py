@@ -28,9 +28,13 @@ class GradientBuckets:
     """
 
     def __init__(
-        self, parameters: Mapping[str, nn.Parameter], group: dist.ProcessGroup, on_wait: Callable[[], None]
-    ) -> None:
-        """`on_wait` is called before a wait for gradients of other ranks. Raises CannotAverage."""
+        self, parameters: Mapping[str, nn.Parameter], group: dist.ProcessGroup, on_wait: Callable[[], None], *,
+        is_told: bool = True,
+    ) -> None:  # fmt: skip
+        """`on_wait` is called before a wait for gradients of other ranks. Raises CannotAverage.
+
+        `is_told`: False where a pipeline is: all buckets leave in `finish`, so nobody need hear of each micro-batch.
+        """
         own = {name: one for name, one in parameters.items() if one.is_floating_point() or one.is_complex()}
         self._names = {id(parameter): name for name, parameter in own.items()}
         self.parameters = list(own.values())
@@ -39,7 +43,8 @@ class GradientBuckets:
         self._left: int | None = None  # how many buckets of this backward pass have; None: they are kept
         self._works: list[dist.Work] = []
         self._is_over = False
-        for bucket in self._buckets:
+        self._is_told = is_told
+        for bucket in self._buckets if is_told else ():
             for parameter in bucket.members:
                 self._watch(parameter, bucket)
 
@@ -53,7 +58,7 @@ class GradientBuckets:
         for bucket in self._buckets:
             bucket.has_left = False
             bucket.missing = {id(parameter) for parameter in bucket.members if parameter.requires_grad}
-            for parameter in bucket.members:
+            for parameter in bucket.members if self._is_told else ():
                 if len(parameter._post_accumulate_grad_hooks) != 1:
                     raise self._hooked(parameter)
 

@@ -1,12 +1,11 @@
 """Who is told what a stage does at this moment: a meter, or the cell in which a rank says where it is."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Protocol
 
 from trainer.contract.ranks.stage_activity import AWAITED_SENDS, RECEIVES, Activity, Moment
 
-__all__ = ["EXPOSED_SENDS", "WAITS", "Activity", "Moment", "Watcher", "watched"]
+__all__ = ["EXPOSED_SENDS", "WAITS", "Activity", "Moment", "Watched", "Watcher"]
 
 WAITS = RECEIVES
 EXPOSED_SENDS = AWAITED_SENDS
@@ -22,11 +21,19 @@ class Watcher(Protocol):
         """It is over; not called for one that raised."""
 
 
-@contextmanager
-def watched(watchers: Sequence[Watcher], moment: Moment) -> Iterator[None]:
-    """Tell all of them of what is inside."""
-    for watcher in watchers:
-        watcher.begin(moment)
-    yield
-    for watcher in watchers:
-        watcher.end(moment)
+class Watched:
+    """What is inside it is told to all of `watchers`: a class, since a generator costs a step of small stages 1 %."""
+
+    __slots__ = ("_moment", "_watchers")
+
+    def __init__(self, watchers: Sequence[Watcher], moment: Moment) -> None:
+        self._watchers, self._moment = watchers, moment
+
+    def __enter__(self) -> None:
+        for watcher in self._watchers:
+            watcher.begin(self._moment)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if kind is None:
+            for watcher in self._watchers:
+                watcher.end(self._moment)

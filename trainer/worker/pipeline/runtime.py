@@ -1,17 +1,16 @@
 """Runs the stages of this rank, in torch's runtime, in the order of a table."""
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.pipelining import schedules
 from torch.distributed.pipelining.schedules import _Action, _ComputationType, _PipelineScheduleRuntime
 
 from trainer.contract.pipeline.pipeline_config import PipelineConfig
-from trainer.worker.pipeline.activities import Activity, Moment, Watcher, watched
+from trainer.worker.pipeline.activities import Activity, Moment, Watched, Watcher
 from trainer.worker.pipeline.stage import Stage
+from trainer.worker.pipeline.torch_costs import leave_out_what_nobody_reads
 from trainer.worker.pipeline.torch_tables import computations
 
 _OF_FORWARD = (
@@ -21,14 +20,6 @@ _OF_FORWARD = (
     _ComputationType.SEND_F,
     _ComputationType.RESHARD,
 )
-
-
-def _named_for_profilers(name: str) -> AbstractContextManager[Any]:
-    return torch.profiler.record_function(name) if torch._C._autograd._profiler_enabled() else nullcontext()
-
-
-# The runtime names each action for a profiler, which costs a step of small stages 2 % where none is on.
-vars(schedules)["record_function"] = _named_for_profilers
 
 
 class Pipeline:
@@ -41,6 +32,7 @@ class Pipeline:
     def __init__(
         self, config: PipelineConfig, stages: Sequence[Stage], micro_batches: int, watchers: Sequence[Watcher] = ()
     ) -> None:
+        leave_out_what_nobody_reads()
         self.stages, self.micro_batches = stages, micro_batches
         self._scale = self._factor = 1.0
         self._losses: list[torch.Tensor] = []
@@ -148,6 +140,6 @@ class _WatchedReceive:
         self._works, self._moment, self._watchers = works, moment, watchers
 
     def wait(self) -> None:
-        with watched(self._watchers, self._moment):
+        with Watched(self._watchers, self._moment):
             for work in self._works:
                 work.wait()

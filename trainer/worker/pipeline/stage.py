@@ -12,7 +12,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining._utils import _make_tensor_from_meta
 from torch.distributed.pipelining.schedules import _batch_p2p
 
-from trainer.worker.pipeline.activities import Activity, Moment, Watcher, watched
+from trainer.worker.pipeline.activities import Activity, Moment, Watched, Watcher
 
 _AWAITED = {
     Activity.SEND_ACTIVATION: Activity.WAIT_FOR_SENT_ACTIVATION,
@@ -78,7 +78,7 @@ class Stage(PipelineStage):
 
     def _send(self, activity: Activity, micro_batch: int, prepare: Callable[[int], list[dist.P2POp]]) -> None:
         """Send, and keep what was begun: torch would wait for it without saying so."""
-        with watched(self.watchers, moment := Moment(activity, self.stage_index, micro_batch)):
+        with Watched(self.watchers, moment := Moment(activity, self.stage_index, micro_batch)):
             sends = self.may_send()
             ops = prepare(micro_batch)
             if ops and sends:
@@ -88,7 +88,7 @@ class Stage(PipelineStage):
     def wait_for_sends(self) -> None:
         """Until all that was sent has been taken."""
         for moment, works in self.sends:
-            with watched(self.watchers, moment._replace(activity=_AWAITED[moment.activity])):
+            with Watched(self.watchers, moment._replace(activity=_AWAITED[moment.activity])):
                 for work in works:
                     work.wait()
         self.sends.clear()
@@ -130,10 +130,8 @@ class Stage(PipelineStage):
         with self._doing(Activity.REDUCE, -1):
             super().perform_reduce_grad(grad_scale_factor)
 
-    @contextmanager
-    def _doing(self, activity: Activity, micro_batch: int) -> Iterator[None]:
-        with watched(self.watchers, Moment(activity, self.stage_index, micro_batch)), errors_of_the_model():
-            yield
+    def _doing(self, activity: Activity, micro_batch: int) -> "_Computed":
+        return _Computed(self.watchers, Moment(activity, self.stage_index, micro_batch))
 
     def _forget(self, micro_batch: int) -> None:
         self._drop(self.args_recv_info[micro_batch])
@@ -150,15 +148,15 @@ class Stage(PipelineStage):
             info.buffer = None
 
 
-@contextmanager
-def errors_of_the_model() -> Iterator[None]:
-    """Raise what the model has raised, such as being out of memory, and not torch's RuntimeError around it."""
-    try:
-        yield
-    except RuntimeError as error:
-        if error.__cause__ is None:
-            raise
-        raise error.__cause__ from None
+class _Computed(Watched):
+    """What the model does: raises what it has raised, such as being out of memory, and not torch's words around it."""
+
+    __slots__ = ()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        super().__exit__(kind, error, trace)
+        if isinstance(error, RuntimeError) and error.__cause__ is not None:
+            raise error.__cause__ from None
 
 
 def add_up_in_reduce_dtype(module: nn.Module) -> None:

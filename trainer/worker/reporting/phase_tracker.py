@@ -61,7 +61,13 @@ class PhaseTracker:
         """Go on to something else within the phase, which is no work of the step: to wait for another stage."""
         self._moment = moment
         self._cell.begin_moment(moment)
-        self.pause()
+        if self._stopwatch.counts_waits:
+            self.pause()
+
+    def end_moment(self) -> None:
+        """The message or the wait is over; what comes next begins with a moment of its own."""
+        if self._stopwatch.counts_waits:
+            self._stopwatch.switch_to(self._section)
 
     def begin_passes(self, stages: int) -> None:
         """The passes of a step begin, on a rank with so many stages of a pipeline."""
@@ -130,7 +136,8 @@ class PhaseTracker:
 def _counters() -> list[Callable[[], int]]:
     """How many collectives each group of this rank has begun: a tenth of a microsecond each."""
     found = []
-    groups: list[Any] = list(c10d._world.pg_map)
+    world = c10d._world.default_pg
+    groups: list[Any] = [group for group in c10d._world.pg_map if group is world or group.size() > 1]
     for group in groups:
         try:
             group._get_sequence_number_for_group()

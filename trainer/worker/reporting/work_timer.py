@@ -18,6 +18,9 @@ _DATA = SECTIONS.index(Phase.DATA)
 class Stopwatch(Protocol):
     """Adds up nanoseconds by section."""
 
+    counts_waits: bool
+    """Whether a wait for a message counts, unless the time belongs to no section meanwhile."""
+
     def switch_to(self, section: int | None) -> None:
         """From now on the time belongs to this section, or to none."""
 
@@ -30,6 +33,8 @@ class CpuStopwatch:
 
     Loading data counts by the clock, because its work is done elsewhere, by disks and other processes.
     """
+
+    counts_waits = False
 
     def __init__(self) -> None:
         self._total = [0] * len(SECTIONS)
@@ -53,6 +58,8 @@ class CudaStopwatch:
 
     Not exercised on a GPU yet; its arithmetic is tested with events of a stand-in.
     """
+
+    counts_waits = True
 
     def __init__(self, event: Callable[[], Any]) -> None:
         """`event` makes one that can be timed: `torch.cuda.Event(enable_timing=True)`."""

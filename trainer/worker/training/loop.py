@@ -95,7 +95,7 @@ class Loop:
         self._passes = passes_of(objects, services.phases, services.drill, config.parallel.reduce)
         self._experts = balance_of(objects.model)
         self._last = services.test_until or config.train.steps
-        self._validation = Validation(objects, every=config.validation.every, last=config.train.steps)
+        self._validation = Validation(objects, config.validation, last=config.train.steps)
         self._own_metrics = hook(objects.workload, "metrics")
         self._reducer = MetricReducer("metrics", objects.layout)
 

@@ -36,4 +36,4 @@ class StagePhases:
             is_gradient = moment.activity is Activity.SEND_GRADIENT
             self._phases.record_sent(self._places[moment.stage], is_gradient, moment.micro_batch)
         if moment.activity not in _PHASES:
-            self._phases.resume()
+            self._phases.end_moment()

@@ -1,4 +1,4 @@
-"""Validation by the workload's own `validate`: when it is due, and how training is left as it was."""
+"""Validation: when it is due, and how training is left as it was."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,9 +7,11 @@ from typing import TypeGuard
 import torch
 from torch.distributed.fsdp import FSDPModule
 
+from trainer.contract.config import ValidationConfig
 from trainer.worker.optimizer import train_mode
 from trainer.worker.saved_state.rng_state import pack_rng, unpack_rng
 from trainer.worker.train_objects import TrainObjects
+from trainer.worker.training.held_out import Validate, held_out_validation
 from trainer.worker.training.metric_reducer import MetricReducer
 from trainer.worker.workload import hook
 
@@ -20,16 +22,18 @@ def steps_on_plateau(scheduler: object) -> TypeGuard[torch.optim.lr_scheduler.Re
 
 
 class Validation:
-    """Calls `validate` of the workload; what it finds is the same on every rank."""
+    """Calls `validate` of the workload, or without one validates on what is held out; the same on every rank."""
 
-    def __init__(self, objects: TrainObjects, *, every: int, last: int) -> None:
-        """It is due after every `every` steps (0: never) and after step `last`."""
-        self._objects, self._every, self._last = objects, every, last
-        self._validate = hook(objects.workload, "validate")
+    def __init__(self, objects: TrainObjects, config: ValidationConfig, *, last: int) -> None:
+        """It is due after every `config.every` steps (0: never) and after step `last`; raises WorkloadError."""
+        self._objects, self._every, self._last = objects, config.every, last
+        self._validate: Validate | None = hook(objects.workload, "validate")
+        if self._validate is None:
+            self._validate = held_out_validation(objects, config.batches)
 
     @property
     def exists(self) -> bool:
-        """Whether the workload validates at all."""
+        """Whether the run validates at all."""
         return self._validate is not None
 
     def is_due(self, step: int) -> bool:

@@ -39,6 +39,8 @@ def cell():
 class Clock:
     """Stands for a stopwatch: what it was turned to, and totals as a test wants them."""
 
+    counts_waits = True
+
     def __init__(self) -> None:
         self.turns: list[int | None] = []
         self.known = [0, 0, 0, 0]

@@ -51,10 +51,17 @@ def _of_experts(model: ModelConfig, tokens: int, tp: int, ep: int) -> FeedForwar
     experts, copies = model.experts, model.experts.per_token
     inner, rows = copies * experts.ffn_dim, copies * model.dim
     orders = copies * (3 if ep == 1 else 5) * 2
-    stack = _FLOAT32 * experts.count // ep * experts.ffn_dim * model.dim
+    here, own = experts.count // ep, _FLOAT32 * tokens // tp
+    stack = _FLOAT32 * here * experts.ffn_dim * model.dim
+    of_one = (2 * own * inner + stack) // here  # gradients within one expert, the first one or the last one
     return FeedForwardMemory(
         kept=(4 * inner + 2 * rows + experts.count + orders + 2 * copies + 1 + model.dim) // tp,
         split=(2 * inner + rows + experts.count) // tp,
-        during=max(_FLOAT32 * tokens // tp * 2 * rows, 4 * stack - _FLOAT32 * tokens // tp * (4 * inner + rows)),
+        during=max(
+            own * 2 * rows,
+            of_one,
+            of_one + (here - 1) * (3 * stack - own * (4 * inner - rows)) // here,
+            4 * stack - own * (4 * inner + rows),
+        ),
         weight=2 * stack,
     )

@@ -89,7 +89,7 @@ def _smaller_mesh(config: RunConfig, ranks: int) -> dict[str, Any] | None:
         replicas, rest = divmod(ranks, shards)
         if replicas > full.dp_replicate:
             return None  # and fewer shards would need still more
-        if not rest and can_share(config, shards * parallel.cp, parallel.ep):
+        if not rest and can_share(config, shards * parallel.cp * parallel.tp, parallel.ep):
             return _changed(parallel, replicas, shards)
     return None
 

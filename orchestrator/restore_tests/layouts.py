@@ -30,13 +30,14 @@ def with_layout(data: dict[str, Any], layout: str) -> dict[str, Any]:
             strategy = Strategy.AUTO
         if "pipeline" in parallel:
             parallel["pipeline"] = {**parallel["pipeline"], "stages": 1, "stages_per_rank": 0, "micro_batches": 0}
-        sizes = {"cp": cp, "tp": tp, "ep": _ep(data, left // replicas * cp), "dp_replicate": replicas, "dp_shard": 0}
+        ep = _ep(data, left // replicas * cp * tp)
+        sizes = {"cp": cp, "tp": tp, "ep": ep, "dp_replicate": replicas, "dp_shard": 0}
         parallel |= {"strategy": str(strategy), **sizes}
     return {"cluster": cluster, "parallel": parallel}
 
 
 def _ep(data: dict[str, Any], sharding: int) -> int:
-    """The most of the ranks that shared experts which can share them among so many that share parameters."""
+    """The most of the ranks that shared experts which can share them among so many that share layers."""
     asked = math.gcd(data["parallel"].get("ep", 1), sharding)
     width = data.get("model", {}).get("experts", {}).get("ffn_dim", 1)
     return next(ep for ep in range(asked, 0, -1) if asked % ep == 0 and (ep == 1 or width % (sharding // ep) == 0))

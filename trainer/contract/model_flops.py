@@ -32,11 +32,11 @@ def flops_per_token(model: ModelConfig, seq_len: int) -> float:
     """
     width = model.dim // model.heads
     attention = 2 * model.dim * model.heads * width + 2 * model.dim * model.kv_heads * width
-    weights = model.layers * (attention + _feed_forward(model)) + model.dim * model.vocab_size
+    weights = model.layers * (attention + feed_forward_weights(model)) + model.dim * model.vocab_size
     return 6.0 * weights + 12.0 * model.layers * model.heads * width * seq_len
 
 
-def _feed_forward(model: ModelConfig) -> int:
+def feed_forward_weights(model: ModelConfig) -> int:
     """Weights that compute each token; of experts, those that it is given to and the router."""
     experts = model.experts
     if not experts.count:

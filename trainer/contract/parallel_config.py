@@ -42,12 +42,12 @@ class MeshSizes(NamedTuple):
 def place_words(sizes: MeshSizes, rank: int, ep: int = 1) -> str:
     """Where `rank` stands in the dimensions that have several ranks; empty where all ranks do the same work.
 
-    `ep`: ranks that share experts, which are neighbours among the `dp_shard` x `cp` ranks.
+    `ep`: ranks that share experts, which are neighbours among the `dp_shard` x `cp` x `tp` ranks.
     """
     place = MeshSizes(*place_in(sizes, rank))
     words = [f"{name} {at}" for name, size, at in zip(sizes._fields, sizes, place, strict=True) if size > 1]
     if ep > 1:
-        words.append(f"ep {(place.dp_shard * sizes.cp + place.cp) % ep}")
+        words.append(f"ep {((place.dp_shard * sizes.cp + place.cp) * sizes.tp + place.tp) % ep}")
     data_alone = sizes.pp == sizes.cp == sizes.tp == 1
     return "" if data_alone and len(words) < 2 else ", ".join(words)
 
@@ -64,6 +64,7 @@ class ParameterSizes(NamedTuple):
 class ExpertSizes(NamedTuple):
     """The mesh over which experts lie, where ranks share them: `dp_shard` ranks have parts of the same ones."""
 
+    pp: int
     dp_replicate: int
     dp_shard: int
     ep: int
@@ -182,8 +183,8 @@ class ParallelConfig:
     rank; `auto`: `ulysses` where `cp` divides the heads of a rank, else `ring`."""
 
     ep: int = 1
-    """Ranks that share the experts of each layer (expert parallelism, built-in model), some of the `dp_shard` x `cp`
-    ranks: each computes its own experts for the tokens of all of them."""
+    """Ranks that share the experts of each layer (expert parallelism, built-in model), some of the `dp_shard` x `cp` x
+    `tp` ranks: each computes its own experts for the tokens of all of them."""
 
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     fsdp: FsdpConfig = field(default_factory=FsdpConfig)
@@ -223,7 +224,12 @@ class ParallelConfig:
     def expert_sizes(self, world_size: int) -> ExpertSizes:
         """The mesh over which stacks of experts lie."""
         sizes = self.parameter_sizes(world_size)
-        return ExpertSizes(sizes.dp_replicate, sizes.dp_shard // self.ep, self.ep)
+        return ExpertSizes(sizes.pp, sizes.dp_replicate, self.expert_ranks(world_size) // self.ep, self.ep)
+
+    def expert_ranks(self, world_size: int) -> int:
+        """Ranks that share experts or parts of them, where `ep` is above 1: for these, those of `tp` are as others."""
+        sizes = self.parameter_sizes(world_size)
+        return sizes.dp_shard * sizes.tp
 
     def place_words(self, world_size: int, rank: int) -> str:
         """Where `rank` stands in the mesh, in words; empty where all ranks do the same work."""

@@ -87,10 +87,10 @@ def _units(parameters: Sequence[Parameter], parallel: ParallelConfig, world_size
 
 
 def _unit(parameters: Sequence[Parameter], sizes: ParameterSizes, ep: int, *, is_inner: bool) -> _Unit:
-    together = sizes._replace(dp_shard=ep if is_inner else 1)
+    together = sizes._replace(dp_shard=ep, tp=1) if is_inner else sizes._replace(dp_shard=1)
     gathered = sum(_FLOAT32 * prod(local_shape(parameter, together, 0, ep)) for parameter in parameters)
     shard = sum(_FLOAT32 * prod(local_shape(parameter, sizes, 0, ep)) for parameter in parameters)
-    several = sizes.dp_shard > (ep if is_inner else 1)
+    several = sizes.dp_shard * sizes.tp > ep if is_inner else sizes.dp_shard > 1
     return _Unit(gathered=gathered, shard=shard, buffer=gathered if several else 0, is_inner=is_inner)
 
 

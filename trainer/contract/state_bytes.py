@@ -48,12 +48,13 @@ def state_bytes(
 def local_shape(parameter: Parameter, sizes: ParameterSizes, rank: int, ep: int = 1) -> tuple[int, ...]:
     """The part of a parameter that `rank` keeps: its share of `tp_dim`, then of the first dimension.
 
-    Of experts that `ep` ranks share: some experts, and of these its share of the second dimension.
+    Of experts that `ep` ranks share: some experts, and of these its share of the second dimension; for them ranks of
+    `tp` are as any others.
     """
     shape = list(parameter.shape)
     *_, shard, part = place_in(sizes, rank)
     if parameter.is_expert and ep > 1:
-        return (shape[0] // ep, shape[1] * ep // sizes.dp_shard, *shape[2:])
+        return (shape[0] // ep, shape[1] * ep // (sizes.dp_shard * sizes.tp), *shape[2:])
     if parameter.tp_dim is not None:
         shape[parameter.tp_dim] = _chunk(shape[parameter.tp_dim], sizes.tp, part)
     shape[0] = _chunk(shape[0], sizes.dp_shard, shard)

@@ -18,7 +18,8 @@ from trainer.contract.config import JobConfig
 from trainer.contract.layout.check import refusal
 from trainer.worker.compilation import compile_forward
 from trainer.worker.context_parallel.apply import context_parallel
-from trainer.worker.experts.apply import expert_parallel
+from trainer.worker.experts.apply import expert_parallel, share_tokens
+from trainer.worker.experts.mixture import MixtureOfExperts
 from trainer.worker.parallel.data_parallel import share_out
 from trainer.worker.parallel.fsdp_units import CannotShard
 from trainer.worker.parallel.mesh import Layout
@@ -36,6 +37,8 @@ def shard(model: Any, layout: Layout, config: JobConfig) -> None:
     if layout.tp.size() > 1:
         tensor_parallel(model, layout.tp)
         model.tie()
+        if config.model.experts.count:
+            share_tokens(model, layout)
     if layout.sizes.cp > 1:
         context_parallel(model, layout, config)
     if config.train.compile:
@@ -64,10 +67,11 @@ def tensor_parallel(model: Any, mesh: DeviceMesh) -> None:
         },
     )
     for layer in model.layers:
-        parallelize_module(layer, mesh, _layer_plan())
+        has_experts = isinstance(layer.feed_forward, MixtureOfExperts)
+        parallelize_module(layer, mesh, _attention_plan() | (_mixture_plan() if has_experts else _feed_forward_plan()))
 
 
-def _layer_plan() -> dict[str, ParallelStyle]:
+def _attention_plan() -> dict[str, ParallelStyle]:
     return {
         "attention_norm": SequenceParallel(),
         "attention": PrepareModuleInput(input_layouts=(Shard(1), None), desired_input_layouts=(Replicate(), None)),
@@ -76,6 +80,17 @@ def _layer_plan() -> dict[str, ParallelStyle]:
         "attention.wv": ColwiseParallel(),
         "attention.wo": RowwiseParallel(output_layouts=Shard(1)),
         "ffn_norm": SequenceParallel(),
+    }
+
+
+def _mixture_plan() -> dict[str, ParallelStyle]:
+    """Each rank keeps its part of the sequence, as between layers, and has experts compute it."""
+    own = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Shard(1),), use_local_output=True)
+    return {"feed_forward": own}
+
+
+def _feed_forward_plan() -> dict[str, ParallelStyle]:
+    return {
         "feed_forward": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
         "feed_forward.w1": ColwiseParallel(),
         "feed_forward.w2": RowwiseParallel(output_layouts=Shard(1)),

@@ -19,6 +19,8 @@ MODEL = {
     "experts": {"count": 4, "per_token": 2, "ffn_dim": 48},
 }  # fmt: skip
 LAYOUTS: dict[str, dict[str, Any]] = {"ep 4": {"ep": 4}, "ep 2 x fsdp 2": {"ep": 2}}
+IN_STAGES: dict[str, Any] = {"ep": 2, "pipeline": {"stages": 2}}
+"""Peers of a stage wait in an exchange, and other stages for what this one sends."""
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -54,3 +56,15 @@ def test_drills_are_told_as_in_any_other_layout(layout: str, kind: str, make: Ca
     told = play(kind, 1, shared)
     assert told.culprit_right, told
     assert told.kind_right, told
+
+
+@pytest.mark.parametrize("kind", ["kill-rank", "stop-rank", "hang-in-send"])
+def test_a_rank_of_a_stage_is_named_with_its_experts(kind: str, make: Callable[..., LocalJob]) -> None:  # noqa: F811
+    def shared(**over: Any) -> LocalJob:
+        return make(**over, parallel=IN_STAGES, model=MODEL, train={"dtype": "float32"})
+
+    told = play(kind, 1, shared)
+    rank = int(told.culprit.removeprefix("rank "))
+    assert told.culprit_right, told
+    assert told.kind_right, told
+    assert f"pp {rank // 2}, dp_shard {rank % 2}, ep {rank % 2}" in told.reason, told

@@ -46,6 +46,9 @@ def test_ranks_that_share_experts_have_some_and_share_these_along_their_width():
     assert {local_shape(stack, sizes, rank, 2) for rank in range(8)} == {(4, 3, 3)}
     assert {local_shape(stack, sizes, rank, 4) for rank in range(8)} == {(2, 6, 3)}
     assert local_shape(stack, sizes, 0) == (2, 6, 3)  # without expert parallelism as any other parameter
+    shared = ParameterSizes(pp=2, dp_replicate=1, dp_shard=2, tp=2)
+    assert {local_shape(stack, shared, rank, 2) for rank in range(8)} == {(4, 3, 3)}  # ranks of tp as any others
+    assert local_shape(stack, shared, 0) == (4, 6, 3)  # or with all that other ranks of tp have
     router = Parameter(name="router", shape=(8, 3))
     assert local_shape(router, sizes, 0, 2) == (2, 3)
 

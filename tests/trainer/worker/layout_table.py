@@ -5,7 +5,7 @@ Each trains as one rank does, goes on after a kill with the same bits, and is re
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,6 @@ import pytest
 from tests.trainer.worker.conftest import TINY, Ranks, Run, hang, merged
 from tests.trainer.worker.restore_test.conftest import Subject
 from trainer.contract.config import JobConfig, build
-from trainer.contract.layout.check import refusal
 from trainer.contract.outcome import ExitCode
 from trainer.contract.restore_test import Outcome, RestoreVerdict
 
@@ -32,11 +31,19 @@ class Layout:
     world: int
     parallel: Mapping[str, Any]
     experts: bool = False
+    layers: int = 2
+
+    @property
+    def by_partners_alone(self) -> bool:
+        """Whether it is restored into a few others only, and from them."""
+        return self.world == 8 or (self.experts and bool({"pipeline", "tp"} & set(self.parallel)))
 
     @property
     def settings(self) -> dict[str, Any]:
         """Of a run on these ranks."""
-        model = {"kv_heads": 4, **({"experts": EXPERTS} if self.experts else {})}
+        model: dict[str, Any] = {"kv_heads": 4, **({"experts": EXPERTS} if self.experts else {})}
+        if self.layers != TINY["model"]["layers"]:
+            model["layers"] = self.layers
         return {
             "world": self.world, "parallel": dict(self.parallel), "model": model, "optimizer": {"lr": 1e-3},
             "train": {"steps": STEPS, "dtype": "float32"}, "checkpoint": {"every": SAVED, "keep": 100},
@@ -53,12 +60,7 @@ class Layout:
 
 def _of(rows: Mapping[str, tuple[int, Mapping[str, Any]]], *, experts: bool) -> dict[str, Layout]:
     found = {name: Layout(world=world, parallel=parallel, experts=experts) for name, (world, parallel) in rows.items()}
-    return {name: layout for name, layout in [*found.items(), *_of_three(experts=experts)] if _is_accepted(layout)}
-
-
-def _is_accepted(layout: Layout) -> bool:
-    """What submit refuses, as experts in stages, is in no table."""
-    return refusal(layout.config()) is None
+    return {**found, **dict(_of_three(experts=experts))}
 
 
 def _of_three(*, experts: bool) -> Iterator[tuple[str, Layout]]:
@@ -123,30 +125,53 @@ WITH_EXPERTS = _of(
         "fsdp 2 x ring 2, ep 4": (4, {"ep": 4, "cp": 2, "cp_method": "ring"}),
         "hsdp 2 x 2, ep 2": (4, {"ep": 2, "strategy": "hsdp", "dp_replicate": 2}),
         "fsdp 4, ep 2, all on the host": (4, {"ep": 2, "fsdp": {"offload": "all"}}),
+        "tp 2, ep 2": (2, {"tp": 2, "ep": 2}),
+        "fsdp 2 x tp 2": (4, {"tp": 2}),
+        "fsdp 2 x tp 2, ep 4": (4, {"tp": 2, "ep": 4}),
+        "ddp 2 x tp 2": (4, {"strategy": "ddp", "tp": 2}),
+        "pp 2": (2, {"pipeline": {"stages": 2}}),
+        "pp 2 x ep 2": (4, {"pipeline": {"stages": 2}, "ep": 2}),
+        "pp 2 x fsdp 2": (4, {"pipeline": {"stages": 2}}),
+        "pp 2 x ddp 2": (4, {"pipeline": {"stages": 2, "schedule": "gpipe"}, "strategy": "ddp"}),
+        "pp 2 x fsdp 4, ep 2": (8, {"pipeline": {"stages": 2}, "ep": 2}),
     },
     experts=True,
 )
+_FOUR_LAYERS = {
+    "one": (1, {}),
+    "ep 2": (2, {"ep": 2}),
+    "interleaved": (2, {"pipeline": {"stages": 4, "schedule": "interleaved_1f1b"}}),
+    "interleaved x ep 2": (4, {"pipeline": {"stages": 4, "schedule": "interleaved_1f1b"}, "ep": 2}),
+    "zero bubble x fsdp 2": (4, {"pipeline": {"stages": 4, "schedule": "interleaved_zero_bubble"}}),
+    "zbv x ep 2": (4, {"pipeline": {"stages": 4, "schedule": "zbv"}, "ep": 2}),
+}
+WITH_EXPERTS |= {
+    f"4 layers, {name}": Layout(world=world, parallel=parallel, experts=True, layers=4)
+    for name, (world, parallel) in _FOUR_LAYERS.items()
+}
 
 
-def cases(layouts: Mapping[str, Layout], sample: str = "") -> list[Any]:
+def cases(layouts: Mapping[str, Layout], *sample: str) -> list[Any]:
     """The names of all but one rank, those outside the sample with the long counts."""
-    names = [name for name in layouts if name != "one"]
-    return [pytest.param(name, marks=() if name == sample else pytest.mark.proof) for name in names]
+    names = [name for name, layout in layouts.items() if layout.world > 1]
+    return [pytest.param(name, marks=() if name in sample else pytest.mark.proof) for name in names]
 
 
 def pairs(layouts: Mapping[str, Layout], partners: tuple[str, ...], sample: tuple[str, str] = ("", "")) -> list[Any]:
-    """Source and target: each with each other one; of eight ranks each with its partners, there and back."""
+    """Source and target, of as many layers: each with each other one, or with partners, there and back."""
     found = [
         pair
         for pair in itertools.permutations(layouts, 2)
-        if all(layouts[name].world < 8 or other in partners for name, other in (pair, pair[::-1]))
+        if all(not layouts[name].by_partners_alone or other in partners for name, other in (pair, pair[::-1]))
+        and layouts[pair[0]].layers == layouts[pair[1]].layers
     ]
     return [pytest.param(*pair, marks=() if pair == sample else pytest.mark.proof) for pair in found]
 
 
 def check_losses(undisturbed: Callable[..., Run], layouts: Mapping[str, Layout], name: str) -> float:
     """The largest relative difference of 20 losses, and those of two validations, from those of one rank."""
-    one, other = (_every_loss(undisturbed(**layouts[each].settings)) for each in ("one", name))
+    alone = replace(layouts[name], world=1, parallel={})
+    one, other = (_every_loss(undisturbed(**each.settings)) for each in (alone, layouts[name]))
     assert sorted(other) == [*range(1, STEPS + 1), STEPS + 10, STEPS + 20]
     largest = max(abs(other[step] - one[step]) / one[step] for step in one)
     assert largest <= BOUND

@@ -36,6 +36,17 @@ def test_balancing_makes_uneven_experts_even(
     assert moved[-1] < 1.5 < never[-1]
 
 
+@pytest.mark.parametrize("name", ["pp 2", "tp 2, ep 2", "pp 2 x ep 2"])
+def test_figures_are_of_the_layers_of_the_whole_model(undisturbed: Callable[..., Run], name: str) -> None:
+    """Of tokens that are counted once, in whichever stage and on whichever rank."""
+    whole, shared = (
+        loads(undisturbed(**merged(WITH_EXPERTS[each].settings, {"train": {"steps": 50}}))) for each in ("one", name)
+    )
+    assert len(whole) == 1
+    assert shared == [pytest.approx(whole[0], abs=0.02)]
+    assert {key: shared[0][key] for key in ("layer", "expert")} == {key: whole[0][key] for key in ("layer", "expert")}
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_stays_near_float32(undisturbed: Callable[..., Run], dtype: str) -> None:
     def losses(kind: str) -> dict[int, float]:

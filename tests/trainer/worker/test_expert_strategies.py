@@ -8,13 +8,13 @@ import pytest
 from tests.trainer.worker.conftest import Ranks, Run
 from tests.trainer.worker.layout_table import WITH_EXPERTS, cases, check_killed, check_losses, check_restored, pairs
 from trainer.contract.events import EventKind
-from trainer.contract.model_shapes import parameters
+from trainer.contract.pipeline.stage_parameters import parameters_of_rank
 from trainer.contract.state_bytes import state_bytes
 
 pytestmark = pytest.mark.multi
 
-SAMPLE = "ep 2"
-PARTNERS = ("one", "ep 2", "fsdp 2 x ring 2, ep 4")
+SAMPLE = ("ep 2", "pp 2")
+PARTNERS = ("one", "ep 2", "fsdp 2 x ring 2, ep 4", "4 layers, one", "4 layers, ep 2")
 
 
 @pytest.mark.proof
@@ -26,7 +26,7 @@ def test_losses_are_those_of_one_rank(
     record_property(f"largest relative difference of 20 losses, experts, {name}", largest)
 
 
-@pytest.mark.parametrize("name", cases(WITH_EXPERTS, SAMPLE))
+@pytest.mark.parametrize("name", cases(WITH_EXPERTS, *SAMPLE))
 def test_a_killed_rank_changes_no_bit(make_run: Callable[..., Run], undisturbed: Callable[..., Run], name: str) -> None:
     check_killed(make_run, undisturbed, WITH_EXPERTS[name])
 
@@ -38,12 +38,12 @@ def test_every_strategy_restores_into_every_other(
     check_restored(ranks, undisturbed(**WITH_EXPERTS[source].settings), tmp_path, target, WITH_EXPERTS[target])
 
 
-@pytest.mark.parametrize("name", [pytest.param("one", marks=pytest.mark.proof), *cases(WITH_EXPERTS, SAMPLE)])
+@pytest.mark.parametrize("name", [pytest.param("one", marks=pytest.mark.proof), *cases(WITH_EXPERTS, *SAMPLE)])
 def test_states_are_what_the_formula_says(undisturbed: Callable[..., Run], name: str) -> None:
     layout = WITH_EXPERTS[name]
     (event,) = [one for one in undisturbed(**layout.settings).events() if one.kind == EventKind.GENERATION_FIRST_STEP]
     config = layout.config()
-    due = state_bytes(parameters(config.model), config.parallel, layout.world)
+    due = state_bytes(parameters_of_rank(config, 0), config.parallel, layout.world)
     assert event.data["held"] == {
         "parameters": due.parameters, "gradients": due.gradients, "optimizer": due.optimizer,
         "on_host": list(due.on_host),

@@ -12,7 +12,7 @@ def has_experts(config: JobConfig) -> bool:
 
 
 def ep_problems(config: JobConfig, sharding: int) -> Iterator[str]:
-    """What of `parallel.ep` does not fit; `sharding`: ranks that share parameters (`dp_shard` x `cp`)."""
+    """What of `parallel.ep` does not fit; `sharding`: ranks that share experts or parts of them."""
     parallel, experts = config.parallel, config.model.experts
     ep = parallel.ep
     if ep == 1:
@@ -24,13 +24,13 @@ def ep_problems(config: JobConfig, sharding: int) -> Iterator[str]:
         yield f"parallel.ep={ep} with parallel.strategy=ddp, whose replicas share no parameters"
         return
     if sharding % ep:
-        yield f"parallel.ep={ep}: must divide the {sharding} ranks that share parameters (parallel.dp_shard x cp)"
+        yield f"parallel.ep={ep}: must divide the {sharding} ranks that share layers ({_product(parallel)})"
     if not config.trains_built_in_workload:
         return
     if experts.count % ep:
         yield f"model.experts.count={experts.count}: must be a multiple of parallel.ep={ep}"
     if sharding % ep == 0 and experts.ffn_dim % (same := sharding // ep):
-        ranks = f"the {same} ranks that have the same experts (parallel.dp_shard x cp / ep)"
+        ranks = f"the {same} ranks that have the same experts ({_product(parallel)} / ep)"
         yield f"model.experts.ffn_dim={experts.ffn_dim}: must be a multiple of {ranks}"
 
 
@@ -39,8 +39,6 @@ def expert_problems(config: JobConfig) -> Iterator[str]:
     if not has_experts(config):
         return
     count = config.model.experts.count
-    if (tp := config.parallel.tp) > 1:
-        yield f"model.experts.count={count} with parallel.tp={tp}: tensor parallelism does not split experts"
     if config.parallel.ep > 1 and _keeps_products(config):
         # Hooks of FSDP around experts run within what is recomputed, and torch 2.13 takes them for operations of it.
         yield f"parallel.ep={config.parallel.ep} with train.recompute.keep=products: only keep=nothing goes with it"
@@ -50,7 +48,7 @@ def expert_problems(config: JobConfig) -> Iterator[str]:
 
 def nearest_ep(config: JobConfig, parallel: ParallelConfig) -> int:
     """The size of `ep` nearest to `parallel.ep` that fits all its other sizes; the larger one of two."""
-    sharding = parallel.parameter_sizes(config.cluster.world_size).dp_shard
+    sharding = parallel.expert_ranks(config.cluster.world_size)
     dense = config.trains_built_in_workload and not config.model.experts.count
     if parallel.ep == 1 or parallel.strategy == Strategy.DDP or dense:
         return 1
@@ -61,11 +59,15 @@ def nearest_ep(config: JobConfig, parallel: ParallelConfig) -> int:
 
 
 def can_share(config: JobConfig, sharding: int, ep: int) -> bool:
-    """Whether `ep` of the `sharding` ranks that share parameters can share experts, and the others parts of these."""
+    """Whether `ep` of the `sharding` ranks that share layers can share experts, and the others parts of these."""
     if ep == 1 or sharding % ep:
         return ep == 1
     experts = config.model.experts
     return not config.trains_built_in_workload or (experts.count % ep == 0 and experts.ffn_dim % (sharding // ep) == 0)
+
+
+def _product(parallel: ParallelConfig) -> str:
+    return "parallel.dp_shard x cp" + (" x tp" if parallel.tp > 1 else "")
 
 
 def _keeps_products(config: JobConfig) -> bool:

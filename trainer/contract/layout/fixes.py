@@ -45,7 +45,7 @@ def workable_tp(config: JobConfig) -> list[int]:
     if config.cluster.world_size % config.parallel.pipeline.ranks:
         return []
     dividing = [tp for tp in _divisors(world) if world % (cp * tp) == 0]
-    possible = [tp for tp in dividing if _within_node(config, tp) and _can_split(config, tp)]
+    possible = [tp for tp in dividing if _within_node(config, tp)]
     return [tp for tp in possible if not any(key.startswith(_SPLIT) for key in _sizes(config, cp, tp))]
 
 
@@ -66,7 +66,7 @@ def _meshes(config: JobConfig) -> Iterator[Fix]:
     layout, world = config.parallel, _ranks_of_stage(config)
     for tp in _divisors(world):
         across = {} if _within_node(config, tp) else {_ACROSS: True}
-        if (across and tp != layout.tp) or not _can_split(config, tp):
+        if across and tp != layout.tp:
             continue
         for cp in _divisors(world // tp) if layout.cp > 1 else (1,):
             mesh = {
@@ -106,10 +106,6 @@ def _ranks_of_stage(config: JobConfig) -> int:
 def _within_node(config: JobConfig, tp: int) -> bool:
     """Whether the ranks of a tensor-parallel group are on one node, or need not be."""
     return bool(config.command) or config.parallel.tp_across_nodes or config.cluster.ranks_per_node % tp == 0
-
-
-def _can_split(config: JobConfig, tp: int) -> bool:
-    return tp == 1 or not has_experts(config)
 
 
 def _replicas_and_shards(layout: ParallelConfig, ranks: int) -> Fix:
@@ -210,7 +206,8 @@ def _heads(model: ModelConfig, split: int) -> Fix:
 
 def _widths(model: ModelConfig, split: int) -> Fix:
     """The feed-forward's width, and a vocabulary that is never smaller: the data has its tokens."""
-    ffn_dim = model.ffn_dim if model.ffn_dim % split == 0 else _nearest_multiple(model.ffn_dim, split)
+    fits = model.experts.count or model.ffn_dim % split == 0
+    ffn_dim = model.ffn_dim if fits else _nearest_multiple(model.ffn_dim, split)
     vocabulary = model.vocab_size
     if model.embedding_rows % split:
         rows = math.lcm(VOCABULARY_MULTIPLE, split)

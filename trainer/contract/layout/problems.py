@@ -30,7 +30,7 @@ def problems(config: JobConfig) -> list[Problem]:
         return found
     if not found:
         found += batch_problems(config.train, layout.data_parallel_size(world)) or _pipeline(config)
-        found += map(Problem, ep_problems(config, layout.parameter_sizes(world).dp_shard))
+        found += map(Problem, ep_problems(config, layout.expert_ranks(world)))
     found += [*_nodes(config), *_chunks(config.train), *_heads(config.model)]
     if not config.trains_built_in_workload:
         return found
@@ -125,7 +125,7 @@ def _split(config: JobConfig) -> Iterator[Problem]:
         "model.heads": model.heads,
         "model.kv_heads": model.kv_heads,
         "model.dim": model.dim,
-        "model.ffn_dim": model.ffn_dim,
+        **({} if model.experts.count else {"model.ffn_dim": model.ffn_dim}),  # which experts have none of
         "train.seq_len": config.train.seq_len,
     }
     for key, size in sizes.items():

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from trainer.contract.config import ModelConfig, TrainConfig
+from trainer.contract.model_flops import feed_forward_weights
 
 FORWARD_SHARE = 1 / 3
 """Of forward and backward pass: gradients of inputs and of weights are a product each, as the forward pass is."""
@@ -26,7 +27,7 @@ def modelled(model: ModelConfig, train: TrainConfig) -> LayerCosts:
     """FLOPs counted as `flops_per_token` does, and the forward pass of layers that are recomputed a second time."""
     width = model.dim // model.heads
     attention = 2 * model.dim * model.heads * width + 2 * model.dim * model.kv_heads * width
-    layer = 6.0 * (attention + 3 * model.dim * model.ffn_dim) + 12.0 * model.heads * width * train.seq_len
+    layer = 6.0 * (attention + feed_forward_weights(model)) + 12.0 * model.heads * width * train.seq_len
     return LayerCosts(
         embedding=0.0,
         layers=tuple(

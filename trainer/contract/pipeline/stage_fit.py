@@ -23,11 +23,6 @@ def problems(pipeline: PipelineConfig, config: JobConfig) -> Iterator[str]:
             f"model.tie_embeddings=true with parallel.pipeline.stages={pipeline.stages}: the embedding is in the first "
             "stage and the output in the last one: type model.tie_embeddings=false"
         )
-    if config.model.experts.count:
-        yield (
-            f"model.experts.count={config.model.experts.count} with parallel.pipeline.stages={pipeline.stages}: the "
-            "balance of experts is counted over whole models: type parallel.pipeline.stages=1"
-        )
     if pipeline.splits_backward:
         yield from _of_split_backward(pipeline, config)
     try:

@@ -13,6 +13,7 @@ from trainer.contract.bucket_packing import packed
 from trainer.contract.config import JobConfig
 from trainer.contract.model_shapes import Parameter
 from trainer.contract.parallel_config import place_in
+from trainer.contract.pipeline.feed_forward_memory import feed_forward_memory
 from trainer.contract.pipeline.micro_batches import micro_batch_size
 from trainer.contract.pipeline.schedule_table import Action, Kind, Table
 from trainer.contract.pipeline.stage_parameters import has, parameters_of_rank, parts_of_rank
@@ -33,8 +34,8 @@ class _StageBytes:
     """By autograd, until the last gradient has been computed."""
     behind: int
     """Of that, and of what the loss needs, freed before the last layer's feed-forward computes its gradients."""
-    hidden: int
-    """A gradient within a feed-forward."""
+    within: int
+    """Gradients within a feed-forward, when these need most."""
     split: int
     """Gradients of activations that wait for those of weights, where these are computed apart."""
     result: int
@@ -42,14 +43,14 @@ class _StageBytes:
     weights: int
     """Gathered parameters of this stage; as many bytes of gradients."""
     matrix: int
-    """One of a feed-forward's, whose gradient exists by itself before it is added up."""
+    """The gradient of one of a feed-forward's, which exists by itself before it is added up."""
     output: int
     """The projection to the vocabulary, in the last stage."""
 
     @property
     def backward(self) -> int:
         """More than what is kept when the last layer's feed-forward has its gradients."""
-        return self.matrix + self.hidden - self.behind
+        return self.within - self.behind
 
     @property
     def loss(self) -> int:
@@ -79,8 +80,9 @@ def _stages(config: JobConfig, rank: int) -> Iterator[_StageBytes]:
         parallel.pipeline, config.train, parallel.data_parallel_size(world)
     )
     width, keys, rows = model.dim, model.kv_heads * model.dim // model.heads, model.embedding_rows // tp
-    layer = (6 * width + 2 * keys + 4 * model.ffn_dim + model.heads + 2) // tp + 2 * width
-    split = (4 * width + 2 * keys + 2 * model.ffn_dim) // tp
+    inner = feed_forward_memory(model, tokens, tp, parallel.ep)
+    layer = (6 * width + 2 * keys + model.heads + 2) // tp + width + inner.kept
+    split = (3 * width + 2 * keys) // tp + inner.split
     own = parameters_of_rank(config, rank)
     for part in parts_of_rank(config, rank):
         layers, last = len(part.layers), width // tp + width + rows + 1
@@ -92,18 +94,21 @@ def _stages(config: JobConfig, rank: int) -> Iterator[_StageBytes]:
             saved=_FLOAT32 * tokens * (layers * layer + part.is_first * (width // tp) + behind)
             - part.is_last * (_FLOAT32 * tokens * width // tp),
             behind=_FLOAT32 * tokens * behind,
-            hidden=_FLOAT32 * tokens * model.ffn_dim // tp,
+            within=inner.during,
             split=_FLOAT32 * tokens * (layers * split + part.is_last * (rows + width)),
             result=_FLOAT32 * tokens * (rows if part.is_last else width // tp),
             weights=_gathered([parameter for parameter in own if has(part, parameter)], config, rank),
-            matrix=_FLOAT32 * model.ffn_dim * width // tp,
+            matrix=inner.weight,
             output=_FLOAT32 * rows * width,
         )
 
 
 def _gathered(parameters: Sequence[Parameter], config: JobConfig, rank: int) -> int:
-    sizes = config.parallel.parameter_sizes(config.cluster.world_size)._replace(dp_shard=1)
-    return sum(_FLOAT32 * prod(local_shape(parameter, sizes, rank)) for parameter in parameters)
+    """Of experts that ranks share, this rank's ones."""
+    sizes, ep = config.parallel.parameter_sizes(config.cluster.world_size), config.parallel.ep
+    whole, of_experts = sizes._replace(dp_shard=1), sizes._replace(dp_shard=ep, tp=1)
+    shapes = (local_shape(one, of_experts if one.is_expert and ep > 1 else whole, rank, ep) for one in parameters)
+    return sum(_FLOAT32 * prod(shape) for shape in shapes)
 
 
 def _bucket(config: JobConfig, parameters: Sequence[Parameter], rank: int) -> int:

@@ -6,7 +6,7 @@ from trainer.contract.config import JobConfig
 from trainer.contract.layout.context_parallel import cp_method
 from trainer.contract.parallel_config import CpMethod
 from trainer.worker.context_parallel.ring import RingAttention
-from trainer.worker.context_parallel.sequence_part import sequence_part
+from trainer.worker.context_parallel.sequence_part import SequencePart, sequence_part
 from trainer.worker.context_parallel.ulysses import UlyssesAttention
 from trainer.worker.parallel.mesh import Layout
 
@@ -19,4 +19,10 @@ def context_parallel(model: Any, layout: Layout, config: JobConfig) -> None:
     for layer in model.layers:
         layer.attention.attend = attend
         if config.model.experts.count:  # padding must not be counted among the tokens of an expert
-            layer.feed_forward.real = model.part.real
+            layer.feed_forward.real = _real_of_tp(model.part, layout)
+
+
+def _real_of_tp(part: SequencePart, layout: Layout) -> int:
+    """Tokens without padding of those that this rank has for its experts: tensor-parallel ranks share the part."""
+    each = len(part.positions) // layout.sizes.tp
+    return min(max(part.real - layout.place.tp * each, 0), each)

@@ -27,13 +27,19 @@ class TokenExchange:
         sent = load.view(self._group.size(), -1)
         received = self._exchange_counts(sent)
         to, of = sent.sum(dim=1).tolist(), received.sum(dim=1).tolist()
-        arrived: torch.Tensor = _Exchange.apply(rows, to, of, self._group, True)  # type: ignore[no-untyped-call]
         order = _by_expert(received)
-        computed = experts(permuted(arrived, order), received.sum(dim=0).tolist())
-        returned: torch.Tensor = _Exchange.apply(  # type: ignore[no-untyped-call]
-            permuted(computed, inverse(order)), of, to, self._group, False
+        # Each copy of the rows in another order has no name, so that it is freed as soon as the next one is made.
+        computed = permuted(
+            experts(permuted(self._exchange(rows, to, of, is_way_there=True), order), received.sum(dim=0).tolist()),
+            inverse(order),
         )
-        return returned
+        return self._exchange(computed, of, to, is_way_there=False)
+
+    def _exchange(
+        self, rows: torch.Tensor, to: Sequence[int], of: Sequence[int], *, is_way_there: bool
+    ) -> torch.Tensor:
+        received: torch.Tensor = _Exchange.apply(rows, to, of, self._group, is_way_there)  # type: ignore[no-untyped-call]
+        return received
 
     def _exchange_counts(self, sent: torch.Tensor) -> torch.Tensor:
         """How many rows come from each rank for each of this rank's experts [ranks, experts of a rank]."""

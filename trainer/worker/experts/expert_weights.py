@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial
 from torch.nn import functional
 
 from trainer.contract.experts_config import ExpertsConfig
@@ -21,12 +21,16 @@ class Experts(nn.Module):
     def forward(self, rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
         """`rows` [rows, width] in the order of the experts that this rank has, so many for each of them."""
         # Of `unbind` the gradient is one stack; of an index for each expert it would be a sum of whole stacks.
-        matrices = (_own(weight).unbind() for weight in (self.w1, self.w2, self.w3))
+        matrices = (own_weight(weight).unbind() for weight in (self.w1, self.w2, self.w3))
         parts = zip(rows.split(list(counts)), *matrices, strict=True)
         return torch.cat(
             [functional.linear(functional.silu(part @ w1.T) * (part @ w3.T), w2.T) for part, w1, w2, w3 in parts]
         )
 
 
-def _own(weight: torch.Tensor) -> torch.Tensor:
-    return weight.to_local() if isinstance(weight, DTensor) else weight
+def own_weight(weight: torch.Tensor) -> torch.Tensor:
+    """This rank's part, to compute its own tokens with: the gradient of what several ranks have is a sum over them."""
+    if not isinstance(weight, DTensor):
+        return weight
+    placements = [Partial() if placement.is_replicate() else placement for placement in weight.placements]
+    return weight.to_local(grad_placements=placements)

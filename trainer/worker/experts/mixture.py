@@ -41,9 +41,9 @@ class MixtureOfExperts(nn.Module):
     def _tokens(self, tokens: torch.Tensor) -> torch.Tensor:
         choice = self.router(tokens)
         each = choice.experts.shape[1]
-        copies = tokens[:, None].expand(-1, each, -1).flatten(0, 1)
         order = choice.experts.flatten().argsort(stable=True)
-        computed = self.dispatch(permuted(copies, order), choice.load, self.experts)
-        parts = permuted(computed, inverse(order)).unflatten(0, (-1, each))
+        # Without names, so that copies of all rows in another order are freed at once.
+        rows = permuted(tokens[:, None].expand(-1, each, -1).flatten(0, 1), order)
+        parts = permuted(self.dispatch(rows, choice.load, self.experts), inverse(order)).unflatten(0, (-1, each))
         mixed: torch.Tensor = (parts.float() * choice.weights[..., None]).sum(dim=1)
         return mixed.to(tokens.dtype)

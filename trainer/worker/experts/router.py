@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 from trainer.contract.experts_config import ExpertsConfig
+from trainer.worker.experts.expert_weights import own_weight
 
 
 class Choice(NamedTuple):
@@ -45,7 +46,7 @@ class Router(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> Choice:
         """Choose for `tokens` [tokens, dim]."""
-        scores = functional.linear(tokens.float(), self.weight.float()).sigmoid()
+        scores = functional.linear(tokens.float(), own_weight(self.weight).float()).sigmoid()
         chosen = (scores.detach() + self.rate * self.moves).topk(self.per_token, dim=-1).indices
         own = scores.gather(1, chosen)
         load = chosen.flatten().bincount(minlength=len(self.load))

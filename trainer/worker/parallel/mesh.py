@@ -5,11 +5,12 @@ Parameters lie on a mesh of their own, on which the ranks that share a sequence 
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from trainer.contract.parallel_config import ExpertSizes, MeshSizes, ParallelConfig, place_in
+from trainer.contract.parallel_config import ExpertSizes, MeshSizes, ParallelConfig, ParameterSizes, place_in
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +29,7 @@ class Layout:
     world_size: int
 
     expert_mesh: DeviceMesh | None = None
-    """Where ranks share experts: dp_replicate, dp_shard, ep; else None."""
+    """Where ranks share experts: dp_replicate, dp_shard, ep, and pp as in `mesh`; else None."""
 
     @property
     def fsdp(self) -> DeviceMesh:
@@ -100,13 +101,18 @@ class Layout:
 def build(parallel: ParallelConfig, device: torch.device, rank: int, world_size: int) -> Layout:
     """Build the meshes over the initialized world; raises ValueError when the sizes do not multiply to it."""
     sizes, of_parameters = parallel.mesh_sizes(world_size), parallel.parameter_sizes(world_size)
-    dimensions = {name: size for name, size in of_parameters._asdict().items() if name != "pp" or size > 1}
     return Layout(
-        mesh=init_device_mesh(device.type, tuple(dimensions.values()), mesh_dim_names=tuple(dimensions)),
+        mesh=_mesh(of_parameters, device),
         sequence_mesh=_sequence_mesh(sizes, device) if sizes.cp > 1 else None,
         sizes=sizes, device=device, rank=rank, world_size=world_size,
         expert_mesh=_expert_mesh(parallel.expert_sizes(world_size), device) if parallel.ep > 1 else None,
     )  # fmt: skip
+
+
+def _mesh(sizes: ParameterSizes | ExpertSizes, device: torch.device, **options: Any) -> DeviceMesh:
+    """With a dimension for stages only where there are several."""
+    dimensions = {name: size for name, size in sizes._asdict().items() if name != "pp" or size > 1}
+    return init_device_mesh(device.type, tuple(dimensions.values()), mesh_dim_names=tuple(dimensions), **options)
 
 
 def _sequence_mesh(sizes: MeshSizes, device: torch.device) -> DeviceMesh:
@@ -120,8 +126,8 @@ def _sequence_mesh(sizes: MeshSizes, device: torch.device) -> DeviceMesh:
 
 
 def _expert_mesh(sizes: ExpertSizes, device: torch.device) -> DeviceMesh:
-    """With groups of its own for `ep`, for the same reason; its ranks are neighbours."""
-    return init_device_mesh(device.type, sizes, mesh_dim_names=sizes._fields, backend_override={"ep": _backend(device)})
+    """With groups of its own for `ep`, for the same reason; its ranks, those of `tp` too, are neighbours in a stage."""
+    return _mesh(sizes, device, backend_override={"ep": _backend(device)})
 
 
 def _backend(device: torch.device) -> str:

@@ -8,6 +8,7 @@ from trainer.contract.config import JobConfig
 from trainer.contract.pipeline.micro_batches import micro_batch_count, micro_batch_size
 from trainer.contract.pipeline.stage_fit import split_of
 from trainer.contract.pipeline.stage_ranks import stages_of_rank
+from trainer.worker.experts.balance import ExpertBalance
 from trainer.worker.parallel.gradient_buckets import mark_replica
 from trainer.worker.parallel.mesh import Layout
 from trainer.worker.pipeline.build import stage, stage_module
@@ -22,6 +23,10 @@ class PipelinedLlama(StagesOfRank):
         super().__init__(modules)
         self.pipeline = pipeline
         self._stages = tuple(modules)
+        self.layer_numbers = [number for module in modules for number in module.stage.layers]
+        """Of this rank's layers, in their order here."""
+        self.depth = modules[0].config.layers
+        """Layers of the whole model."""
 
     def set_initial_weights(self, seed: int) -> None:
         """As `Llama.set_initial_weights`."""
@@ -43,6 +48,13 @@ def pipelined_llama(config: JobConfig, layout: Layout) -> PipelinedLlama:
     if config.parallel.has_plain_replicas(train.dtype):
         mark_replica(model)  # its parameters are those of stages, which are no modules of it
     return model
+
+
+def balance_of(model: nn.Module) -> ExpertBalance:
+    """Of the experts of a model in one piece, or of those that the stages of this rank have."""
+    if not isinstance(model, PipelinedLlama):
+        return ExpertBalance(model)
+    return ExpertBalance(model, model.layer_numbers, model.depth)
 
 
 def pipeline_of(model: nn.Module) -> Pipeline | None:

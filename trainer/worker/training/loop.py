@@ -15,9 +15,9 @@ from trainer.contract.outcome import ExitCode
 from trainer.contract.ranks.progress import SECTIONS, Phase, ProgressCell, StopReason
 from trainer.contract.save_trouble import short_reason
 from trainer.worker.data import take
-from trainer.worker.experts.balance import ExpertBalance
 from trainer.worker.optimizer import set_learning_rate
 from trainer.worker.parallel.gradient_facts import GradientFacts
+from trainer.worker.pipeline.pipelined_llama import balance_of
 from trainer.worker.reporting.expert_loads import expert_loads
 from trainer.worker.reporting.held_states import held_states
 from trainer.worker.reporting.metrics import Journal
@@ -94,7 +94,7 @@ class Loop:
         self._committed = services.saver.committed_step or 0
         self._vote_ahead = SaveVote.NONE
         self._passes = passes_of(objects, services.phases, services.drill, config.parallel.reduce)
-        self._experts = ExpertBalance(objects.model)
+        self._experts = balance_of(objects.model)
         self._last = services.test_until or config.train.steps
         self._validation = Validation(objects, config.validation, last=config.train.steps)
         self._own_metrics = hook(objects.workload, "metrics")

@@ -91,12 +91,12 @@ _STAGES_PER_RANK = {"gpipe": (0, 1), "1f1b": (0, 1), "interleaved_1f1b": (0, 2, 
 
 
 def staged(rng: Random, values: dict[str, Any]) -> dict[str, Any]:
-    """The same values with a pipeline of 2 to 5 ranks, in any schedule; one in eight keeps its experts."""
+    """The same values with a pipeline of 2 to 5 ranks, in any schedule; every other one keeps its experts."""
     schedule = rng.choice(list(Schedule))
     each = rng.choice(_STAGES_PER_RANK.get(schedule, (0, 1, 2, 3)))
     known = each or (1 if schedule in (Schedule.GPIPE, Schedule.ONE_F_ONE_B) else 2)
     values = {**values, **{key: rng.choice(choices) for key, choices in STAGES.items()}}
-    if rng.random() < 7 / 8:
+    if rng.random() < 1 / 2:
         values |= {"model.experts.count": 0, "parallel.ep": 1}
     return {
         **values,

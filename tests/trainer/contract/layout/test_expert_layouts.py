@@ -31,6 +31,10 @@ def config(parallel: dict[str, Any], *, ranks: int = 8, experts: dict[str, Any] 
         ({}, 8), ({"strategy": "ddp"}, 8), ({"ep": 2}, 8), ({"ep": 8}, 8), ({"ep": 4, "cp": 2}, 8),
         ({"ep": 2, "cp": 2}, 2), ({"ep": 4, "strategy": "hsdp", "dp_replicate": 2}, 8),
         ({"ep": 4, "strategy": "zero1"}, 4), ({"ep": 2}, 6),
+        ({"pipeline": {"stages": 2}}, 2), ({"pipeline": {"stages": 2}, "ep": 4}, 8),
+        ({"pipeline": {"stages": 4, "schedule": "zbv"}, "ep": 2, "cp": 2}, 8),
+        ({"pipeline": {"stages": 2, "schedule": "gpipe"}, "strategy": "ddp"}, 8),
+        ({"tp": 2}, 8), ({"tp": 8, "ep": 8}, 8), ({"tp": 2, "ep": 4, "cp": 2}, 8), ({"tp": 2, "strategy": "ddp"}, 8),
     ],
 )  # fmt: skip
 def test_sizes_that_fit(parallel: dict[str, Any], ranks: int) -> None:
@@ -48,7 +52,7 @@ RECOMPUTED = {"activation_checkpointing": True, "recompute": {"keep": "products"
         (config({"ep": 4}, ranks=6), "parallel.ep=4: must divide the 6 ranks", "type parallel.ep=2"),
         (
             config({"ep": 4, "strategy": "hsdp", "dp_replicate": 4}),
-            "parallel.ep=4: must divide the 2 ranks that share parameters (parallel.dp_shard x cp)",
+            "parallel.ep=4: must divide the 2 ranks that share layers (parallel.dp_shard x cp)",
             "type parallel.ep=2",
         ),
         (
@@ -61,7 +65,31 @@ RECOMPUTED = {"activation_checkpointing": True, "recompute": {"keep": "products"
             "model.experts.ffn_dim=50: must be a multiple of the 4 ranks that have the same experts",
             "type parallel.ep=4",
         ),
-        (config({"tp": 2}), "tensor parallelism does not split experts", "type parallel.tp=1"),
+        (
+            config({"pipeline": {"stages": 2}, "ep": 8}),
+            "parallel.ep=8: must divide the 4 ranks that share layers (parallel.dp_shard x cp)",
+            "type parallel.ep=4",
+        ),
+        (
+            config({"pipeline": {"stages": 2}, "ep": 2}, compile=True),
+            "train.compile=true with model.experts.count=8",
+            "type train.compile=false",
+        ),
+        (
+            config({"tp": 2, "ep": 3}, ranks=6),
+            "model.experts.count=8: must be a multiple of parallel.ep=3",
+            "type parallel.ep=2",
+        ),
+        (
+            config({"tp": 2, "ep": 8, "strategy": "hsdp", "dp_replicate": 2}),
+            "parallel.ep=8: must divide the 4 ranks that share layers (parallel.dp_shard x cp x tp)",
+            "type parallel.ep=4",
+        ),
+        (
+            config({"tp": 2, "ep": 2, "strategy": "ddp"}),
+            "parallel.ep=2 with parallel.strategy=ddp, whose replicas share no parameters",
+            "type parallel.ep=1",
+        ),
         (config({}, compile=True), "train.compile=true with model.experts.count=8", "type train.compile=false"),
         (config({"ep": 2}, **RECOMPUTED), "parallel.ep=2 with train.recompute.keep=products", "type parallel.ep=1"),
     ],

@@ -46,9 +46,10 @@ def can_train(config: JobConfig) -> bool:
         and model.dim % (2 * model.heads) == 0
         and model.heads % model.kv_heads == 0
         and train.seq_len % train.loss_chunks == 0
-        and all(size % tp == 0 for size in (model.kv_heads, model.ffn_dim, train.seq_len, rows))
+        and all(size % tp == 0 for size in (model.kv_heads, train.seq_len, rows))
+        and (model.experts.count > 0 or model.ffn_dim % tp == 0)
         and (layout.cp_method != "ulysses" or model.heads // tp % layout.cp == 0)
-        and can_share_experts(config, 1 if layout.strategy == "ddp" else groups // replicas * layout.cp)
+        and can_share_experts(config, 0 if layout.strategy == "ddp" else groups // replicas * layout.cp * tp)
     )
 
 
@@ -58,7 +59,6 @@ def can_be_split(config: JobConfig) -> bool:
     return (
         config.parallel.pipeline.stages <= config.model.layers
         and not config.model.tie_embeddings
-        and not config.model.experts.count
         and not (apart and (config.train.activation_checkpointing or config.train.compile))
     )
 
@@ -78,13 +78,11 @@ def can_be_divided(config: JobConfig, share: int) -> bool:
 
 
 def can_share_experts(config: JobConfig, sharding: int) -> bool:
-    """`sharding`: ranks that share parameters."""
+    """`sharding`: ranks that share layers; 0: replicas, which share none."""
     ep, experts = config.parallel.ep, config.model.experts
-    if ep == 1:
-        return not experts.count or config.parallel.tp == 1
-    return (
+    return ep == 1 or (
         experts.count > 0
-        and config.parallel.tp == 1
+        and sharding > 0
         and experts.count % ep == 0
         and sharding % ep == 0
         and experts.ffn_dim % (sharding // ep) == 0
@@ -225,12 +223,12 @@ SMALL = {"nodes": 2, "ranks_per_node": 2}
         (
             of(
                 SMALL,
-                {"pipeline": PipelineConfig(stages=2)},
+                {"pipeline": PipelineConfig(stages=2), "ep": 4},
                 model=ModelConfig(experts=ExpertsConfig(count=8)),
                 train=TrainConfig(batch_size=16),
             ),
-            "model.experts.count=8 with parallel.pipeline.stages=2: the balance of experts is counted over whole",
-            "type parallel.pipeline.stages=1",
+            "parallel.ep=4: must divide the 2 ranks that share layers (parallel.dp_shard x cp)",
+            "type parallel.ep=2",
         ),
     ],
 )

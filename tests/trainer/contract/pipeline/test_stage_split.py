@@ -1,11 +1,13 @@
 """Layers are split so that the slowest stage is as fast as can be."""
 
+from dataclasses import replace
 from itertools import combinations
 from random import Random
 
 import pytest
 
 from trainer.contract.config import ModelConfig, RecomputeConfig, TrainConfig
+from trainer.contract.experts_config import ExpertsConfig
 from trainer.contract.model_flops import flops_per_token
 from trainer.contract.pipeline.layer_costs import LayerCosts, modelled
 from trainer.contract.pipeline.stage_split import split
@@ -83,3 +85,12 @@ def test_layers_that_are_recomputed_cost_a_third_more() -> None:
     train = TrainConfig(activation_checkpointing=True, recompute=RecomputeConfig(every=2))
     costs = modelled(ModelConfig(layers=4), train).layers
     assert [cost / costs[1] for cost in costs] == pytest.approx([4 / 3, 1, 4 / 3, 1])
+
+
+def test_layers_with_experts_cost_what_each_token_is_given_to() -> None:
+    experts = ExpertsConfig(count=8, per_token=2, ffn_dim=96)
+    model, train = ModelConfig(layers=3, experts=experts), TrainConfig(seq_len=64)
+    assert modelled(model, train).total == pytest.approx(flops_per_token(model, 64) * 64)
+    dense = modelled(replace(model, experts=ExpertsConfig(), ffn_dim=2 * 96), train)
+    router = 6.0 * 64 * model.dim * 8
+    assert modelled(model, train).layers == pytest.approx([cost + router for cost in dense.layers])

@@ -94,3 +94,19 @@ def test_a_permutation_and_its_gradient_go_back(rows: int) -> None:
     upstream = torch.randn(rows, 3)
     (gradient,) = torch.autograd.grad(moved, given, upstream)
     assert torch.equal(gradient[order], upstream)
+
+
+def test_a_rank_of_a_pipeline_fills_in_the_rows_of_its_layers_and_reads_them_alone() -> None:
+    first, last = router(count=4), router(count=4)
+    stages = torch.nn.Sequential(first, last)
+    balance = ExpertBalance(stages, rows=[1, 3], layers=5)
+    first.load += torch.tensor([5, 1, 2, 0])
+    last.load += 2
+    own = balance.loads()
+    assert own is not None
+    assert own.view(5, 4).tolist() == [[0] * 4, [5, 1, 2, 0], [0] * 4, [2] * 4, [0] * 4]
+    of_all = own.view(5, 4) + torch.tensor([[9, 1, 1, 1], [0] * 4, [9, 1, 1, 1], [0, 1, 0, 0], [9, 1, 1, 1]])
+    balance.step_ended(of_all.flatten(), moves=True)
+    assert (first.moves.tolist(), last.moves.tolist()) == ([-1, 1, 0, 1], [1, -1, 1, 1])
+    assert not first.load.any()
+    assert not last.load.any()

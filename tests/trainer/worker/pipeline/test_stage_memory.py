@@ -22,6 +22,9 @@ pytestmark = pytest.mark.multi
 MODEL = {"dim": 256, "layers": 4, "heads": 4, "kv_heads": 4, "ffn_dim": 1024, "vocab_size": 320}
 """Activations are up to half of the peak: a schedule that keeps more of them is not within its bound."""
 LARGE = {**MODEL, "kv_heads": 2, "vocab_size": 4096}
+WITH_EXPERTS = {**MODEL, "experts": {"count": 8, "per_token": 2, "ffn_dim": 512}}
+EVEN = {**MODEL, "experts": {"count": 4, "per_token": 4, "ffn_dim": 512}}
+"""Every token is for all experts: a rank that is sent more than its peers needs more than the formula says."""
 UNEVEN = {**MODEL, "dim": 200, "layers": 5, "ffn_dim": 1010}
 """Stages of three and two layers; 1010 rows and those of norms leave shards of different sizes on three ranks."""
 
@@ -57,6 +60,16 @@ LAYOUTS: dict[str, Any] = {
     "pp 2 x tp 2": case(4, 2, "1f1b", 4, tp=2),
     "zbv x fsdp 2": case(4, 4, "zbv", 4),
     "pp 2 x fsdp 3, uneven": case(6, 2, "1f1b", 4, UNEVEN),
+    "1f1b, experts": case(2, 2, "1f1b", 4, WITH_EXPERTS, strategy="ddp"),
+    "gpipe, 8 micro-batches, experts": case(2, 2, "gpipe", 8, WITH_EXPERTS),
+    "interleaved, experts": case(2, 4, "interleaved_1f1b", 8, WITH_EXPERTS),
+    "zbv, experts": case(2, 4, "zbv", 4, WITH_EXPERTS),
+    "pp 2 x fsdp 2, experts": case(4, 2, "1f1b", 4, WITH_EXPERTS),
+    "pp 2 x ep 2": case(4, 2, "1f1b", 4, EVEN, ep=2),
+    "pp 2 x tp 2, experts": case(4, 2, "1f1b", 4, WITH_EXPERTS, tp=2),
+    "pp 2 x tp 2, ep 2": case(4, 2, "1f1b", 4, EVEN, tp=2, ep=2),
+    "zbv x ep 2": case(4, 4, "zbv", 4, EVEN, ep=2),
+    "pp 2 x fsdp 2 x ep 2": case(8, 2, "1f1b", 3, EVEN, ep=2),
 }
 SAMPLE = ("1f1b",)
 

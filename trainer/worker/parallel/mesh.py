@@ -4,10 +4,12 @@ Parameters lie on a mesh of their own, on which the ranks that share a sequence 
 `ddp` among the replicas: they differ in nothing but the tokens that they compute on.
 """
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from trainer.contract.parallel_config import ExpertSizes, MeshSizes, ParallelConfig, ParameterSizes, place_in
@@ -101,33 +103,59 @@ class Layout:
 def build(parallel: ParallelConfig, device: torch.device, rank: int, world_size: int) -> Layout:
     """Build the meshes over the initialized world; raises ValueError when the sizes do not multiply to it."""
     sizes, of_parameters = parallel.mesh_sizes(world_size), parallel.parameter_sizes(world_size)
+    meshes = _Meshes(device, rank, world_size)
     return Layout(
-        mesh=_mesh(of_parameters, device),
-        sequence_mesh=_sequence_mesh(sizes, device) if sizes.cp > 1 else None,
+        mesh=meshes.over(_dimensions(of_parameters)),
+        sequence_mesh=meshes.over(_sequence_dimensions(sizes), own_group="cp") if sizes.cp > 1 else None,
         sizes=sizes, device=device, rank=rank, world_size=world_size,
-        expert_mesh=_expert_mesh(parallel.expert_sizes(world_size), device) if parallel.ep > 1 else None,
+        expert_mesh=(
+            meshes.over(_dimensions(parallel.expert_sizes(world_size)), own_group="ep") if parallel.ep > 1 else None
+        ),
     )  # fmt: skip
 
 
-def _mesh(sizes: ParameterSizes | ExpertSizes, device: torch.device, **options: Any) -> DeviceMesh:
-    """With a dimension for stages only where there are several."""
-    dimensions = {name: size for name, size in sizes._asdict().items() if name != "pp" or size > 1}
-    return init_device_mesh(device.type, tuple(dimensions.values()), mesh_dim_names=tuple(dimensions), **options)
+def _dimensions(sizes: ParameterSizes | ExpertSizes) -> dict[str, int]:
+    """With one for stages only where there are several; ranks that share experts, those of `tp` too, are neighbours."""
+    return {name: size for name, size in sizes._asdict().items() if name != "pp" or size > 1}
 
 
-def _sequence_mesh(sizes: MeshSizes, device: torch.device) -> DeviceMesh:
-    """With groups of its own for `cp`, also where they have the members of others: so traffic is told apart."""
-    return init_device_mesh(
-        device.type,
-        (sizes.pp * sizes.dp_replicate * sizes.dp_shard, sizes.cp, sizes.tp),
-        mesh_dim_names=("dp", "cp", "tp"),
-        backend_override={"cp": _backend(device)},
-    )
+def _sequence_dimensions(sizes: MeshSizes) -> dict[str, int]:
+    return {"dp": sizes.pp * sizes.dp_replicate * sizes.dp_shard, "cp": sizes.cp, "tp": sizes.tp}
 
 
-def _expert_mesh(sizes: ExpertSizes, device: torch.device) -> DeviceMesh:
-    """With groups of its own for `ep`, for the same reason; its ranks, those of `tp` too, are neighbours in a stage."""
-    return _mesh(sizes, device, backend_override={"ep": _backend(device)})
+class _Meshes:
+    """Meshes whose dimensions of one rank share one group: torch makes one for each of them and for every rank.
+
+    On gloo each group has a thread that wakes a hundred times a second: five more cost a rank on one core 2 %.
+    """
+
+    def __init__(self, device: torch.device, rank: int, world_size: int) -> None:
+        self._device, self._rank, self._world_size = device, rank, world_size
+        self._alone: dist.ProcessGroup | None = None
+
+    def over(self, dimensions: Mapping[str, int], own_group: str = "") -> DeviceMesh:
+        """The world in these dimensions, the last one innermost; raises ValueError when they do not multiply to it.
+
+        `own_group`: this dimension gets a group of its own, also where another has its members: traffic is told apart.
+        """
+        if math.prod(dimensions.values()) != self._world_size:
+            raise ValueError(f"a mesh of {dict(dimensions)} is not one of {self._world_size} ranks")
+        several = {name: size for name, size in dimensions.items() if size > 1} or dimensions
+        made = init_device_mesh(
+            self._device.type, tuple(several.values()), mesh_dim_names=tuple(several),
+            backend_override={own_group: _backend(self._device)} if own_group else None,
+        )  # fmt: skip
+        if len(several) == len(dimensions):
+            return made
+        groups = [made.get_group(name) if name in several else self._group_of_one() for name in dimensions]
+        ranks = torch.arange(self._world_size).view(*dimensions.values())
+        return DeviceMesh.from_group(groups, self._device.type, ranks, mesh_dim_names=tuple(dimensions))
+
+    def _group_of_one(self) -> dist.ProcessGroup:
+        if self._alone is None:
+            self._alone = dist.new_group([self._rank], use_local_synchronization=True, group_desc="mesh_one_rank")
+        assert self._alone is not None
+        return self._alone
 
 
 def _backend(device: torch.device) -> str:

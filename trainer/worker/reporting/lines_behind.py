@@ -24,6 +24,7 @@ class LinesBehind:
         self._lines: list[str] = []
         self._characters = 0
         self._writing = self._hurry = self._closed = self._full = False
+        self._gathers = False  # nobody need wake the thread for a line
         self._news = threading.Condition()
         threading.Thread(target=self._run, name="orch-lines", daemon=True).start()
 
@@ -35,7 +36,8 @@ class LinesBehind:
             if not full:
                 self._lines.append(line)
                 self._characters += len(line)
-                self._news.notify_all()
+                if not self._gathers:
+                    self._news.notify_all()
         if full and not told:
             self._lost("too much waits for a file that hangs; what follows is lost too, until it answers")
 
@@ -66,7 +68,9 @@ class LinesBehind:
                 self._writing = False
                 self._news.notify_all()
                 # Many lines a second share a write; one now and then is written at once.
+                self._gathers = True
                 self._news.wait_for(lambda: self._hurry or self._closed, self._batch_seconds)
+                self._gathers = False
         if file is not None:
             file.close()
 

@@ -35,7 +35,7 @@ class Saver(Protocol):
 
     def save(
         self, step: int, tensors: Mapping[str, torch.Tensor], extra: dict[str, Any],
-        rank_state: dict[str, Any] | None = ...,
+        rank_state: dict[str, Any] | None = ..., left_out: int = ...,
     ) -> bool: ...  # fmt: skip
 
     def before_optimizer_step(self) -> None: ...
@@ -123,7 +123,7 @@ class TrainState:
         )
         tensors = self._inventory.tensors()
         set_origin(tensors[self._rng], self._rank, self.step)
-        return saver.save(self.step, tensors, extra, self._facts(tensors))
+        return saver.save(self.step, tensors, extra, self._facts(tensors), self.loss_scale.new_overflows)
 
     def _facts(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         """What is no tensor, and may differ between ranks."""

@@ -186,6 +186,42 @@ class Thawing(Plane):
         return super().loss(model, batch)
 
 
+class AddsAGroup(Plane):
+    """Gradual unfreezing by another parameter group: in the third step, or in the validation after it."""
+
+    def build_optimizer(self, model):
+        self.optimizer = torch.optim.AdamW(model[3].parameters(), lr=0.01)
+        return self.optimizer
+
+    def build_data(self, layout):
+        self.data = super().build_data(layout)
+        return self.data
+
+    def loss(self, model, batch):
+        if self.data.consumed == 3 and self.args["adds_in"] == "loss":
+            self.optimizer.add_param_group({"params": list(model[0].parameters())})
+        return super().loss(model, batch)
+
+    def validate(self, model):
+        if self.args["adds_in"] == "validate":
+            self.optimizer.add_param_group({"params": list(model[0].parameters())})
+        return {}
+
+
+class Thaws(AddsAGroup):
+    """The same, in the way that survives a restart."""
+
+    def build_optimizer(self, model):
+        late = {"params": list(model[0].parameters()), "lr_scale": 0.0}
+        self.optimizer = torch.optim.AdamW([{"params": list(model[3].parameters())}, late], lr=0.01)
+        return self.optimizer
+
+    def loss(self, model, batch):
+        if self.data.consumed == 3:
+            self.optimizer.param_groups[1]["lr_scale"] = 1.0
+        return Plane.loss(self, model, batch)
+
+
 class UsedTwice(Plane):
     """One layer in two segments, whose activations are computed again by a backward pass within the backward pass."""
 

@@ -125,6 +125,10 @@ class TrainState:
         set_origin(tensors[self._rng], self._rank, self.step)
         return saver.save(self.step, tensors, extra, self._facts(tensors), self.loss_scale.new_overflows)
 
+    def check_groups(self) -> None:
+        """After a step: raises WorkloadError when the optimizer got groups that a restart would not have."""
+        self._optimizer_state.groups.refuse_other_groups()
+
     def _facts(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         """What is no tensor, and may differ between ranks."""
         found = {

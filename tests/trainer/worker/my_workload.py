@@ -60,6 +60,28 @@ class Uneven(Plane):
         return super().loss(model, batch) + model.statistics.running_mean.square().sum()
 
 
+class Counters(nn.Module):
+    """Counts what it has seen, in integers and in complex numbers; what comes out depends on both."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(4, dtype=torch.int64))
+        self.register_buffer("turned", torch.zeros(4, dtype=torch.complex64))
+
+    def forward(self, x):
+        if self.training:
+            self.seen += (x > 0).sum(dim=0)
+            self.turned += torch.polar(torch.ones(4), x.sum(dim=0))
+        return x * (1 + self.seen / 100 + self.turned.abs() / 10)
+
+
+class CountsByRank(Plane):
+    """Counters that every rank has of its own data."""
+
+    def build_model(self):
+        return nn.Sequential(Counters(), *super().build_model())
+
+
 class Viewing(Plane):
     """Units of sharding that return views, of which the next one changes the first in place."""
 

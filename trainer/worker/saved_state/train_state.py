@@ -165,7 +165,11 @@ class TrainState:
             key: torch.zeros_like(buffer) for key, buffer in checkpoint_contents.rank_buffers(self._model, 0).items()
         }
         restored = saver.restore(
-            lambda extra: {**self._targets(extra), **first, **buffers, self._rng: packed},
+            lambda extra: {
+                **self._targets(extra),
+                **checkpoint_contents.of_each_rank({**first, **buffers}, extra),
+                self._rng: packed,
+            },
             # Those of the first rank are always there: ranks that the saving world did not have begin with them.
             optional_prefixes=("rng/", *((checkpoint_contents.buffers_name(self._rank),) if self._rank else ())),
             # A parameter that has never had a gradient has no state to save.
@@ -214,7 +218,7 @@ class TrainState:
         """What is to be filled from a checkpoint with these facts."""
         own = self._rank_facts(extra)
         return {
-            **checkpoint_contents.shared_tensors(self._model),
+            **checkpoint_contents.shared_tensors(self._model, extra),
             **self._optimizer_state.targets(own.get("optimizer")),
             **self._workload_state.targets(own.get("workload", {})),
             **self._scheduler_state.targets(own.get("scheduler", {})),

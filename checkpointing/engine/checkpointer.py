@@ -117,11 +117,14 @@ class Checkpointer:
         tensors: Mapping[str, Tensor],
         extra: dict[str, Any],
         rank_state: dict[str, Any] | None = None,
+        left_out: int = 0,
     ) -> bool:
         """Copy the state, then write it in the background; False when it was skipped, on all ranks alike.
 
         `rank_state` are facts in JSON that may differ between ranks. They are kept in `extra` as the list
         `rank_state`, which has one entry for all ranks where they agree, else one for each.
+
+        `left_out` are the steps since `restore` that the optimizer was not asked to make: it counts so many fewer.
 
         DTensors are saved in shards, plain tensors once. Raises ValueError or TypeError for state that cannot be saved;
         whatever goes wrong later is the event `checkpoint.failed`, and `committed_step` stays behind. With lazy staging
@@ -139,7 +142,7 @@ class Checkpointer:
             parts, self._newest, self.failure = None, step, f"rank {self._ranks.rank}: {explain(error)}"
             self._events.emit("checkpoint.failed", {"step": step, "reason": self.failure})
         if parts is not None:
-            self._begin(step, parts, facts)
+            self._begin(step, parts, facts, left_out)
         self.stall_seconds = time.perf_counter() - start
         return parts is not None
 
@@ -187,13 +190,14 @@ class Checkpointer:
             return "earlier saves are still being written, and there is no free copy"
         return None
 
-    def _begin(self, step: int, parts: Sequence[Tensor], facts: dict[str, Any]) -> None:
+    def _begin(self, step: int, parts: Sequence[Tensor], facts: dict[str, Any], left_out: int) -> None:
         assert self._stager is not None
         assert self._queue is not None
         # The result of an earlier save says nothing about this one.
         self._newest, self.failure = step, None
         staged = self._stager.stage(parts)
-        self._queue.submit(Job(step=step, plan=self._stager.plan, staged=staged, extra=facts, world=self._facts))
+        job = Job(step, self._stager.plan, staged, facts, self._facts, left_out)
+        self._queue.submit(job)
         self._stager.stage_buckets(staged, parts)
 
     def _plan(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:

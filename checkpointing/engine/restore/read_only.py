@@ -106,6 +106,7 @@ class ReadOnlyCheckpoint:
         tensors: Mapping[str, Tensor],
         extra: dict[str, Any],
         rank_state: dict[str, Any] | None = None,
+        left_out: int = 0,
     ) -> bool:
         """Raises RuntimeError."""
         raise RuntimeError(f"step {step} is not saved: {self._name} was opened to be read only")

@@ -72,6 +72,7 @@ class Job:
     staged: Staged
     extra: dict[str, Any]
     world: dict[str, Any]
+    left_out: int = 0  # steps since the restore that the optimizer was not asked to make
 
 
 @dataclass
@@ -247,7 +248,7 @@ class Saver:
         failed = _failures(reports)
         if failed is not None:
             raise _error(failed)(job.step, failed.reason)
-        judgement = self._judge.judge(job.step, job.plan.everything, reports)
+        judgement = self._judge.judge(job.step, job.plan.everything, reports, job.left_out)
         if judgement.refused:
             self._judge.reject(judgement)
             raise Unsound(job.step, f"implausible: {'; '.join(judgement.implausible_reasons)}")

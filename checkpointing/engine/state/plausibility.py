@@ -21,6 +21,8 @@ class StateSummary:
     """One state as far as it is judged: the trainer's step, the optimizer's highest, fingerprints of what trains."""
 
     step: int
+    left_out: int = 0
+    """Steps up to this one that the trainer never asked the optimizer to make, as after an overflow in float16."""
     optimizer_step: float | None = None
     fingerprints: Mapping[str, str] = field(default_factory=dict)
 
@@ -51,7 +53,9 @@ def miscounted(now: StateSummary, before: StateSummary | None) -> str | None:
     made, expected = _moved(now, before)
     if made == expected or before is None or math.isnan(made):  # a NaN is reported as one
         return None
-    return f"since step {before.step} the trainer counts {expected} steps, the optimizer {made:g}"
+    left_out = now.left_out - before.left_out
+    told = f" and {left_out} that it left out" if left_out else ""
+    return f"since step {before.step} the trainer counts {expected} steps{told}, the optimizer {made:g}"
 
 
 def skipped(now: StateSummary, before: StateSummary | None) -> bool:
@@ -64,11 +68,16 @@ def _moved(now: StateSummary, before: StateSummary | None) -> tuple[float, float
     """Steps that the optimizer and the trainer have counted since; none of either when one of them does not count."""
     if before is None or now.optimizer_step is None or before.optimizer_step is None:
         return 0.0, 0.0
-    return now.optimizer_step - before.optimizer_step, now.step - before.step
+    return now.optimizer_step - before.optimizer_step, _asked(now, before)
+
+
+def _asked(now: StateSummary, before: StateSummary) -> int:
+    """How many steps the optimizer was asked to make since."""
+    return now.step - before.step - (now.left_out - before.left_out)
 
 
 def _stale(now: StateSummary, before: StateSummary | None) -> str | None:
-    if before is None or now.step <= before.step or not now.fingerprints:
+    if before is None or _asked(now, before) <= 0 or not now.fingerprints:
         return None
     if dict(now.fingerprints) != dict(before.fingerprints):
         return None
@@ -99,12 +108,18 @@ class PlausibilityJudge:
         """A fresh look at one rank's part of one state."""
         return Inspection(None if self._mode == OFF else self.trained_keys)
 
-    def judge(self, step: int, everything: Sequence[Sequence[Item]], reports: Sequence[InspectionReport]) -> Judgement:
-        """`everything` are the items of all ranks, as their reports count them."""
+    def judge(
+        self, step: int, everything: Sequence[Sequence[Item]], reports: Sequence[InspectionReport], left_out: int = 0
+    ) -> Judgement:
+        """`everything` are the items of all ranks, as their reports count them.
+
+        `left_out`: steps since the restore, or since the beginning, that the optimizer was not asked to make.
+        """
         fingerprints = _added_up(everything, [report.partials for report in reports])
         findings = [report.findings for report in reports]
         summary = StateSummary(
             step=step,
+            left_out=left_out,
             optimizer_step=highest([each.optimizer_step for each in findings]),
             fingerprints=self._of_training(fingerprints),
         )
@@ -125,8 +140,10 @@ class PlausibilityJudge:
         It is still compared with the values of the last good one.
         """
         if judgement.miscounted and self._before is not None:
-            summary = judgement.summary
-            self._before = replace(self._before, step=summary.step, optimizer_step=summary.optimizer_step)
+            now = judgement.summary
+            self._before = replace(
+                self._before, step=now.step, left_out=now.left_out, optimizer_step=now.optimizer_step
+            )
 
     def set_baseline(self, step: int, optimizer_step: float | None, fingerprints: dict[str, str]) -> None:
         """This state was restored: the next one is compared with it."""

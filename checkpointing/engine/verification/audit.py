@@ -39,6 +39,9 @@ class Expected:
     steps: str = ""
     """Pattern of keys whose values count optimizer steps: none is beyond the checkpoint's, one at least is at it."""
 
+    left_out: int = 0
+    """Steps that the optimizer was not asked to make: its counters are that far behind the checkpoint's step."""
+
     required: tuple[str, ...] = ()
     """Tensors that must be there."""
 
@@ -194,7 +197,7 @@ class _Judge:
 
     def counters(self) -> Iterator[Fault]:
         """What is wrong with the optimizer's counters, seen together."""
-        for key, reason in step_reasons(self._steps, self._manifest.step):
+        for key, reason in step_reasons(self._steps, self._manifest.step, self._expected.left_out):
             yield self._fault(key, reason)
 
     def _fault(self, key: str, reason: str, piece: Piece | None = None) -> Fault:
@@ -238,14 +241,14 @@ def _fingerprints(storage: Storage, manifest: Manifest, index: Index) -> tuple[d
     return known, [Fault(file=FINGERPRINTS, chunk=None, reason=f"{key} {reason}", tensors=(key,)) for key in extra]
 
 
-def step_reasons(steps: Mapping[str, float], step: int) -> list[tuple[str, str]]:
+def step_reasons(steps: Mapping[str, float], step: int, left_out: int = 0) -> list[tuple[str, str]]:
     """Counters of updates that cannot belong to a checkpoint of `step`; a parameter may have had fewer."""
-    ahead = [(key, value) for key, value in sorted(steps.items()) if not value <= step]
+    made, told = step - left_out, f", {left_out} of which were left out" if left_out else ""
+    ahead = [(key, value) for key, value in sorted(steps.items()) if not value <= made]
     if ahead:
-        return [(key, f"counts {value:g} optimizer steps in a checkpoint of step {step}") for key, value in ahead]
-    if steps and max(steps.values()) < step:
+        return [(key, f"counts {value:g} optimizer steps in a checkpoint of step {step}{told}") for key, value in ahead]
+    if steps and max(steps.values()) < made:
         key = max(steps, key=lambda key: steps[key])
-        return [
-            (key, f"no parameter has had more than {steps[key]:g} optimizer steps, the checkpoint is of step {step}")
-        ]
+        least = f"no parameter has had more than {steps[key]:g} optimizer steps"
+        return [(key, f"{least}, the checkpoint is of step {step}{told}")]
     return []

@@ -60,6 +60,28 @@ class Uneven(Plane):
         return super().loss(model, batch) + model.statistics.running_mean.square().sum()
 
 
+class Counters(nn.Module):
+    """Counts what it has seen, in integers and in complex numbers; what comes out depends on both."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(4, dtype=torch.int64))
+        self.register_buffer("turned", torch.zeros(4, dtype=torch.complex64))
+
+    def forward(self, x):
+        if self.training:
+            self.seen += (x > 0).sum(dim=0)
+            self.turned += torch.polar(torch.ones(4), x.sum(dim=0))
+        return x * (1 + self.seen / 100 + self.turned.abs() / 10)
+
+
+class CountsByRank(Plane):
+    """Counters that every rank has of its own data."""
+
+    def build_model(self):
+        return nn.Sequential(Counters(), *super().build_model())
+
+
 class Viewing(Plane):
     """Units of sharding that return views, of which the next one changes the first in place."""
 
@@ -186,6 +208,42 @@ class Thawing(Plane):
         return super().loss(model, batch)
 
 
+class AddsAGroup(Plane):
+    """Gradual unfreezing by another parameter group: in the third step, or in the validation after it."""
+
+    def build_optimizer(self, model):
+        self.optimizer = torch.optim.AdamW(model[3].parameters(), lr=0.01)
+        return self.optimizer
+
+    def build_data(self, layout):
+        self.data = super().build_data(layout)
+        return self.data
+
+    def loss(self, model, batch):
+        if self.data.consumed == 3 and self.args["adds_in"] == "loss":
+            self.optimizer.add_param_group({"params": list(model[0].parameters())})
+        return super().loss(model, batch)
+
+    def validate(self, model):
+        if self.args["adds_in"] == "validate":
+            self.optimizer.add_param_group({"params": list(model[0].parameters())})
+        return {}
+
+
+class Thaws(AddsAGroup):
+    """The same, in the way that survives a restart."""
+
+    def build_optimizer(self, model):
+        late = {"params": list(model[0].parameters()), "lr_scale": 0.0}
+        self.optimizer = torch.optim.AdamW([{"params": list(model[3].parameters())}, late], lr=0.01)
+        return self.optimizer
+
+    def loss(self, model, batch):
+        if self.data.consumed == 3:
+            self.optimizer.param_groups[1]["lr_scale"] = 1.0
+        return Plane.loss(self, model, batch)
+
+
 class UsedTwice(Plane):
     """One layer in two segments, whose activations are computed again by a backward pass within the backward pass."""
 
@@ -201,23 +259,25 @@ class OddFigures(Plane):
 
 
 class Overflows(Plane):
-    """A batch whose loss, and whose gradients, float16 cannot hold."""
+    """Batches whose loss, and whose gradients, float16 cannot hold: on one rank, those of the steps `at`."""
 
     def build_optimizer(self, model):
         return torch.optim.AdamW(model.parameters(), lr=0.01)
 
     def build_data(self, layout):
-        self.step = 0
-        return super().build_data(layout)
+        self.data = super().build_data(layout)
+        return self.data
 
     def loss(self, model, batch):
-        (x, y), self.step = batch, self.step + 1
+        x, y = batch
         loss = nn.functional.mse_loss(out := model(x), y.to(out.dtype))
-        return loss * torch.tensor(60000.0 if self.step == 3 else 1.0, dtype=loss.dtype) ** 2
+        if self.data.consumed in self.args.get("at", ()):
+            return loss + 60000.0 * (loss - loss.detach())  # the gradients alone
+        return loss * torch.tensor(60000.0 if self.data.consumed == 3 and "at" not in self.args else 1.0).to(loss) ** 2
 
 
 class OverflowsForGood(Overflows):
     """Weights from which no loss can be computed any more."""
 
     def loss(self, model, batch):
-        return super().loss(model, batch) * (1.0 if self.step < 3 else float("nan"))
+        return super().loss(model, batch) * (1.0 if self.data.consumed < 3 else float("nan"))

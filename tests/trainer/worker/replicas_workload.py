@@ -110,8 +110,9 @@ class ReplacedLater(Replicas):
     def loss(self, model, batch):
         self.taken += 1
         if self.taken == 2:
-            model[2].bias = nn.Parameter(torch.zeros(1))
-            self.optimizer.add_param_group({"params": [model[2].bias]})
+            old, model[2].bias = model[2].bias, nn.Parameter(torch.zeros(1))
+            for group in self.optimizer.param_groups:
+                group["params"] = [model[2].bias if each is old else each for each in group["params"]]
         return super().loss(model, batch)
 
 

@@ -4,8 +4,12 @@ import math
 
 import pytest
 
+from checkpointing.engine.verification.audit import audit_in
+from checkpointing.storage.backends import LocalStorage
+from checkpointing.tiers.catalog import Catalog
 from tests.trainer.worker.conftest import hang
 from trainer.contract.outcome import ExitCode
+from trainer.worker.saved_state.expected_contents import expected
 from trainer.worker.saved_state.loss_scale import FIRST, SMALLEST, LossScale
 
 HALF = {"dtype": "float16", "steps": 12}
@@ -24,6 +28,25 @@ def test_the_scale_is_halved_by_an_overflow_and_doubled_after_two_thousand_steps
     again.restore(scale.facts())
     assert not again.overflowed(1.0)
     assert again.scale == FIRST / 2
+
+
+def test_overflows_are_counted_over_restarts_and_since_the_last_one():
+    scale = LossScale("float16")
+    assert [scale.overflowed(norm) for norm in (math.inf, 1.0, math.nan)] == [True, False, True]
+    again = LossScale("float16")
+    again.restore(scale.facts())
+    assert (again.overflows, again.new_overflows) == (2, 0)
+    assert again.overflowed(math.inf)
+    assert (again.overflows, again.new_overflows) == (3, 1)
+    other = LossScale("float32")
+    other.restore(again.facts())
+    assert other.facts() == {"overflows": 3}, "the optimizer stays that far behind"
+
+
+def test_a_checkpoint_of_an_older_release_has_no_count_of_overflows():
+    scale = LossScale("float16")
+    scale.restore({"scale": 8.0, "good_steps": 5})
+    assert (scale.scale, scale.overflows, scale.new_overflows) == (8.0, 0, 0)
 
 
 def test_an_overflow_at_the_smallest_scale_is_a_fault_of_the_run():
@@ -73,3 +96,22 @@ def test_losses_that_are_no_numbers_one_after_the_other_are_an_incident(make_run
     run = make_run(1, workload=target, train={"steps": 16, "dtype": "float16"})
     assert run.train()["codes"] == [ExitCode.ERROR], run.log()
     assert (run.outcome(0, 1).exception, run.outcome(0, 1).step) == ("BadStep", 4)
+
+
+@pytest.mark.multi
+def test_a_save_after_nothing_but_overflows_succeeds_also_after_a_restart(make_run):
+    """No step after that of the first checkpoint changes anything; the first scale is too high for two before it."""
+    args = {"width": 8, "at": list(range(5, 13))}
+    run = make_run(
+        1, workload={"target": "tests.trainer.worker.my_workload:Overflows", "args": args}, train=HALF,
+        checkpoint={"every": 4}, drill=hang(0, step=10),
+    )  # fmt: skip
+    assert run.train_until_killed(0, committed=8)["codes"] == [-9], run.log()
+    assert run.train()["codes"] == [0], run.log()
+    assert [step for step, line in sorted(run.metrics().items()) if line["overflowed"]] == [1, 2, *args["at"]]
+    kinds = [event.kind for event in run.events()]
+    assert "checkpoint.failed" not in kinds
+    assert "checkpoint.doubted" not in kinds
+    newest = max(Catalog(run.dir.checkpoints).committed(), key=lambda entry: entry.step)
+    report = audit_in(LocalStorage(run.dir.checkpoints), newest.name, 4, expect=lambda told: expected(told, None))
+    assert (newest.step, report.faults) == (12, ())

@@ -27,6 +27,8 @@ class Choice(NamedTuple):
 class Router(nn.Module):
     """A linear layer whose scores are sigmoids in float32."""
 
+    same_on_all_ranks = ("moves",)
+    """Buffers of which a checkpoint keeps one: a stage of a pipeline restores them from whichever ranks saved."""
     moves: torch.Tensor
     """By how many times the rate each expert's bias has moved. A whole number: its sums are exact in any order."""
     load: torch.Tensor

@@ -23,7 +23,7 @@ from checkpointing.storage.durable import read_json
 from trainer.contract.config import JobConfig, ModelConfig
 from trainer.worker import workload
 from trainer.worker.interchange import hugging_face
-from trainer.worker.saved_state.checkpoint_contents import buffers_name, model_tensors, shared_tensors
+from trainer.worker.saved_state.checkpoint_contents import OWN_BUFFERS, buffers_name, model_tensors, shared_tensors
 from trainer.worker.users_code import users_code
 
 PROVENANCE = "orch.json"
@@ -261,15 +261,15 @@ def _check_position(found: ImportPlan, source: ImportSource, config: JobConfig) 
 
 def facts(source: ImportSource, found: ImportPlan) -> tuple[int, dict[str, Any]]:
     """The step at which training goes on, and the plain part of the checkpoint."""
-    provenance = {"source": str(source.place), "optimizer": found.optimizer}
+    made = {**OWN_BUFFERS, "imported": {"source": str(source.place), "optimizer": found.optimizer}}
     begin = {"step": 0, "consumed": 0, "loss": float("nan"), "seed": None, "fingerprint": None}
     # Without its place in the data a state can only begin anew.
     if not found.optimizer or not isinstance(source.facts.get("consumed"), int):
-        return 0, {**begin, "imported": provenance}
+        return 0, {**begin, **made}
     kept = {key: source.facts[key] for key in begin if source.facts.get(key) is not None}
     rank_state = _rank_state(source)
     counts = {"rank_state": rank_state} if rank_state else {}
-    return source.step, {**begin, **kept, **counts, "step": source.step, "imported": provenance}
+    return source.step, {**begin, **kept, **counts, "step": source.step, **made}
 
 
 def _rank_state(source: ImportSource) -> list[dict[str, Any]]:

@@ -7,6 +7,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+OWN_BUFFERS = {"own_buffers": "all"}
+"""In a checkpoint's facts: buffers of every dtype are kept per rank. Older releases kept those that float so."""
+
 
 def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """Parameters and persistent buffers under `model/<name>`; a shared parameter stands under its first name."""
@@ -16,9 +19,9 @@ def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
-def shared_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The part of `model_tensors` that is one value for all ranks together."""
-    own = {f"model/{name}" for name in _own_buffers(model)}
+def shared_tensors(model: nn.Module, saved: Mapping[str, Any] = OWN_BUFFERS) -> dict[str, torch.Tensor]:
+    """The part of `model_tensors` that is one value for all ranks together, in a checkpoint with the facts `saved`."""
+    own = {f"model/{name}" for name in of_each_rank(_own_buffers(model), saved)}
     return {key: tensor for key, tensor in model_tensors(model).items() if key not in own}
 
 
@@ -27,14 +30,24 @@ def buffers_name(rank: int) -> str:
 
 
 def rank_buffers(model: nn.Module, rank: int) -> dict[str, torch.Tensor]:
-    """Buffers that differ between ranks, as the statistics of a batch norm do, under keys of this rank's own."""
+    """Buffers that may differ between ranks, as statistics and counters do, under keys of this rank's own."""
     return {f"{buffers_name(rank)}{name}": buffer for name, buffer in _own_buffers(model).items()}
 
 
 def _own_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    kept = model.state_dict().keys()
-    found = {name: buffer for name, buffer in model.named_buffers() if name in kept}
-    return {name: b for name, b in found.items() if b.is_floating_point() and not isinstance(b, DTensor)}
+    alike = {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module in model.named_modules()
+        for name in getattr(module, "same_on_all_ranks", ())
+    }
+    kept = model.state_dict().keys() - alike
+    return {name: b for name, b in model.named_buffers() if name in kept and not isinstance(b, DTensor)}
+
+
+def of_each_rank(buffers: Mapping[str, torch.Tensor], saved: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Those of the buffers that a checkpoint with the facts `saved` keeps per rank."""
+    every = saved.get("own_buffers") == OWN_BUFFERS["own_buffers"]
+    return {name: buffer for name, buffer in buffers.items() if every or buffer.is_floating_point()}
 
 
 def facts(
@@ -58,5 +71,6 @@ def facts(
         "software": dict(software),
         "validated": validated,
         "metrics": dict(metrics),
+        **OWN_BUFFERS,
         **({"loss_scale": dict(loss_scale)} if loss_scale else {}),
     }

@@ -24,7 +24,8 @@ def expected(manifest: Manifest, config: JobConfig | None) -> Expected:
         left_out = manifest.extra.get("left_out", 0)
         batches = manifest.step + (left_out if isinstance(left_out, int) else 0)
         facts["consumed"] = batches * config.train.batch_size
-    ranks = manifest.world.get("ranks")
+    ranks, loss_scale = manifest.world.get("ranks"), manifest.extra.get("loss_scale")
+    overflows = loss_scale.get("overflows", 0) if isinstance(loss_scale, dict) else 0
 
     def unusable(key: str, packed: Tensor) -> str:
         return generators_fault(packed) or origin_fault(packed, key, manifest.step)
@@ -33,6 +34,7 @@ def expected(manifest: Manifest, config: JobConfig | None) -> Expected:
         facts=facts,
         counts=("consumed",),
         steps=_STEPS,
+        left_out=overflows if isinstance(overflows, int) else 0,
         required=tuple(rng_name(rank) for rank in range(ranks if isinstance(ranks, int) else 0)),
         readable={_GENERATORS: unusable},
         finite=TrainedKeys().prefixes,

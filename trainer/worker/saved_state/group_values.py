@@ -74,8 +74,20 @@ class GroupValues:
         self.unsaved: dict[str, str] = {}
         """Values that training has changed and whose type is not kept: by their keys, in words."""
 
+    def refuse_other_groups(self) -> None:
+        """Raises WorkloadError when groups were added or removed since `build_optimizer`; as cheap as two lengths."""
+        now, built = len(self._optimizer.param_groups), len(self._ids)
+        if now != built:
+            raise WorkloadError(
+                f"{type(self._optimizer).__name__} has {now} parameter groups, but build_optimizer made {built}: a "
+                "restart could not know of the difference. Make all groups in build_optimizer, and give those that are "
+                "to train later a learning rate of 0 until then (their `lr_scale`, or `lr` with a scheduler of your "
+                "own)"
+            )
+
     def tensors(self) -> dict[str, torch.Tensor]:
         """Every tensor in the groups, settings included: what is saved has the same form at every step."""
+        self.refuse_other_groups()
         found: dict[str, torch.Tensor] = {}
         for number, key, value in self._all():
             if type(value) not in _SCALARS:

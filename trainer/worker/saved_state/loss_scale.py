@@ -17,6 +17,13 @@ class LossScale:
         self.is_dynamic = dtype == "float16"
         self.scale = FIRST if self.is_dynamic else 1.0
         self._good = 0
+        self.overflows = self._overflows_before = 0
+        """Steps of the run, over all its restarts, that the optimizer was not asked to make."""
+
+    @property
+    def new_overflows(self) -> int:
+        """Those since the restore."""
+        return self.overflows - self._overflows_before
 
     def overflowed(self, norm: float) -> bool:
         """Whether the optimizer must leave this step out; adapts the scale to the norm of its gradients."""
@@ -24,6 +31,7 @@ class LossScale:
             return False
         if norm - norm != 0 and self.scale > SMALLEST:  # NaN or infinity
             self.scale, self._good = self.scale / 2, 0
+            self.overflows += 1
             return True
         self._good += 1
         if self._good == _GROWS_AFTER:
@@ -32,9 +40,11 @@ class LossScale:
 
     def facts(self) -> dict[str, Any]:
         """What a checkpoint keeps."""
-        return {"scale": self.scale, "good_steps": self._good} if self.is_dynamic else {}
+        scale = {"scale": self.scale, "good_steps": self._good} if self.is_dynamic else {}
+        return {**scale, "overflows": self.overflows} if scale or self.overflows else {}
 
     def restore(self, facts: Mapping[str, Any]) -> None:
-        """Go on with the scale of a checkpoint; one that was made in another precision has none."""
-        if self.is_dynamic and facts:
+        """Go on with the scale of a checkpoint; one made in another precision has none, an older orch's no count."""
+        self.overflows = self._overflows_before = int(facts.get("overflows", 0))
+        if self.is_dynamic and "scale" in facts:
             self.scale, self._good = float(facts["scale"]), int(facts["good_steps"])

@@ -35,7 +35,7 @@ class Saver(Protocol):
 
     def save(
         self, step: int, tensors: Mapping[str, torch.Tensor], extra: dict[str, Any],
-        rank_state: dict[str, Any] | None = ...,
+        rank_state: dict[str, Any] | None = ..., left_out: int = ...,
     ) -> bool: ...  # fmt: skip
 
     def before_optimizer_step(self) -> None: ...
@@ -123,7 +123,11 @@ class TrainState:
         )
         tensors = self._inventory.tensors()
         set_origin(tensors[self._rng], self._rank, self.step)
-        return saver.save(self.step, tensors, extra, self._facts(tensors))
+        return saver.save(self.step, tensors, extra, self._facts(tensors), self.loss_scale.new_overflows)
+
+    def check_groups(self) -> None:
+        """After a step: raises WorkloadError when the optimizer got groups that a restart would not have."""
+        self._optimizer_state.groups.refuse_other_groups()
 
     def _facts(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         """What is no tensor, and may differ between ranks."""
@@ -161,7 +165,11 @@ class TrainState:
             key: torch.zeros_like(buffer) for key, buffer in checkpoint_contents.rank_buffers(self._model, 0).items()
         }
         restored = saver.restore(
-            lambda extra: {**self._targets(extra), **first, **buffers, self._rng: packed},
+            lambda extra: {
+                **self._targets(extra),
+                **checkpoint_contents.of_each_rank({**first, **buffers}, extra),
+                self._rng: packed,
+            },
             # Those of the first rank are always there: ranks that the saving world did not have begin with them.
             optional_prefixes=("rng/", *((checkpoint_contents.buffers_name(self._rank),) if self._rank else ())),
             # A parameter that has never had a gradient has no state to save.
@@ -210,7 +218,7 @@ class TrainState:
         """What is to be filled from a checkpoint with these facts."""
         own = self._rank_facts(extra)
         return {
-            **checkpoint_contents.shared_tensors(self._model),
+            **checkpoint_contents.shared_tensors(self._model, extra),
             **self._optimizer_state.targets(own.get("optimizer")),
             **self._workload_state.targets(own.get("workload", {})),
             **self._scheduler_state.targets(own.get("scheduler", {})),

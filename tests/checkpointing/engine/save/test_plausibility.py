@@ -22,8 +22,8 @@ from checkpointing.writer.link import InProcessWriter
 from tests.checkpointing.engine.conftest import Bench, state
 
 
-def summary(step: int, optimizer: float | None = None, **fingerprints: str) -> StateSummary:
-    return StateSummary(step=step, optimizer_step=optimizer, fingerprints=fingerprints)
+def summary(step: int, optimizer: float | None = None, left_out: int = 0, **fingerprints: str) -> StateSummary:
+    return StateSummary(step=step, left_out=left_out, optimizer_step=optimizer, fingerprints=fingerprints)
 
 
 # ---- the rules
@@ -37,6 +37,9 @@ def summary(step: int, optimizer: float | None = None, **fingerprints: str) -> S
         (summary(9, 5.0), summary(6, 3.0), [], "since step 6 the trainer counts 3 steps, the optimizer 2"),
         (summary(9, 3.0), summary(6, 3.0), [], "since step 6 the trainer counts 3 steps, the optimizer 0"),
         (summary(2, w="a", v="b"), summary(1, w="a", v="b"), [], "all 2 tensors that train are the same as at step 1"),
+        (summary(9, 4.0, 2), summary(6, 4.0, 1), [], "trainer counts 2 steps and 1 that it left out, the optimizer 0"),
+        (summary(9, 5.0, 4), summary(6, 4.0, 1), [], "trainer counts 0 steps and 3 that it left out, the optimizer 1"),
+        (summary(9, left_out=3, w="a"), summary(6, left_out=1, w="a"), [], "tensors that train are the same"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_right_is_named(
@@ -55,6 +58,8 @@ def test_what_cannot_be_right_is_named(
         (summary(6, 3.0, w="a"), summary(6, 3.0, w="a")),
         (summary(9, w="a"), summary(6, w="b")),
         (summary(9), summary(6)),
+        (summary(9, 4.0, 2, w="b"), summary(6, 2.0, 1, w="a")),
+        (summary(9, 4.0, 5, w="a"), summary(6, 4.0, 2, w="a")),
     ],
 )
 def test_what_may_be_right_is_not_doubted(now: StateSummary, before: StateSummary | None) -> None:
@@ -133,8 +138,8 @@ def training(step: int) -> dict[str, torch.Tensor]:
     return {"model/w": torch.full((40, 3), float(step)), "optimizer/w/step": torch.tensor(float(step))}
 
 
-def saved(made: Any, step: int, tensors: dict[str, torch.Tensor]) -> str | None:
-    assert made.save(step, tensors, {})
+def saved(made: Any, step: int, tensors: dict[str, torch.Tensor], left_out: int = 0) -> str | None:
+    assert made.save(step, tensors, {}, left_out=left_out)
     made.wait()
     return made.failure
 
@@ -269,6 +274,30 @@ def test_an_optimizer_that_counts_otherwise_is_refused_across_a_restore(bench: B
     assert saved(later, 13, early) == "implausible: since step 12 the trainer counts 1 steps, the optimizer 5"
     counted = {**training(14), "optimizer/w/step": torch.tensor(16.0)}
     assert saved(later, 14, counted) is None, "one save is lost, not all that follow"
+
+
+def test_a_state_in_which_every_step_was_left_out_is_saved_across_a_restore(bench: Bench) -> None:
+    """float16: all gradients since the last save have overflowed."""
+    made, same = bench.checkpointer(), training(10)
+    assert saved(made, 10, same, left_out=4) is None
+    assert saved(made, 12, same, left_out=6) is None
+    later = bench.checkpointer()
+    later.restore({key: torch.zeros_like(tensor) for key, tensor in same.items()})
+    assert saved(later, 13, same, left_out=1) is None, "counted from the restore on"
+    assert bench.told("checkpoint.doubted") == []
+    assert saved(later, 14, same, left_out=1) == (
+        "implausible: since step 13 the trainer counts 1 steps, the optimizer 0; "
+        "all 2 tensors that train are the same as at step 13"
+    )
+
+
+def test_after_a_refused_count_left_out_steps_are_counted_anew(bench: Bench) -> None:
+    made = bench.checkpointer()
+    assert saved(made, 10, training(10)) is None
+    ahead = {**training(12), "optimizer/w/step": torch.tensor(15.0)}
+    assert "the optimizer 5" in (saved(made, 12, ahead, left_out=1) or "")
+    assert saved(made, 14, {**training(14), "optimizer/w/step": torch.tensor(16.0)}, left_out=2) is None
+    assert bench.told("checkpoint.doubted") == []
 
 
 def test_steps_that_the_optimizer_skips_are_told_of_and_saved(bench: Bench) -> None:

@@ -311,6 +311,11 @@ def test_counters_of_steps() -> None:
     assert step_reasons({"a": 5.0, "b": 3.0}, 5) == []
     assert step_reasons({"a": 5.0, "b": 6.0}, 5) == [("b", "counts 6 optimizer steps in a checkpoint of step 5")]
     assert step_reasons({"a": float("nan"), "b": 5.0}, 5)[0][0] == "a"
+    assert step_reasons({"a": 3.0, "b": 1.0}, 5, left_out=2) == []
+    ((_, reason),) = step_reasons({"a": 4.0}, 5, left_out=2)
+    assert reason == "counts 4 optimizer steps in a checkpoint of step 5, 2 of which were left out"
+    ((_, reason),) = step_reasons({"a": 3.0}, 5, left_out=1)
+    assert reason.endswith("more than 3 optimizer steps, the checkpoint is of step 5, 1 of which were left out")
 
 
 def test_an_unknown_level_is_a_mistake(tmp_path: Path) -> None:

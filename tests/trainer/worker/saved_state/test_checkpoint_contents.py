@@ -38,6 +38,30 @@ def test_only_matrices_decay():
     assert [(group["weight_decay"], len(group["params"])) for group in optimizer.param_groups] == [(0.3, 1), (0.0, 1)]
 
 
-def test_floating_buffers_stand_under_their_rank():
+class Counters(nn.Module):
+    same_on_all_ranks = ("alike",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(2, affine=False)
+        self.register_buffer("mask", torch.ones(2, dtype=torch.bool))
+        self.register_buffer("phase", torch.ones(2, dtype=torch.complex64))
+        self.register_buffer("alike", torch.ones(2, dtype=torch.int64))
+
+
+def test_buffers_of_every_dtype_stand_under_their_rank():
     assert list(checkpoint_contents.rank_buffers(Tied(), 3)) == ["buffers/rank-00003/kept"]
     assert "model/kept" not in checkpoint_contents.shared_tensors(Tied())
+    model = nn.ModuleDict({"net": Counters()})
+    own = ["mask", "phase", "norm.running_mean", "norm.running_var", "norm.num_batches_tracked"]
+    assert list(checkpoint_contents.rank_buffers(model, 0)) == [f"buffers/rank-00000/net.{name}" for name in own]
+    assert list(checkpoint_contents.shared_tensors(model)) == ["model/net.alike"]
+
+
+def test_an_older_checkpoint_keeps_only_floating_buffers_per_rank():
+    model, older = Counters(), {"step": 3}
+    assert sorted(checkpoint_contents.shared_tensors(model, older)) == [
+        "model/alike", "model/mask", "model/norm.num_batches_tracked", "model/phase",
+    ]  # fmt: skip
+    of_rank = checkpoint_contents.of_each_rank(checkpoint_contents.rank_buffers(model, 0), older)
+    assert sorted(of_rank) == ["buffers/rank-00000/norm.running_mean", "buffers/rank-00000/norm.running_var"]

@@ -11,6 +11,7 @@ from torch import nn
 
 from trainer.contract.parallel_config import ParallelConfig
 from trainer.worker.parallel import mesh
+from trainer.worker.saved_state import checkpoint_contents
 from trainer.worker.saved_state.train_state import TrainState
 from trainer.worker.train_objects import TrainObjects
 
@@ -28,8 +29,9 @@ class NoData:
 class SaverWith:
     """Has a checkpoint of this step, in which every number is 1, or none."""
 
-    def __init__(self, step: int | None) -> None:
-        self._step = step
+    def __init__(self, step: int | None, **facts: Any) -> None:
+        self._step, self._facts = step, facts
+        self.read: list[str] = []
 
     def prepare(self, tensors: Mapping[str, torch.Tensor]) -> None:
         pass
@@ -37,8 +39,9 @@ class SaverWith:
     def restore(self, targets: Callable[[dict[str, Any]], Mapping[str, torch.Tensor]], **_: Any) -> Any:
         if self._step is None:
             return None
-        extra = {"step": self._step, "loss": 1.0, "consumed": 0, "rank_state": [{}]}
+        extra = {"step": self._step, "loss": 1.0, "consumed": 0, "rank_state": [{}], **self._facts}
         for key, tensor in targets(extra).items():
+            self.read.append(key)
             if not key.startswith("rng/"):
                 tensor.fill_(1)
         return SimpleNamespace(step=self._step, extra=extra, absent=())
@@ -79,3 +82,23 @@ def test_weights_that_a_checkpoint_has_cost_no_time(layout: mesh.Layout) -> None
     called, model = restored(layout, 5)
     assert called == []
     assert torch.equal(model.weight, torch.ones(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("facts", "key"),
+    [
+        ({}, "model/num_batches_tracked"),  # as an older release has saved it
+        (checkpoint_contents.OWN_BUFFERS, "buffers/rank-00000/num_batches_tracked"),
+    ],
+)
+def test_a_counter_is_read_from_where_the_checkpoint_has_it(
+    layout: mesh.Layout, facts: dict[str, Any], key: str
+) -> None:
+    model, saver = nn.BatchNorm1d(2), SaverWith(5, **facts)
+    objects = TrainObjects(
+        workload=SimpleNamespace(), model=model, optimizer=torch.optim.AdamW(model.parameters()), data=NoData(),
+        layout=layout,
+    )  # fmt: skip
+    TrainState(objects, config_digest="", seed=1).restore(saver)
+    assert [name for name in saver.read if name.endswith("num_batches_tracked")] == [key]
+    assert model.num_batches_tracked == 1

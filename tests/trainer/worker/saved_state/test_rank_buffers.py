@@ -1,0 +1,37 @@
+"""Persistent buffers of any dtype that differ between ranks come back on each of them."""
+
+import json
+from typing import Any
+
+import pytest
+
+from checkpointing.storage.durable import canonical
+from tests.trainer.worker.conftest import hang
+
+WORKLOAD = {"target": "tests.trainer.worker.my_workload:CountsByRank", "args": {"width": 8}}
+OVER: dict[str, Any] = {
+    "workload": WORKLOAD, "train": {"steps": 8, "dtype": "float32"}, "checkpoint": {"every": 2}
+}  # fmt: skip
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_counters_of_each_rank_survive_a_kill(make_run: Any, undisturbed: Any, strategy: str) -> None:
+    over = {**OVER, "parallel": {"strategy": strategy}}
+    calm, hurt = undisturbed(2, **over), make_run(2, **over, drill=hang(0, step=6))
+    assert hurt.train_until_killed(0, committed=4)["codes"][0] == -9, hurt.log()
+    assert hurt.train()["codes"] == [0, 0], hurt.log()
+    assert hurt.losses() == calm.losses()
+    assert hurt.final()["weights_digest"] == calm.final()["weights_digest"]
+
+
+@pytest.mark.multi
+def test_more_ranks_begin_with_the_counters_of_the_first(make_run: Any) -> None:
+    run = make_run(1, **{**OVER, "train": {"steps": 4, "dtype": "float32"}})
+    assert run.train()["codes"] == [0], run.log()
+    run.world = 2
+    config = json.loads(run.dir.config.read_bytes())
+    config["train"]["steps"], config["cluster"]["ranks_per_node"] = 8, 2
+    run.dir.config.write_bytes(canonical(config))
+    assert run.train()["codes"] == [0, 0], run.log()
+    assert sorted(run.losses(generation=2)) == [5, 6, 7, 8]

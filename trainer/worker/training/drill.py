@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 
 from trainer.contract.drill_config import KINDS, DrillEvent
-from trainer.worker.training.reduction import Sums
 
 _AFTER_STEP = frozenset({"kill-rank", "stop-rank", "raise"})
 _KINDS = tuple(KINDS)
@@ -163,8 +162,8 @@ def _hold_lock(seconds: float) -> None:
 
 
 def _call_other_shape(size: float) -> None:
-    """In the place of the step's sums, a row of another size."""
-    Sums(torch.ones(int(size) or 1, dtype=torch.float64, device=_device())).taken()
+    """In the place of the step's all-reduce, one of another size."""
+    dist.all_reduce(torch.ones(int(size) or 1, dtype=torch.float64, device=_device()))
 
 
 def _call_other_order(_: float) -> None:

@@ -56,29 +56,25 @@ class Reduced:
     """The sums of one step: usable on the device at once, on the host when somebody asks for `result`."""
 
     def __init__(
-        self, step: int, sums: "Sums", norm: torch.Tensor | None = None, *, experts: int = 0
-    ) -> None:  # fmt: skip
-        """`norm`: known before the sums are; `experts`: how many of the last sums are loads."""
-        self.step = step
-        self._all, self._norm, self._experts = sums, norm, experts
+        self, step: int, sums: torch.Tensor, norm: torch.Tensor, *, work: dist.Work | None = None, experts: int = 0
+    ) -> None:
+        """`work`: the all-reduce of `sums` where it is still under way; `experts`: how many of the last are loads."""
+        self.step, self.norm = step, norm
+        self._sums, self._work, self._experts = sums, work, experts
         self._world = dist.get_world_size()
         self._host: torch.Tensor | None = None
-        self._copied = torch.cuda.Event() if sums.own.is_cuda else None
+        self._copied = torch.cuda.Event() if sums.is_cuda else None
 
     def wait(self) -> None:
         """Until all ranks have taken part; on a GPU the device's stream waits, and the sums begin to be copied."""
         if self._host is not None:
             return
-        self._sums = self._all.taken()
+        if self._work is not None:
+            self._work.wait()
         # The copy runs behind the step's other work; reading it one step later finds it done.
         self._host = self._sums.to("cpu", non_blocking=True)
         if self._copied is not None:
             self._copied.record()
-
-    @property
-    def norm(self) -> torch.Tensor:
-        """Of all gradients; valid after `wait`, and before where it was known before."""
-        return self._sums[0].sqrt() if self._norm is None else self._norm
 
     @property
     def loads(self) -> torch.Tensor | None:
@@ -123,32 +119,14 @@ def reduce(
     mark = _mark(squares, about)
     sums = torch.cat([torch.stack([squares, loss.detach().double() / world, mark, mark * mark]), rest, *more])
     norm = (squares * world).sqrt() if about.alike else None
-    reduced = Reduced(step, Sums(sums), norm, experts=0 if own.loads is None else len(own.loads))
-    if not about.alike:
+    work = dist.all_reduce(sums, async_op=about.alike)
+    reduced = Reduced(
+        step, sums, sums[0].sqrt() if norm is None else norm, work=work,
+        experts=0 if own.loads is None else len(own.loads),
+    )  # fmt: skip
+    if work is None:
         reduced.wait()
     return reduced
-
-
-class Sums:
-    """A row of numbers that is under way to all ranks, to be summed over them; the same bits on each.
-
-    gloo sums short rows in many small messages: to have every rank's and to sum them here takes half the time.
-    """
-
-    def __init__(self, own: torch.Tensor) -> None:
-        self.own = own
-        self._rows = None if own.is_cuda else own.new_empty(dist.get_world_size(), len(own))
-        self._work = (
-            dist.all_reduce(own, async_op=True)
-            if self._rows is None
-            else dist.all_gather(list(self._rows), own, async_op=True)
-        )
-
-    def taken(self) -> torch.Tensor:
-        """Wait for all ranks; on a GPU the device's stream waits."""
-        if self._work is not None:
-            self._work.wait()
-        return self.own if self._rows is None else self._rows.sum(0)
 
 
 def _mark(squares: torch.Tensor, about: GradientFacts) -> torch.Tensor:

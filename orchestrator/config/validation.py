@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.config import elastic_checks, keys
+from orchestrator.config.restore_layouts import with_layout
+from orchestrator.config.restore_tests_config import OFF, SAME
 from orchestrator.config.run_config import ClusterConfig, RunConfig
 from orchestrator.errors import ConfigError
 from orchestrator.near_words import did_you_mean, nearest
 from orchestrator.scheduler.job_environment import is_always_passed
 from orchestrator.scheduler.slurm import cluster_values
-from trainer.contract.config import WorkloadConfig
+from trainer.contract.config import WorkloadConfig, build
 from trainer.contract.drill_config import BETWEEN_STAGES
 from trainer.contract.layout.check import refusal
 from trainer.contract.layout.fixes import MayChange
@@ -189,6 +191,27 @@ def _restore_tests(config: RunConfig) -> Iterator[Complaint]:
             "restore_tests.command: is for a run of a `command` of yours; orch restores the state of a workload itself",
             "~restore_tests.command",
         )
+    if config.restore_tests.every != OFF and not config.command:
+        yield from _layouts(config)
+
+
+def _layouts(config: RunConfig) -> Iterator[Complaint]:
+    """Tests on a layout that cannot be had would be due for good, and keep all others from being begun."""
+    data = asdict(config)
+    for layout in config.restore_tests.layouts:
+        if layout != SAME and (what := _misfit({**data, **with_layout(data, layout)})):
+            fit = [one for one in config.restore_tests.layouts if one != layout] or [SAME]
+            hint = f"type restore_tests.layouts=[{','.join(fit)}], or other ranks"
+            yield f"restore_tests.layouts: {layout}: {what}", hint
+
+
+def _misfit(data: dict[str, Any]) -> str:
+    """Why the ranks of such a config could not be started; empty when they could."""
+    try:
+        found = refusal(build(RunConfig, data), may_change=lambda _: False)
+    except ValueError as error:
+        return str(error)
+    return found.what if found else ""
 
 
 def _ranks(config: RunConfig) -> Iterator[Complaint]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
 
+from orchestrator.config.restore_layouts import rank_count
 from orchestrator.config.restore_tests_config import OFF
 from orchestrator.config.run_config import RunConfig
 from orchestrator.controller.run_dirs.bounded_files import Files, RunDirHangs
@@ -15,7 +16,6 @@ from orchestrator.registry.records import Checkpoint, RestoreTest, Run
 from orchestrator.registry.store import Store
 from orchestrator.restore_tests.create import Asked, check_test, create_test, shared_paths
 from orchestrator.restore_tests.due import Due, RunFacts, next_test, trained_seconds
-from orchestrator.restore_tests.layouts import rank_count
 from orchestrator.restore_tests.marks import hold
 from orchestrator.restore_tests.record_verdicts import HOUR, VerdictRecorder
 from orchestrator.states import LIVE_RUNS, RunState, Trust

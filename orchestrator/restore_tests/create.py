@@ -11,13 +11,13 @@ from checkpointing.config import CheckpointConfig
 from checkpointing.format.commit import parse_name
 from checkpointing.storage.trusted_path import can_be_exchanged
 from orchestrator.config.compose import Composed, recompose
+from orchestrator.config.restore_layouts import with_layout
 from orchestrator.config.restore_tests_config import OFF, SAME, RestoreTestsConfig
 from orchestrator.config.run_config import RunConfig
 from orchestrator.controller.run_dirs.inheritable_checkpoints import shared_places
 from orchestrator.errors import ConfigError, NotFound, Precondition
 from orchestrator.registry.records import Attempt, Checkpoint, NewRun, RestoreTest, Run
 from orchestrator.registry.store import Store
-from orchestrator.restore_tests.layouts import with_layout
 from orchestrator.scheduler.available_schedulers import instance_of, resolve
 from orchestrator.scheduler.job_environment import Submitter
 from orchestrator.scheduler.slurm.sbatch_values import minutes

@@ -5,10 +5,10 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from random import Random
 
+from orchestrator.config.restore_layouts import rank_count
 from orchestrator.config.restore_tests_config import NIGHTLY, OFF, RestoreTestsConfig, interval_seconds
 from orchestrator.config.run_config import RunConfig
 from orchestrator.registry.records import Attempt, Checkpoint, RestoreTest, Run
-from orchestrator.restore_tests.layouts import rank_count
 from orchestrator.states import LIVE_RUNS, RunState, Trust
 from trainer.contract.restore_test import Outcome
 

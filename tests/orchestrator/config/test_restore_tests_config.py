@@ -30,6 +30,8 @@ def test_intervals_in_seconds() -> None:
         ("restore_tests.layouts=[2y2]", "2y2: must be same, a number of ranks, or NODESxRANKS"),
         ("restore_tests.layouts=[0]", "0: must be same"),
         ("restore_tests.layouts=[]", "is empty"),
+        ("restore_tests.layouts=[same,3]", "3: train.batch_size=16: must be a multiple of the 3 data-parallel ranks"),
+        ("restore_tests.layouts=[3]", "type restore_tests.layouts=[same]"),
         ("restore_tests.steps=0", "must be from 1 to 1000"),
         ("restore_tests.level=1", "must be 2, 3 or 4"),
         ("restore_tests.budget=-1", "must be 0 or a share"),
@@ -42,3 +44,8 @@ def test_what_is_refused(override: str, said: str) -> None:
     with pytest.raises(ConfigError) as refused:
         compose("tiny-gpt", [override])
     assert said in f"{refused.value.what} {refused.value.hint}"
+
+
+def test_layouts_that_nobody_tests_are_not_looked_at() -> None:
+    config = compose("tiny-gpt", ["restore_tests.every=off", "restore_tests.layouts=[3]"]).config
+    assert config.restore_tests.layouts == ("3",)

@@ -216,11 +216,14 @@ def test_of_several_ranks_the_one_that_failed_decides(desk: Desk) -> None:
 
 
 def test_a_layout_that_the_run_cannot_have_begins_nothing_and_takes_nobodys_place(tmp_path: Path) -> None:
-    desk = Desk(tmp_path, "restore_tests.layouts=[3]", "train.batch_size=16")
+    """A run of a version that did not ask at submit."""
+    desk = Desk(tmp_path, "restore_tests.every=off", "train.batch_size=16")
+    settings = {**desk.composed.data["restore_tests"], "every": "1d", "layouts": ["3"]}
+    first = desk.add_run({**desk.composed.data, "restore_tests": settings})
     assert desk.passes() == []
     (due,) = desk.tests.due(NOW)
     assert "train.batch_size=16: must be a multiple of the 3 data-parallel ranks" in due.refused
-    first, desk.overrides = desk.name, ()
+    desk.overrides = ()
     desk.add_run()
     assert desk.passes() == [
         f"{desk.name}-test-1: restore test of step 300 of {desk.name} on same: the run has succeeded"

@@ -36,7 +36,7 @@ class Layout:
     @property
     def by_partners_alone(self) -> bool:
         """Whether it is restored into a few others only, and from them."""
-        return self.world == 8 or (self.experts and bool({"pipeline", "tp"} & set(self.parallel)))
+        return self.world >= 8 or (self.experts and bool({"pipeline", "tp"} & set(self.parallel)))
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -109,6 +109,7 @@ DENSE = _of(
         "ring 2 x tp 2": (4, {"cp": 2, "cp_method": "ring", "tp": 2}),
         "fsdp 4, optimizer on the host": (4, {"fsdp": {"offload": "optimizer"}}),
         "fsdp 4, all on the host": (4, {"fsdp": {"offload": "all"}}),
+        "pp 2 x fsdp 2 x ulysses 2 x tp 2": (16, {"pipeline": {"stages": 2}, "cp": 2, "cp_method": "ulysses", "tp": 2}),
     },
     experts=False,
 )
@@ -134,6 +135,10 @@ WITH_EXPERTS = _of(
         "pp 2 x fsdp 2": (4, {"pipeline": {"stages": 2}}),
         "pp 2 x ddp 2": (4, {"pipeline": {"stages": 2, "schedule": "gpipe"}, "strategy": "ddp"}),
         "pp 2 x fsdp 4, ep 2": (8, {"pipeline": {"stages": 2}, "ep": 2}),
+        "pp 2 x fsdp 2 x ring 2 x tp 2, ep 2": (
+            16,
+            {"pipeline": {"stages": 2}, "cp": 2, "cp_method": "ring", "tp": 2, "ep": 2},
+        ),
     },
     experts=True,
 )

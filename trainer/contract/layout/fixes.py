@@ -260,4 +260,10 @@ def _divisors(whole: int) -> tuple[int, ...]:
 
 def typed(fix: Fix) -> str:
     """As a user types it."""
-    return " ".join(f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in fix.items())
+    return " ".join(f"{key}={_typed(value)}" for key, value in fix.items())
+
+
+def _typed(value: Any) -> str:
+    if isinstance(value, tuple):
+        return f"[{','.join(map(str, value))}]"
+    return str(value).lower() if isinstance(value, bool) else str(value)

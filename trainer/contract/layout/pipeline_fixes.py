@@ -6,6 +6,7 @@ from itertools import product
 from typing import Any
 
 from trainer.contract.config import JobConfig, TrainConfig
+from trainer.contract.pipeline.layer_costs import measured
 from trainer.contract.pipeline.micro_batches import MicroBatchError, micro_batch_count, takes
 from trainer.contract.pipeline.pipeline_config import PipelineConfig
 from trainer.contract.pipeline.stage_fit import problems
@@ -36,12 +37,23 @@ def other_stages(config: JobConfig) -> Iterator[Fix]:
 
 
 def _of_model(config: JobConfig, pipeline: PipelineConfig) -> Fix:
-    """What does not go with several stages, or with gradients of weights that are computed apart."""
+    """What does not go with several stages, with gradients of weights that are computed apart, or with the layers."""
     fix: Fix = {"model.tie_embeddings": False} if config.model.tie_embeddings else {}
     if pipeline.splits_backward:
         keys = ("activation_checkpointing", "compile")
         fix |= {f"train.{key}": False for key in keys if getattr(config.train, key)}
+    if pipeline.layer_seconds and not _are_of(pipeline.layer_seconds, config):
+        fix[f"{PIPELINE}layer_seconds"] = ()
     return fix
+
+
+def _are_of(seconds: tuple[float, ...], config: JobConfig) -> bool:
+    """Whether they can be those of the layers of the model."""
+    try:
+        measured(seconds, config.model)
+    except ValueError:
+        return False
+    return True
 
 
 def with_fix(config: JobConfig, fix: Fix) -> JobConfig:

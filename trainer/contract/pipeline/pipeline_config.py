@@ -56,7 +56,10 @@ class PipelineConfig:
                     f"parallel.pipeline.{name}={size}: must be at least {least}: type parallel.pipeline.{name}={least}"
                 )
         if any(not 0 <= seconds < float("inf") for seconds in self.layer_seconds):
-            raise ValueError("parallel.pipeline.layer_seconds: must be numbers of seconds, 0 or more")
+            raise ValueError(
+                "parallel.pipeline.layer_seconds: must be numbers of seconds, 0 or more: "
+                "type ~parallel.pipeline.layer_seconds"
+            )
         if self.stages > 1:
             self._check_stages_per_rank()
             self._check_stages()

@@ -209,6 +209,12 @@ SMALL = {"nodes": 2, "ranks_per_node": 2}
             "type parallel.pipeline.stages=4",
         ),
         (
+            of(SMALL, {"pipeline": PipelineConfig(stages=2, layer_seconds=(1.0, 1.0))}),
+            "parallel.pipeline.layer_seconds has 2 numbers: must have 6, for the embedding, each of model.layers=4, "
+            "and the output with its loss",
+            "type parallel.pipeline.layer_seconds=[]",
+        ),
+        (
             of(SMALL, {"pipeline": PipelineConfig(stages=2)}, model=ModelConfig(tie_embeddings=True, heads=3)),
             "parallel.pipeline.stages=2: the embedding is in the first stage and the output in the last one; "
             "model.kv_heads=2: must divide model.heads=3",

@@ -45,7 +45,8 @@ from trainer.contract.pipeline.stage_ranks import rank_of_stage, stages_of_rank
         ),
         (
             {"layer_seconds": (1.0, -1.0)},
-            "parallel.pipeline.layer_seconds: must be numbers of seconds, 0 or more",
+            "parallel.pipeline.layer_seconds: must be numbers of seconds, 0 or more: "
+            "type ~parallel.pipeline.layer_seconds",
         ),
     ],
 )  # fmt: skip

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
+from orchestrator.config.restore_layouts import rank_count, with_layout
 from orchestrator.config.run_config import ClusterConfig, RunConfig
-from orchestrator.restore_tests.layouts import rank_count, with_layout
 from trainer.contract.layout.check import refusal
 from trainer.contract.parallel_config import ParallelConfig
 
@@ -67,3 +67,12 @@ def test_replicas_of_ddp_are_all_ranks_of_the_test() -> None:
     made = with_layout({"cluster": {**DATA["cluster"], "gpus_per_node": 0}, "parallel": parallel}, "4")
     config = RunConfig(cluster=ClusterConfig(nodes=1, ranks_per_node=4), parallel=ParallelConfig(**made["parallel"]))
     assert refusal(config) is None
+
+
+@pytest.mark.parametrize(
+    ("micro", "layout", "size"), [(8, "4", 4), (8, "1", 8), (8, "same", 8), (0, "4", 0), (8, "3", 8)]
+)
+def test_a_forward_pass_takes_what_divides_the_share_of_a_rank(micro: int, layout: str, size: int) -> None:
+    parallel = {"dp_replicate": 1, "dp_shard": 0, "tp": 1}
+    data = {**DATA, "parallel": parallel, "train": {"batch_size": 16, "micro_batch_size": micro}}
+    assert with_layout(data, layout).get("train", data["train"])["micro_batch_size"] == size

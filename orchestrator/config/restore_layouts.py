@@ -9,13 +9,14 @@ from trainer.contract.parallel_config import Strategy
 
 
 def with_layout(data: dict[str, Any], layout: str) -> dict[str, Any]:
-    """The sections `cluster` and `parallel` of a config on `layout`: `same`, `RANKS` or `NODESxRANKS`.
+    """The sections of a config that are others on `layout`: `same`, `RANKS` or `NODESxRANKS`.
 
     Tensor, context and expert parallelism and replicas stay as far as they fit, a pipeline does not; the rest of the
-    ranks shard.
+    ranks shard. A forward pass takes as many sequences as before, or as many fewer as divide a rank's share.
     """
     cluster, parallel = dict(data["cluster"]), dict(data["parallel"])
     cluster |= {"spare_nodes": 0, "min_nodes": 0}
+    more = {}
     if layout != SAME:
         nodes, ranks = nodes_and_ranks(layout)
         cluster |= {"nodes": nodes, "ranks_per_node": ranks, "gpus_per_node": ranks if cluster["gpus_per_node"] else 0}
@@ -33,7 +34,18 @@ def with_layout(data: dict[str, Any], layout: str) -> dict[str, Any]:
         ep = _ep(data, left // replicas * cp * tp)
         sizes = {"cp": cp, "tp": tp, "ep": ep, "dp_replicate": replicas, "dp_shard": 0}
         parallel |= {"strategy": str(strategy), **sizes}
-    return {"cluster": cluster, "parallel": parallel}
+        if "train" in data:
+            more["train"] = {**data["train"], "micro_batch_size": _micro_batch_size(data["train"], left)}
+    return {"cluster": cluster, "parallel": parallel, **more}
+
+
+def _micro_batch_size(train: dict[str, Any], ranks: int) -> int:
+    """As it is where it divides the share of each of so many data-parallel ranks, else the largest below that does."""
+    asked: int = train["micro_batch_size"]
+    share, rest = divmod(train["batch_size"], ranks)
+    if rest or not asked:
+        return asked
+    return max(size for size in range(1, min(asked, share) + 1) if share % size == 0)
 
 
 def _ep(data: dict[str, Any], sharding: int) -> int:

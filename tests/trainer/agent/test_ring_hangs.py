@@ -34,7 +34,9 @@ def test_drills_are_told_as_in_any_other_layout(layout: str, kind: str, make: Ca
     assert told.kind_right, told
     if LAYOUTS[layout]["cp"] == 2:
         rank = int(told.culprit.removeprefix("rank "))
-        assert f"{told.culprit} is dp_replicate {rank // 2}, cp {rank % 2}" in told.reason
+        # Its own error may come before the verdict of its peers: the words differ.
+        assert told.culprit in told.reason
+        assert f"dp_replicate {rank // 2}, cp {rank % 2}" in told.reason
 
 
 @pytest.mark.parametrize("seed", range(5))

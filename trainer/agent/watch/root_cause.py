@@ -136,6 +136,9 @@ def secondary_order(end: RankEnd) -> int:
     if end.signal is not None:
         # Communication libraries abort the process when a peer is gone.
         return 1 if end.signal == signal.SIGABRT and not _mismatch(end) else 0
+    # It may have been sent what belongs to another collective, by the one that gloo aborts.
+    if end.exception is not None and _mismatch(end):
+        return 1
     return 0 if end.exception is not None or end.exit_code in _RESERVED else 1
 
 

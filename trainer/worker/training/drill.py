@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from trainer.contract.drill_config import KINDS, DrillEvent
+from trainer.worker.parallel.step_sums import StepSums
 
 _AFTER_STEP = frozenset({"kill-rank", "stop-rank", "raise"})
 _KINDS = tuple(KINDS)
@@ -162,8 +163,8 @@ def _hold_lock(seconds: float) -> None:
 
 
 def _call_other_shape(size: float) -> None:
-    """In the place of the step's all-reduce, one of another size."""
-    dist.all_reduce(torch.ones(int(size) or 1, dtype=torch.float64, device=_device()))
+    """In the place of the step's sums, those of another row."""
+    StepSums(torch.ones(int(size) or 1, dtype=torch.float64, device=_device()), step=0).wait()
 
 
 def _call_other_order(_: float) -> None:

@@ -1,4 +1,4 @@
-"""The one all-reduce of a step: gradient norm, loss, stop votes and the message of rank 0 travel together."""
+"""The one exchange of all ranks in a step: gradient norm, loss, stop votes and the message of rank 0 travel together."""
 
 import math
 from collections.abc import Sequence
@@ -13,6 +13,7 @@ from trainer.contract.ranks.progress import StopReason
 from trainer.worker.parallel.equal_replicas import are_equal, residue
 from trainer.worker.parallel.gradient_facts import GradientFacts
 from trainer.worker.parallel.own_part import own_part
+from trainer.worker.parallel.step_sums import StepSums
 from trainer.worker.training.save_schedule import SaveVote
 
 
@@ -55,26 +56,29 @@ NO_NUMBERS = OwnNumbers()
 class Reduced:
     """The sums of one step: usable on the device at once, on the host when somebody asks for `result`."""
 
-    def __init__(
-        self, step: int, sums: torch.Tensor, norm: torch.Tensor, *, work: dist.Work | None = None, experts: int = 0
-    ) -> None:
-        """`work`: the all-reduce of `sums` where it is still under way; `experts`: how many of the last are loads."""
-        self.step, self.norm = step, norm
-        self._sums, self._work, self._experts = sums, work, experts
+    def __init__(self, step: int, row: StepSums, norm: torch.Tensor | None = None, *, experts: int = 0) -> None:
+        """`norm`: where it is known before the sums are; `experts`: how many of the last of them are loads."""
+        self.step = step
+        self._row, self._norm, self._experts = row, norm, experts
         self._world = dist.get_world_size()
         self._host: torch.Tensor | None = None
-        self._copied = torch.cuda.Event() if sums.is_cuda else None
+        self._copied: torch.cuda.Event | None = None
 
     def wait(self) -> None:
         """Until all ranks have taken part; on a GPU the device's stream waits, and the sums begin to be copied."""
         if self._host is not None:
             return
-        if self._work is not None:
-            self._work.wait()
+        self._sums = self._row.wait()
         # The copy runs behind the step's other work; reading it one step later finds it done.
         self._host = self._sums.to("cpu", non_blocking=True)
-        if self._copied is not None:
+        if self._sums.is_cuda:
+            self._copied = torch.cuda.Event()
             self._copied.record()
+
+    @property
+    def norm(self) -> torch.Tensor:
+        """Of all gradients; valid after `wait`, and before it where it was known before."""
+        return self._sums[0].sqrt() if self._norm is None else self._norm
 
     @property
     def loads(self) -> torch.Tensor | None:
@@ -119,12 +123,8 @@ def reduce(
     mark = _mark(squares, about)
     sums = torch.cat([torch.stack([squares, loss.detach().double() / world, mark, mark * mark]), rest, *more])
     norm = (squares * world).sqrt() if about.alike else None
-    work = dist.all_reduce(sums, async_op=about.alike)
-    reduced = Reduced(
-        step, sums, sums[0].sqrt() if norm is None else norm, work=work,
-        experts=0 if own.loads is None else len(own.loads),
-    )  # fmt: skip
-    if work is None:
+    reduced = Reduced(step, StepSums(sums, step), norm, experts=0 if own.loads is None else len(own.loads))
+    if not about.alike:
         reduced.wait()
     return reduced
 

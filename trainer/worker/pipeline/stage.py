@@ -1,162 +1,132 @@
-"""A stage of torch's pipelining that says what it does, and keeps buffers of micro-batches in flight alone."""
+"""Computes one stage of a pipeline, in whole backward passes or in those of activations and of weights."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining._utils import _make_tensor_from_meta
-from torch.distributed.pipelining.schedules import _batch_p2p
-
-from trainer.worker.pipeline.activities import Activity, Moment, Watched, Watcher
-
-_AWAITED = {
-    Activity.SEND_ACTIVATION: Activity.WAIT_FOR_SENT_ACTIVATION,
-    Activity.SEND_GRADIENT: Activity.WAIT_FOR_SENT_GRADIENT,
-}
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 
-class Stage(PipelineStage):
-    """`PipelineStage` with static shapes: no rank sends another one pickled metadata.
-
-    torch allocates a buffer for each micro-batch of a step and keeps them all. Here a buffer is allocated when its
-    receive is posted, and dropped with the last gradient that is computed from it.
-    """
+class Stage:
+    """What a micro-batch leaves for its backward pass is dropped with the last gradient that is computed from it."""
 
     def __init__(
         self, module: nn.Module, number: int, stages: int, *,
         inputs: torch.Tensor, output: torch.Tensor, group: dist.ProcessGroup, device: torch.device,
-        watchers: Sequence[Watcher] = (),
     ) -> None:  # fmt: skip
-        """`inputs`, `output`: tensors on the meta device with the shapes and types of one micro-batch's."""
-        super().__init__(
-            module, number, stages, device, input_args=(inputs,), output_args=(output,), group=group
-        )  # fmt: skip
-        self.watchers = watchers
-        self.sends: list[tuple[Moment, list[dist.Work]]] = []
-        """What was sent in this step and may not have been taken, oldest first."""
-        self.sent_bytes = 0  # since the beginning
-        self.may_send: Callable[[], bool] = lambda: True
-        """Asked before everything that is sent."""
+        """`inputs`, `output`: tensors on the meta device with the shapes and types of one micro-batch's.
 
-    def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
-        with self._on_meta_device():
-            super()._setup_forward_recv_info(num_microbatches, has_backward)
-        for infos in self.args_recv_info.values():
-            self._drop(infos)
+        `group`: the ranks of the pipeline. A module that is sharded is so already.
+        """
+        self.submod, self.stage_index, self.group = module, number, group
+        self.is_first, self.is_last = number == 0, number == stages - 1
+        self._like_input, self._like_output, self._device = inputs, output, device
+        self._units = [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
+        self._gathers: list[Any] = []
+        self._keeps_gradients = False
+        self.outputs: dict[int, torch.Tensor] = {}
+        """By micro-batch, from its forward pass to its backward pass; the last stage's are replaced by losses."""
+        self.gradients: dict[int, torch.Tensor] = {}
+        """Of what the stage before has sent, by micro-batch: to be taken out when they are sent back."""
+        self._inputs: dict[int, torch.Tensor] = {}
+        self._half_done: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, Any]] = {}
 
-    def _setup_backward_recv_info(self, num_microbatches: int) -> None:
-        with self._on_meta_device():
-            super()._setup_backward_recv_info(num_microbatches)
-        for infos in self.grad_recv_info.values():
-            self._drop(infos)
+    def input_buffer(self) -> torch.Tensor:
+        """For what the stage before sends."""
+        return torch.empty(self._like_input.shape, dtype=self._like_input.dtype, device=self._device)
 
-    @contextmanager
-    def _on_meta_device(self) -> Iterator[None]:
-        """Buffers that torch makes of all micro-batches, which are dropped at once, take no memory."""
-        device, self.device = self.device, torch.device("meta")
-        try:
-            yield
-        finally:
-            self.device = device
+    def gradient_buffer(self) -> torch.Tensor:
+        """For the gradient of the output, which the next stage sends."""
+        return torch.empty(self._like_output.shape, dtype=self._like_output.dtype, device=self._device)
 
-    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        self._allocate(self.args_recv_info[fwd_chunk_id])
-        return super().get_fwd_recv_ops(fwd_chunk_id)
+    @property
+    def inputs_held(self) -> int:
+        """Micro-batches whose backward pass is not over."""
+        return len(self._inputs) + len(self._half_done)
 
-    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        self._send(Activity.SEND_ACTIVATION, fwd_chunk_id, super().get_fwd_send_ops)
-        return []
-
-    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        self._send(Activity.SEND_GRADIENT, bwd_chunk_id, super().get_bwd_send_ops)
-        return []
-
-    def _send(self, activity: Activity, micro_batch: int, prepare: Callable[[int], list[dist.P2POp]]) -> None:
-        """Send, and keep what was begun: torch would wait for it without saying so."""
-        with Watched(self.watchers, moment := Moment(activity, self.stage_index, micro_batch)):
-            sends = self.may_send()
-            ops = prepare(micro_batch)
-            if ops and sends:
-                self.sent_bytes += sum(op.tensor.nbytes for op in ops)
-                self.sends.append((moment, _batch_p2p(ops)))
-
-    def wait_for_sends(self) -> None:
-        """Until all that was sent has been taken."""
-        for moment, works in self.sends:
-            with Watched(self.watchers, moment._replace(activity=_AWAITED[moment.activity])):
-                for work in works:
-                    work.wait()
-        self.sends.clear()
-
-    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        if self.has_backward and not self.is_last:
-            self._allocate(self.grad_recv_info[bwd_chunk_id])
-        return super().get_bwd_recv_ops(bwd_chunk_id)
-
-    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        with self._doing(Activity.FORWARD, fwd_chunk_id):
-            output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
-        if not self.has_backward:
-            self._drop(self.args_recv_info[fwd_chunk_id])
+    def forward(self, micro_batch: int, x: torch.Tensor, **more: torch.Tensor) -> torch.Tensor:
+        """`x`: tokens, or a tensor of its own from the stage before."""
+        self._wait_for_gathers()
+        if torch.is_grad_enabled():
+            if not self.is_first:
+                x.requires_grad_()
+            self._inputs[micro_batch] = x
+        output: torch.Tensor = self.submod(x, **more)
+        self.outputs[micro_batch] = output
         return output
 
-    def backward_one_chunk(
-        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
-    ) -> None:
-        if not self.has_backward:
-            return
-        activity = Activity.BACKWARD if full_backward else Activity.INPUT_GRADIENT
-        with self._doing(activity, bwd_chunk_id):
-            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
-        if full_backward:
-            self._forget(bwd_chunk_id)
+    def backward(self, micro_batch: int, gradient: torch.Tensor | None) -> None:
+        """Of activations and weights; `gradient`: of the output, None on the last stage."""
+        self._begin_backward()
+        output, x = self.outputs.pop(micro_batch), self._inputs.pop(micro_batch)
+        torch.autograd.backward((output,), (gradient,))
+        self._keep_gradient(micro_batch, x.grad)
 
-    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        if not self.has_backward:
-            return
-        with self._doing(Activity.WEIGHT_GRADIENT, bwd_chunk_id):
-            super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
-            add_up_in_reduce_dtype(self.submod)
-        self._forget(bwd_chunk_id)
+    def input_gradient(self, micro_batch: int, gradient: torch.Tensor | None) -> None:
+        """As `backward`, without the gradients of weights."""
+        self._begin_backward()
+        output, x = self.outputs.pop(micro_batch), self._inputs.pop(micro_batch)
+        groups = None
+        if not self.is_first:  # its only gradients are those of weights
+            gradients = None if gradient is None else [gradient]
+            (found,), groups = stage_backward_input([output], gradients, [x], self.submod.parameters())
+            self._keep_gradient(micro_batch, found)
+        self._half_done[micro_batch] = output, x, gradient, groups
 
-    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        if not self.has_backward:
-            return
-        with self._doing(Activity.REDUCE, -1):
-            super().perform_reduce_grad(grad_scale_factor)
+    def weight_gradient(self, micro_batch: int) -> None:
+        """What `input_gradient` has left."""
+        self._begin_backward()
+        output, _, gradient, groups = self._half_done.pop(micro_batch)
+        if self.is_first:
+            torch.autograd.backward((output,), (gradient,))
+        else:
+            stage_backward_weight(self.submod.parameters(), groups)
+        add_up_in_reduce_dtype(self.submod)
 
-    def _doing(self, activity: Activity, micro_batch: int) -> "_Computed":
-        return _Computed(self.watchers, Moment(activity, self.stage_index, micro_batch))
+    def gather(self) -> None:
+        """Begin to gather sharded parameters; the first pass waits for it."""
+        self._gathers = [unit.unshard(async_op=True) for unit in self._units]
 
-    def _forget(self, micro_batch: int) -> None:
-        self._drop(self.args_recv_info[micro_batch])
-        self._drop(self.grad_recv_info[micro_batch])
+    def reshard(self) -> None:
+        """Drop the gathered parameters."""
+        for unit in self._units:
+            unit.reshard()
 
-    def _allocate(self, infos: Sequence[Any]) -> None:
-        for info in infos:
-            if info.buffer is None and info.tensor_meta is not None and not info.is_root_arg:
-                info.buffer = _make_tensor_from_meta(info.tensor_meta, self.device)
+    def reduce_gradients(self) -> None:
+        """Over the data-parallel ranks, where parameters are sharded: once a step, as torch's own stages do it."""
+        if self._units:
+            PipelineStage.perform_reduce_grad(cast(Any, self), 1)
+            self._keeps_gradients = False
 
-    @staticmethod
-    def _drop(infos: Sequence[Any]) -> None:
-        for info in infos:
-            info.buffer = None
+    def clear(self) -> None:
+        """Forget what a step that failed, or an evaluation, has left."""
+        self.outputs.clear()
+        self.gradients.clear()
+        self._inputs.clear()
+        self._half_done.clear()
 
+    def _keep_gradient(self, micro_batch: int, gradient: torch.Tensor | None) -> None:
+        if not self.is_first:
+            assert gradient is not None, "a stage that does not use what it is given"
+            self.gradients[micro_batch] = gradient
 
-class _Computed(Watched):
-    """What the model does: raises what it has raised, such as being out of memory, and not torch's words around it."""
+    def _wait_for_gathers(self) -> None:
+        for gather in self._gathers:
+            gather.wait()
+        self._gathers.clear()
 
-    __slots__ = ()
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        super().__exit__(kind, error, trace)
-        if isinstance(error, RuntimeError) and error.__cause__ is not None:
-            raise error.__cause__ from None
+    def _begin_backward(self) -> None:
+        """FSDP adds gradients up, and keeps parameters gathered, until they are reduced."""
+        self._wait_for_gathers()
+        if self._units and not self._keeps_gradients:
+            sharded = cast(FSDPModule, self.submod)
+            sharded.set_is_last_backward(False)
+            sharded.set_reshard_after_backward(False)
+            sharded.set_requires_gradient_sync(False)
+            self._keeps_gradients = True
 
 
 def add_up_in_reduce_dtype(module: nn.Module) -> None:

@@ -33,7 +33,6 @@ from trainer.worker.pipeline.activities import Moment
 from trainer.worker.pipeline.build import stage, stage_module
 from trainer.worker.pipeline.llama_stage import LlamaStage, StagesOfRank
 from trainer.worker.pipeline.runtime import Pipeline
-from trainer.worker.pipeline.stage import Stage
 
 CPU = torch.device("cpu")
 MICRO_BATCHES, SEQUENCES = 8, 2
@@ -118,7 +117,7 @@ class Recorder:
     def __init__(self) -> None:
         self.moments: list[Moment] = []
         self.buffers = 0
-        self.stages: Sequence[Stage] = ()
+        self.pipeline: Pipeline | None = None
 
     def begin(self, moment: Moment) -> None:
         self.buffers = max(self.buffers, self.held())
@@ -127,8 +126,7 @@ class Recorder:
         self.moments.append(moment)
 
     def held(self) -> int:
-        infos = [info for one in self.stages for row in one.args_recv_info.values() for info in row]
-        return sum(info.buffer is not None for info in infos)
+        return 0 if self.pipeline is None else self.pipeline.activations_held
 
 
 def whole_stage(job: JobConfig, part: StagePart) -> LlamaStage:
@@ -164,7 +162,7 @@ def no_pickles(*_: Any, **__: Any) -> None:
 
 def step_of(pipeline: Pipeline, recorder: Recorder, data: Sequence[torch.Tensor]) -> dict[str, Any]:
     validated = pipeline.evaluate(data)
-    recorder.stages = pipeline.stages
+    recorder.pipeline = pipeline
     recorder.moments.clear()
     loss = pipeline.step(data)
     return {

@@ -96,7 +96,8 @@ def test_micro_batches_of_several_sizes_are_refused_and_not_divided_anew(pipelin
 
 def test_an_evaluation_keeps_no_activations_and_no_gradients(pipeline: Pipeline) -> None:
     pipeline.evaluate(batches())
-    assert not pipeline.stages[0].fwd_cache
+    assert not pipeline.stages[0].outputs
+    assert pipeline.stages[0].inputs_held == 0
     assert all(parameter.grad is None for parameter in pipeline.stages[0].submod.parameters())
 
 

@@ -21,8 +21,7 @@ class Clock(Protocol[Mark]):
 class HostClock:
     """Of a CPU, which has done everything that it was asked for."""
 
-    def mark(self) -> float:
-        return time.perf_counter()
+    mark = staticmethod(time.perf_counter)
 
     def seconds(self, first: float, last: float) -> float:
         return last - first

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from enum import IntEnum
 
 from trainer.contract.ranks.duration_histogram import BUCKETS, bucket
-from trainer.contract.ranks.stage_activity import Moment, SentMessages, moment_of
+from trainer.contract.ranks.stage_activity import CODES, Moment, SentMessages, moment_of
 
 SIZE = 4096
 _SENT_AT = 160
@@ -150,12 +150,19 @@ class ProgressCell:
         now.phase, now.phase_at = phase, at
         if collective:
             now.collective = collective
-        self._set(moment)
+        if moment is not None:
+            now.activity, now.stage, now.micro_batch = CODES[moment.activity], moment.stage, moment.micro_batch
+        else:
+            now.activity = 0
         self._publish(at)
 
     def begin_moment(self, moment: Moment | None) -> None:
         """A rank goes on to something else within its phase, as to wait for another stage."""
-        self._set(moment)
+        now = self._now
+        if moment is not None:
+            now.activity, now.stage, now.micro_batch = CODES[moment.activity], moment.stage, moment.micro_batch
+        else:
+            now.activity = 0
         self._publish(time.monotonic_ns())
 
     def begin_passes(self, stages: int) -> None:
@@ -169,13 +176,6 @@ class ProgressCell:
         if place < _MOST_STAGES:
             at = _SENT_AT + _SENT.size + _SENT_COUNT.size * (2 * place + is_gradient)
             _SENT_COUNT.pack_into(self._map, at, min(micro_batch + 1, 65535))
-
-    def _set(self, moment: Moment | None) -> None:
-        now = self._now
-        if moment is not None:
-            now.activity, now.stage, now.micro_batch = moment.code, moment.stage, moment.micro_batch
-        else:
-            now.activity = 0
 
     def add_input_bytes(self, size: int) -> None:
         """So many bytes of training data were taken; visible with the next change of anything."""

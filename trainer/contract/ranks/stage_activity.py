@@ -24,7 +24,7 @@ class Activity(StrEnum):
 
 
 _ALL = tuple(Activity)
-_CODES = {activity: code for code, activity in enumerate(_ALL, 1)}
+CODES = {activity: code for code, activity in enumerate(_ALL, 1)}
 _PASSES = (Activity.FORWARD, Activity.BACKWARD)
 """Their phases have the same names."""
 RECEIVES = (Activity.WAIT_FOR_ACTIVATION, Activity.WAIT_FOR_GRADIENT)
@@ -46,7 +46,7 @@ class Moment(NamedTuple):
     @property
     def code(self) -> int:
         """The number that stands for its activity, from 1 on."""
-        return _CODES[self.activity]
+        return CODES[self.activity]
 
     def __str__(self) -> str:
         stage = f"stage {self.stage}"

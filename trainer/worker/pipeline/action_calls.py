@@ -8,11 +8,9 @@ import torch
 from trainer.contract.pipeline.pipeline_config import PipelineConfig
 from trainer.contract.pipeline.schedule_table import Action, Kind
 from trainer.contract.pipeline.stage_ranks import rank_of_stage
-from trainer.worker.pipeline.activities import Activity, Moment, Watched, Watcher
+from trainer.worker.pipeline.activities import Activity, Call, Moment, Watched, Watcher
 from trainer.worker.pipeline.messages import Messages
 from trainer.worker.pipeline.stage import Stage
-
-Call = Callable[[], None]
 
 
 class ActionCalls:
@@ -51,7 +49,7 @@ class ActionCalls:
                 return self._send(stage, micro_batch, of_activation=action.kind is Kind.SEND_ACTIVATION)
 
     def _watched(self, action: Action, activity: Activity, compute: Call) -> Call:
-        watched = Watched(self._watchers, Moment(activity, action.stage, action.micro_batch))
+        watched = self._moment(activity, action.stage, action.micro_batch)
 
         def call() -> None:
             with watched:
@@ -61,9 +59,9 @@ class ActionCalls:
 
     def _forward(self, stage: Stage, micro_batch: int) -> Call:
         number, messages, given, loss = stage.stage_index, self._messages, self._given, self._loss
-        wait = Moment(Activity.WAIT_FOR_ACTIVATION, number, micro_batch)
+        wait = self._moment(Activity.WAIT_FOR_ACTIVATION, number, micro_batch)
         next_wait = Moment(Activity.WAIT_FOR_ACTIVATION, number + 1, micro_batch) if self._has(number + 1) else None
-        watched = Watched(self._watchers, Moment(Activity.FORWARD, number, micro_batch))
+        watched = self._moment(Activity.FORWARD, number, micro_batch)
 
         def call() -> None:
             inputs = given(stage, micro_batch)
@@ -82,9 +80,9 @@ class ActionCalls:
         self, stage: Stage, micro_batch: int, activity: Activity, compute: Callable[[int, torch.Tensor | None], None]
     ) -> Call:
         number, messages = stage.stage_index, self._messages
-        wait = Moment(Activity.WAIT_FOR_GRADIENT, number, micro_batch)
+        wait = self._moment(Activity.WAIT_FOR_GRADIENT, number, micro_batch)
         next_wait = Moment(Activity.WAIT_FOR_GRADIENT, number - 1, micro_batch) if self._has(number - 1) else None
-        watched = Watched(self._watchers, Moment(activity, number, micro_batch))
+        watched = self._moment(activity, number, micro_batch)
 
         def call() -> None:
             gradient = None if stage.is_last else messages.take(wait)
@@ -107,10 +105,15 @@ class ActionCalls:
     def _send(self, stage: Stage, micro_batch: int, *, of_activation: bool) -> Call:
         number, messages = stage.stage_index, self._messages
         if of_activation:
-            moment, target = Moment(Activity.SEND_ACTIVATION, number, micro_batch), self._ranks[number + 1]
-            return lambda: messages.send(moment, stage.outputs[micro_batch].detach(), target)
-        moment, target = Moment(Activity.SEND_GRADIENT, number, micro_batch), self._ranks[number - 1]
-        return lambda: messages.send(moment, stage.gradients.pop(micro_batch), target)
+            send, target = self._moment(Activity.SEND_ACTIVATION, number, micro_batch), self._ranks[number + 1]
+            wait = self._moment(Activity.WAIT_FOR_SENT_ACTIVATION, number, micro_batch)
+            return lambda: messages.send(send, stage.outputs[micro_batch].detach(), target, wait)
+        send, target = self._moment(Activity.SEND_GRADIENT, number, micro_batch), self._ranks[number - 1]
+        wait = self._moment(Activity.WAIT_FOR_SENT_GRADIENT, number, micro_batch)
+        return lambda: messages.send(send, stage.gradients.pop(micro_batch), target, wait)
+
+    def _moment(self, activity: Activity, stage: int, micro_batch: int) -> Watched:
+        return Watched(self._watchers, Moment(activity, stage, micro_batch))
 
     def _has(self, number: int) -> bool:
         """Whether a stage is on this rank, so that nothing is sent to it."""

@@ -6,18 +6,17 @@ import torch
 
 from trainer.contract.pipeline.bubble import RankSeconds
 from trainer.worker.device_clock import Clock, HostClock, StreamClock
-from trainer.worker.pipeline.activities import EXPOSED_SENDS, WAITS, Activity, Moment
+from trainer.worker.pipeline.activities import EXPOSED_SENDS, WAITS, Activity, Call, Moment
 
 Mark = TypeVar("Mark")
 _SENDS = (Activity.SEND_ACTIVATION, Activity.SEND_GRADIENT)
-"""They begin and are not waited for."""
 
 
 class BubbleMeter(Generic[Mark]):
     """A watcher that measures one step after the other; `take` gives what was measured since `start`."""
 
     def __init__(self, clock: Clock[Mark]) -> None:
-        self._clock = clock
+        self._clock, self._mark = clock, clock.mark
         self._moments: list[tuple[Moment, Mark, Mark]] = []
         self._start = self._begin = clock.mark()
 
@@ -26,11 +25,22 @@ class BubbleMeter(Generic[Mark]):
         self._moments.clear()
         self._start = self._clock.mark()
 
-    def begin(self, moment: Moment) -> None:
-        self._begin = self._clock.mark()
+    def begin_of(self, moment: Moment) -> Call | None:
+        """Of a send, which begins and is not waited for, nothing is measured."""
+        return None if moment.activity in _SENDS else self._begins
 
-    def end(self, moment: Moment) -> None:
-        self._moments.append((moment, self._begin, self._clock.mark()))
+    def _begins(self) -> None:
+        self._begin = self._mark()
+
+    def end_of(self, moment: Moment) -> Call | None:
+        """As `begin_of`."""
+        if moment.activity in _SENDS:
+            return None
+
+        def end() -> None:
+            self._moments.append((moment, self._begin, self._mark()))
+
+        return end
 
     def take(self) -> RankSeconds:
         """Of the step that has ended; on a GPU it waits for the stream, so ask a step later."""
@@ -45,7 +55,7 @@ class BubbleMeter(Generic[Mark]):
                 reductions += seconds
             elif moment.activity in WAITS:
                 waited[moment.stage] = waited.get(moment.stage, 0.0) + seconds
-            elif moment.activity not in _SENDS:
+            else:
                 computed[moment.stage] = computed.get(moment.stage, 0.0) + seconds
                 span = self._clock.seconds(self._start, end)
         return RankSeconds(span=span, computed=computed, waited=waited, sends=sends, reductions=reductions)

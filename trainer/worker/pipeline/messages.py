@@ -1,16 +1,11 @@
 """Messages between the stages of a pipeline: activations to the next one, gradients to the one before."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 
-from trainer.worker.pipeline.activities import Activity, Moment, Watched, Watcher
-
-_AWAITED = {
-    Activity.SEND_ACTIVATION: Activity.WAIT_FOR_SENT_ACTIVATION,
-    Activity.SEND_GRADIENT: Activity.WAIT_FOR_SENT_GRADIENT,
-}
+from trainer.worker.pipeline.activities import Activity, Moment, Watched
 
 
 class Messages:
@@ -19,10 +14,10 @@ class Messages:
     A message is named by the moment in which it is waited for: `WAIT_FOR_...`, stage and micro-batch.
     """
 
-    def __init__(self, group: dist.ProcessGroup, watchers: Sequence[Watcher]) -> None:
-        self._group, self._watchers = group, watchers
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
         self._posted: dict[Moment, tuple[torch.Tensor, dist.Work | None]] = {}
-        self._sent: list[tuple[Moment, dist.Work]] = []
+        self._sent: list[tuple[Watched, dist.Work]] = []
         self.sent_bytes = 0  # since the beginning
         self.may_send: Callable[[], bool] = lambda: True
         """Asked before everything that is sent."""
@@ -35,11 +30,11 @@ class Messages:
         """What two stages of this rank have for each other is not sent."""
         self._posted[wait] = tensor, None
 
-    def take(self, wait: Moment) -> torch.Tensor:
+    def take(self, wait: Watched) -> torch.Tensor:
         """What was posted or handed over; waits for it where that has to be."""
-        tensor, work = self._posted.pop(wait)
+        tensor, work = self._posted.pop(wait.moment)
         if work is not None:
-            with Watched(self._watchers, wait):
+            with wait:
                 work.wait()
         return tensor
 
@@ -47,19 +42,19 @@ class Messages:
         """How many receives are waited for in this activity."""
         return sum(wait.activity is activity for wait in self._posted)
 
-    def send(self, send: Moment, tensor: torch.Tensor, target: int) -> None:
-        """Begin to send to this rank of the group."""
-        with Watched(self._watchers, send):
+    def send(self, send: Watched, tensor: torch.Tensor, target: int, wait: Watched) -> None:
+        """Begin to send to this rank of the group; `wait`: for that rank to take it, at the end of the step."""
+        with send:
             if self.may_send():
                 self.sent_bytes += tensor.nbytes
                 work = dist.isend(tensor, group=self._group, group_dst=target)
                 assert work is not None
-                self._sent.append((send._replace(activity=_AWAITED[send.activity]), work))
+                self._sent.append((wait, work))
 
     def wait_for_sends(self) -> None:
         """Until all that was sent has been taken, oldest first."""
         for wait, work in self._sent:
-            with Watched(self._watchers, wait):
+            with wait:
                 work.wait()
         self._sent.clear()
 

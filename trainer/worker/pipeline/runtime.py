@@ -32,17 +32,21 @@ class Pipeline:
         self._scale = self._factor = 1.0
         self._losses: list[torch.Tensor] = []
         self._batches: Sequence[torch.Tensor] = ()
-        self._watchers = list(watchers)
-        group = stages[0].group
-        self._messages = Messages(group, self._watchers)
-        calls = ActionCalls(config, stages, self._messages, self._watchers, self._inputs, self._loss)
-        table = with_communication(config, micro_batches)[group.rank()]
-        self._all = [(f"PP:{action}", calls.of(action)) for action in table]
-        self._forward = [call for action, call in zip(table, self._all, strict=True) if action.kind in _OF_FORWARD]
+        self._config, self._watchers = config, list(watchers)
+        self._messages = Messages(stages[0].group)
+        self._table = with_communication(config, micro_batches)[stages[0].group.rank()]
+        self._make_calls()
 
     def watch(self, watcher: Watcher) -> None:
         """Have `watcher` told, too, from now on."""
         self._watchers.append(watcher)
+        self._make_calls()
+
+    def _make_calls(self) -> None:
+        calls = ActionCalls(self._config, self.stages, self._messages, self._watchers, self._inputs, self._loss)
+        self._all = [(f"PP:{action}", calls.of(action)) for action in self._table]
+        forward = [action.kind in _OF_FORWARD for action in self._table]
+        self._forward = [call for call, is_forward in zip(self._all, forward, strict=True) if is_forward]
 
     def ask_before_sends(self, may_send: Callable[[], bool]) -> None:
         """Have `may_send` asked before everything that is sent; what it refuses is never sent."""

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -57,17 +58,43 @@ class PhaseTracker:
         """Whether passes are those of an evaluation, and no work of a step."""
         return self._phase is Phase.EVAL
 
-    def begin_moment(self, moment: Moment) -> None:
-        """Go on to something else within the phase, which is no work of the step: to wait for another stage."""
-        self._moment = moment
-        self._cell.begin_moment(moment)
-        if self._stopwatch.counts_waits:
+    def pass_of(self, phase: Phase, moment: Moment) -> Callable[[], None]:
+        """Goes on to this phase in a pass of a pipeline; in an evaluation all passes belong to that."""
+        cell, stopwatch, counters, section = self._cell, self._stopwatch, self._counters, _SECTION[phase]
+
+        def begin() -> None:
+            if self._phase is Phase.EVAL:
+                cell.begin_moment(moment)
+                return
+            if self._compiles:
+                self.enter(phase, moment)
+                return
+            self._phase, self._moment, self._section = phase, moment, section
+            begun = 0
+            for count in counters:
+                begun += count()
+            cell.enter(phase, begun, moment)
+            stopwatch.switch_to(section)
+
+        return begin
+
+    def wait_of(self, moment: Moment) -> Callable[[], None]:
+        """Goes on to something else within the phase, which is no work of the step: to wait for another stage."""
+        begin_moment = partial(self._cell.begin_moment, moment)
+        if not self._stopwatch.counts_waits:
+            return begin_moment
+
+        def begin() -> None:
+            begin_moment()
             self.pause()
 
-    def end_moment(self) -> None:
+        return begin
+
+    def end_of_wait(self) -> Callable[[], None] | None:
         """The message or the wait is over; what comes next begins with a moment of its own."""
-        if self._stopwatch.counts_waits:
-            self._stopwatch.switch_to(self._section)
+        if not self._stopwatch.counts_waits:
+            return None
+        return lambda: self._stopwatch.switch_to(self._section)
 
     def begin_passes(self, stages: int) -> None:
         """The passes of a step begin, on a rank with so many stages of a pipeline."""

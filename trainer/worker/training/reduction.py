@@ -1,4 +1,4 @@
-"""The one exchange of all ranks in a step: gradient norm, loss, stop votes and the message of rank 0 travel together."""
+"""The one exchange of all ranks in a step: gradient norm, loss, stop votes and the message of rank 0 go together."""
 
 import math
 from collections.abc import Sequence

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from trainer.contract.ranks.progress import Phase
-from trainer.worker.pipeline.activities import Activity, Moment
+from trainer.worker.pipeline.activities import Activity, Call, Moment
 from trainer.worker.reporting.phase_tracker import PhaseTracker
 
 _PHASES = {
@@ -22,18 +22,25 @@ class StagePhases:
         """`stages`: those of this rank, in the order of the model."""
         self._phases, self._places = phases, {stage: place for place, stage in enumerate(stages)}
 
-    def begin(self, moment: Moment) -> None:
-        """A pass begins, a message, or a wait; in an evaluation all of them belong to that."""
-        phase = None if self._phases.evaluates else _PHASES.get(moment.activity)
-        if phase is not None:
-            self._phases.enter(phase, moment)
-        else:
-            self._phases.begin_moment(moment)
+    def begin_of(self, moment: Moment) -> Call:
+        """A pass begins, a message, or a wait."""
+        phase = _PHASES.get(moment.activity)
+        return self._phases.wait_of(moment) if phase is None else self._phases.pass_of(phase, moment)
 
-    def end(self, moment: Moment) -> None:
+    def end_of(self, moment: Moment) -> Call | None:
         """What comes next begins with a moment of its own."""
-        if moment.activity in _SENDS and not self._phases.evaluates:
-            is_gradient = moment.activity is Activity.SEND_GRADIENT
-            self._phases.record_sent(self._places[moment.stage], is_gradient, moment.micro_batch)
-        if moment.activity not in _PHASES:
-            self._phases.end_moment()
+        if moment.activity in _PHASES:
+            return None
+        ends = self._phases.end_of_wait()
+        if moment.activity not in _SENDS:
+            return ends
+        phases, place = self._phases, self._places[moment.stage]
+        is_gradient = moment.activity is Activity.SEND_GRADIENT
+
+        def sent() -> None:
+            if not phases.evaluates:
+                phases.record_sent(place, is_gradient, moment.micro_batch)
+            if ends is not None:
+                ends()
+
+        return sent

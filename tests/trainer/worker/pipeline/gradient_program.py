@@ -29,7 +29,7 @@ from trainer.contract.pipeline.stage_split import StagePart
 from trainer.worker import parallelize
 from trainer.worker.llama import Llama
 from trainer.worker.parallel.mesh import Layout
-from trainer.worker.pipeline.activities import Moment
+from trainer.worker.pipeline.activities import Call, Moment
 from trainer.worker.pipeline.build import stage, stage_module
 from trainer.worker.pipeline.llama_stage import LlamaStage, StagesOfRank
 from trainer.worker.pipeline.runtime import Pipeline
@@ -119,11 +119,14 @@ class Recorder:
         self.buffers = 0
         self.pipeline: Pipeline | None = None
 
-    def begin(self, moment: Moment) -> None:
+    def begin_of(self, _: Moment) -> Call:
+        return self._look
+
+    def _look(self) -> None:
         self.buffers = max(self.buffers, self.held())
 
-    def end(self, moment: Moment) -> None:
-        self.moments.append(moment)
+    def end_of(self, moment: Moment) -> Call:
+        return lambda: self.moments.append(moment)
 
     def held(self) -> int:
         return 0 if self.pipeline is None else self.pipeline.activations_held

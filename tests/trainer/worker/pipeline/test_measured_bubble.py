@@ -11,7 +11,7 @@ from tests.warm_programs import WarmPrograms
 from trainer.contract.pipeline.bubble import RankSeconds, bubbles, formula
 from trainer.contract.pipeline.pipeline_config import PipelineConfig, Schedule
 from trainer.contract.pipeline.simulation import StageSeconds, simulate
-from trainer.worker.pipeline.activities import Activity, Moment
+from trainer.worker.pipeline.activities import Activity, Moment, Watched
 from trainer.worker.pipeline.bubble_meter import BubbleMeter
 from trainer.worker.pipeline.torch_tables import with_communication
 
@@ -25,9 +25,8 @@ def test_waits_and_computations_are_summed_up_by_stage() -> None:
 
     def spend(activity: Activity, stage: int, seconds: float) -> None:
         moment = Moment(activity, stage, 0)
-        meter.begin(moment)
-        clock.now += seconds
-        meter.end(moment)
+        with Watched([meter], moment):
+            clock.now += seconds
 
     spend(Activity.FORWARD, 0, 9.0)
     meter.start()

@@ -1,23 +1,19 @@
 """What a pipeline is asked for; one stage on one rank is the shortest of them."""
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.pipelining import stage as torch_stage
-from torch.distributed.pipelining._utils import InferenceMode
 
 from trainer.contract.config import JobConfig, ModelConfig, TrainConfig
 from trainer.contract.pipeline.pipeline_config import PipelineConfig
 from trainer.contract.pipeline.stage_fit import split_of
 from trainer.worker.llama import Llama
-from trainer.worker.pipeline.activities import Activity, Moment
+from trainer.worker.pipeline.activities import Activity, Call, Moment
 from trainer.worker.pipeline.build import stage
 from trainer.worker.pipeline.llama_stage import LlamaStage
 from trainer.worker.pipeline.runtime import Pipeline
-from trainer.worker.pipeline.stage import Stage
 
 CPU = torch.device("cpu")
 JOB = JobConfig(
@@ -34,11 +30,11 @@ class Watch:
     def __init__(self) -> None:
         self.told: list[tuple[str, Moment]] = []
 
-    def begin(self, moment: Moment) -> None:
-        self.told.append(("begin", moment))
+    def begin_of(self, moment: Moment) -> Call:
+        return lambda: self.told.append(("begin", moment))
 
-    def end(self, moment: Moment) -> None:
-        self.told.append(("end", moment))
+    def end_of(self, moment: Moment) -> Call:
+        return lambda: self.told.append(("end", moment))
 
 
 @pytest.fixture(scope="module")
@@ -119,34 +115,6 @@ def test_a_stage_that_raises_stays_in_what_it_did_and_its_error_is_not_wrapped(
         pipeline.step(batches())
     activity = Activity.FORWARD if when == "forward" else Activity.BACKWARD
     assert watch.told[-1] == ("begin", Moment(activity, 0, 0))
-
-
-def test_buffers_of_micro_batches_that_are_not_in_flight_take_no_memory(
-    group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Not even before the first step: torch would make all of them there."""
-    made: list[torch.device] = []
-    make = torch_stage._make_tensor_from_meta
-
-    def noted(meta: Any, device: torch.device) -> torch.Tensor:
-        made.append(device)
-        return make(meta, device)
-
-    monkeypatch.setattr(torch_stage, "_make_tensor_from_meta", noted)
-    activation = torch.empty(2, 4, device="meta", requires_grad=True)
-    middle = Stage(torch.nn.Identity(), 1, 3, inputs=activation, output=activation, group=group, device=CPU)
-    middle._inference_mode = InferenceMode.STATIC
-    middle.has_backward = True
-    middle._prepare_forward_infra(16, None, has_backward=True)
-    middle._prepare_backward_infra(16)
-    assert [device.type for device in made] == ["meta"] * 32
-    assert middle.device == CPU
-    assert len(middle.args_recv_info) == len(middle.grad_recv_info) == 16
-    assert all(info.buffer is None for infos in middle.args_recv_info.values() for info in infos)
-    assert [op.tensor.device.type for op in (*middle.get_fwd_recv_ops(3), *middle.get_bwd_recv_ops(3))] == [
-        "cpu",
-        "cpu",
-    ]
 
 
 def test_a_profiler_sees_each_action_by_its_name(pipeline: Pipeline) -> None:

@@ -53,11 +53,6 @@ class PhaseTracker:
         self._section = _SECTION.get(phase)
         self._stopwatch.switch_to(self._section)
 
-    @property
-    def evaluates(self) -> bool:
-        """Whether passes are those of an evaluation, and no work of a step."""
-        return self._phase is Phase.EVAL
-
     def pass_of(self, phase: Phase, moment: Moment) -> Callable[[], None]:
         """Goes on to this phase in a pass of a pipeline; in an evaluation all passes belong to that."""
         cell, stopwatch, counters, section = self._cell, self._stopwatch, self._counters, _SECTION[phase]
@@ -100,9 +95,15 @@ class PhaseTracker:
         """The passes of a step begin, on a rank with so many stages of a pipeline."""
         self._cell.begin_passes(stages)
 
-    def record_sent(self, place: int, is_gradient: bool, micro_batch: int) -> None:
-        """As `ProgressCell.record_sent`."""
-        self._cell.record_sent(place, is_gradient, micro_batch)
+    def sent_of(self, place: int, is_gradient: bool, micro_batch: int) -> Callable[[], None]:
+        """Records what has been sent, as `ProgressCell.record_sent`; nothing in an evaluation."""
+        record = partial(self._cell.record_sent, place, is_gradient, micro_batch)
+
+        def sent() -> None:
+            if self._phase is not Phase.EVAL:
+                record()
+
+        return sent
 
     def message_begun(self) -> None:
         """This rank has begun to send and to receive within a phase: shown at once, as gloo keeps no record of it."""

@@ -34,13 +34,14 @@ class StagePhases:
         ends = self._phases.end_of_wait()
         if moment.activity not in _SENDS:
             return ends
-        phases, place = self._phases, self._places[moment.stage]
-        is_gradient = moment.activity is Activity.SEND_GRADIENT
+        sent = self._phases.sent_of(
+            self._places[moment.stage], moment.activity is Activity.SEND_GRADIENT, moment.micro_batch
+        )
+        if ends is None:
+            return sent
 
-        def sent() -> None:
-            if not phases.evaluates:
-                phases.record_sent(place, is_gradient, moment.micro_batch)
-            if ends is not None:
-                ends()
+        def end() -> None:
+            sent()
+            ends()
 
-        return sent
+        return end

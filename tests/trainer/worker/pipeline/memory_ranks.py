@@ -20,7 +20,7 @@ from trainer.worker.reporting.held_states import held_states
 from trainer.worker.training import reduction
 from trainer.worker.training.reduction import RankZeroMessage
 
-STEPS = 6
+STEPS = 10
 
 
 def job(sections: dict[str, Any]) -> JobConfig:

@@ -20,7 +20,7 @@ def stage_module(config: JobConfig, part: StagePart, layout: Layout) -> LlamaSta
     """Sharded over `layout.fsdp`, the ranks that have the same stage, without initial weights.
 
     Gathered parameters are kept from one micro-batch to the next, whatever `parallel.fsdp.reshard_after_forward` says:
-    torch's runtime gathers them once a step, and finds gradients in them.
+    the pipeline gathers them once a step, and finds gradients in them.
     """
     # torch warns in every rank's log of what would happen if an activation were changed in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")

@@ -43,6 +43,11 @@ GLOO = (
     "size. Is there a distributed collective mismatch in your code?"
 )
 
+OTHER = (
+    "step 7: what came from rank 1 is not the numbers of this step: Is there a distributed collective mismatch in your "
+    "code?"
+)
+
 CAUSES = [
     ([echo(0), killed(2)], FailureKind.RANK_KILLED, 2, True, "was killed by SIGKILL"),
     ([raised(1), killed(2)], FailureKind.USER_ERROR, 1, True, "raised ValueError: bad"),
@@ -72,6 +77,10 @@ CAUSES = [
     ([echo(0), killed(1, signal.SIGABRT, message=GLOO, at=5.0)], FailureKind.DESYNC, 1, False, "another collective"),
     ([end(0, exit_code=1), killed(1, signal.SIGABRT, message=GLOO)], FailureKind.DESYNC, 1, False, "met another"),
     ([raised(3, "RuntimeError", f"x {GLOO}")], FailureKind.DESYNC, 3, False, "met another collective than its own"),
+    ([raised(0, "OtherCollective", OTHER), killed(1, signal.SIGABRT, message=GLOO, at=5.0)],
+     FailureKind.DESYNC, 1, False, "met another"),
+    ([raised(0, "OtherCollective", OTHER), raised(2, "OtherCollective", OTHER)], FailureKind.DESYNC, 0, False, "rank 1"),
+    ([raised(0, "OtherCollective", OTHER), killed(1)], FailureKind.RANK_KILLED, 1, True, "SIGKILL"),
     ([killed(1, signal.SIGABRT, message="double free")], FailureKind.RANK_KILLED, 1, True, "SIGABRT"),
 ]  # fmt: skip
 

@@ -85,7 +85,9 @@ def test_ranks_in_different_collectives_wait_for_ever(make_run):
 
 def test_a_collective_of_another_size_aborts_the_rank_and_its_log_says_so(make_run):
     run = drilled(make_run, "desync-shape")
-    assert run.train()["codes"] == [ExitCode.RETRY, -6]
+    saw, sent = run.train()["codes"]
+    assert saw in (ExitCode.RETRY, ExitCode.ERROR)  # its peer has gone, or what came from it is no row of this step
+    assert sent == -6
     cry = last_cpp_exception(run.attempt.rank_log(1), 1)
     assert cry is not None
     assert "Is there a distributed collective mismatch in your code?" in cry

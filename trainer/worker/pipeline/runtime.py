@@ -21,8 +21,8 @@ class Pipeline:
 
     All schedules run from tables: receives are posted before they are needed, sends are waited for at the end, and
     with FSDP2 a stage's parameters are gathered once a step and its gradients reduced once. torch's own runtime does
-    the same, and spends an eighth of a step of small stages on what it looks up for every action; here that is done
-    once, when the pipeline is made.
+    the same, and spends 4 % of a step of small stages on what it looks up for every action; here that is done once, when
+    the pipeline is made.
     """
 
     def __init__(
@@ -104,6 +104,7 @@ class Pipeline:
     def _clear(self) -> None:
         """Forget what an evaluation, or a step that failed, has left."""
         self._losses.clear()
+        self._batches = ()
         self._messages.clear()
         for stage in self.stages:
             stage.clear()

@@ -79,7 +79,7 @@ CAUSES = [
     ([raised(3, "RuntimeError", f"x {GLOO}")], FailureKind.DESYNC, 3, False, "met another collective than its own"),
     ([raised(0, "OtherCollective", OTHER), killed(1, signal.SIGABRT, message=GLOO, at=5.0)],
      FailureKind.DESYNC, 1, False, "met another"),
-    ([raised(0, "OtherCollective", OTHER), raised(2, "OtherCollective", OTHER)], FailureKind.DESYNC, 0, False, "rank 1"),
+    ([raised(0, "OtherCollective", OTHER), raised(2, "OtherCollective", OTHER)], FailureKind.DESYNC, 0, False, "met"),
     ([raised(0, "OtherCollective", OTHER), killed(1)], FailureKind.RANK_KILLED, 1, True, "SIGKILL"),
     ([killed(1, signal.SIGABRT, message="double free")], FailureKind.RANK_KILLED, 1, True, "SIGABRT"),
 ]  # fmt: skip

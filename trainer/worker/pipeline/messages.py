@@ -59,6 +59,6 @@ class Messages:
         self._sent.clear()
 
     def clear(self) -> None:
-        """Forget what a step that failed has left."""
+        """Forget what is under way."""
         self._posted.clear()
         self._sent.clear()

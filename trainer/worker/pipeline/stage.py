@@ -24,6 +24,7 @@ class Stage:
         self.submod, self.stage_index, self.group = module, number, group
         self.is_first, self.is_last = number == 0, number == stages - 1
         self._like_input, self._like_output, self._device = inputs, output, device
+        self._kind = output.dtype, output.shape
         self._units = [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
         self._gathers: list[Any] = []
         self._keeps_gradients = False
@@ -48,13 +49,18 @@ class Stage:
         return len(self._inputs) + len(self._half_done)
 
     def forward(self, micro_batch: int, x: torch.Tensor, **more: torch.Tensor) -> torch.Tensor:
-        """`x`: tokens, or a tensor of its own from the stage before."""
+        """`x`: tokens, or a tensor from the stage before; raises ValueError for an output of another kind."""
         self._wait_for_gathers()
         if torch.is_grad_enabled():
             if not self.is_first:
                 x.requires_grad_()
             self._inputs[micro_batch] = x
         output: torch.Tensor = self.submod(x, **more)
+        if not self.is_last and (output.dtype, output.shape) != self._kind:
+            raise ValueError(
+                f"stage {self.stage_index}: its output is {output.dtype} {list(output.shape)}, and the next stage "
+                f"waits for {self._kind[0]} {list(self._kind[1])}"
+            )
         self.outputs[micro_batch] = output
         return output
 
@@ -102,7 +108,7 @@ class Stage:
             self._keeps_gradients = False
 
     def clear(self) -> None:
-        """Forget what a step that failed, or an evaluation, has left."""
+        """Forget what an evaluation has left."""
         self.outputs.clear()
         self.gradients.clear()
         self._inputs.clear()

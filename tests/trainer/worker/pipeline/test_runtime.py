@@ -14,6 +14,7 @@ from trainer.worker.pipeline.activities import Activity, Call, Moment
 from trainer.worker.pipeline.build import stage
 from trainer.worker.pipeline.llama_stage import LlamaStage
 from trainer.worker.pipeline.runtime import Pipeline
+from trainer.worker.pipeline.stage import Stage
 
 CPU = torch.device("cpu")
 JOB = JobConfig(
@@ -115,6 +116,15 @@ def test_a_stage_that_raises_stays_in_what_it_did_and_its_error_is_not_wrapped(
         pipeline.step(batches())
     activity = Activity.FORWARD if when == "forward" else Activity.BACKWARD
     assert watch.told[-1] == ("begin", Moment(activity, 0, 0))
+
+
+def test_an_output_of_another_type_is_not_sent(group: dist.ProcessGroup) -> None:
+    """gloo would end the rank that is sent more bytes than it waits for."""
+    activation = torch.empty(2, 4, device="meta", dtype=torch.bfloat16)
+    first = Stage(torch.nn.Identity(), 0, 2, inputs=activation, output=activation, group=group, device=CPU)
+    with pytest.raises(ValueError, match=r"^stage 0: its output is torch.float32 \[2, 4\], and the next stage"):
+        first.forward(0, torch.ones(2, 4))
+    assert torch.equal(first.forward(0, torch.ones(2, 4).bfloat16()), torch.ones(2, 4).bfloat16())
 
 
 def test_a_profiler_sees_each_action_by_its_name(pipeline: Pipeline) -> None:

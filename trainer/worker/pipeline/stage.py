@@ -24,7 +24,6 @@ class Stage:
         self.submod, self.stage_index, self.group = module, number, group
         self.is_first, self.is_last = number == 0, number == stages - 1
         self._like_input, self._like_output, self._device = inputs, output, device
-        self._kind = output.dtype, output.shape
         self._units = [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
         self._gathers: list[Any] = []
         self._keeps_gradients = False
@@ -56,10 +55,11 @@ class Stage:
                 x.requires_grad_()
             self._inputs[micro_batch] = x
         output: torch.Tensor = self.submod(x, **more)
-        if not self.is_last and (output.dtype, output.shape) != self._kind:
+        due = self._like_output
+        if not self.is_last and (output.dtype, output.shape) != (due.dtype, due.shape):
             raise ValueError(
                 f"stage {self.stage_index}: its output is {output.dtype} {list(output.shape)}, and the next stage "
-                f"waits for {self._kind[0]} {list(self._kind[1])}"
+                f"waits for {due.dtype} {list(due.shape)}"
             )
         self.outputs[micro_batch] = output
         return output

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from tests.trainer.worker.allocated_bytes import peaks
 from trainer.contract.config import JobConfig
 from trainer.worker.data import TokenData
 from trainer.worker.llama import Llama, LlamaWorkload
@@ -62,33 +63,3 @@ class MarkedData:
             self._workload.stop(self._rank)
         with record_function(f"step {self.taken + 1}"):
             return self._data.take()
-
-
-def peaks(trace: Path) -> list[int]:
-    """The largest number of bytes that were allocated at once in each step, without gloo's own copies."""
-    events = json.loads(trace.read_text())["traceEvents"]
-    begins = sorted(event["ts"] for event in events if event.get("name", "").startswith("step ") and "dur" in event)
-    found, total, step = [0] * len(begins), 0, -1
-    alive: dict[int, int] = {}
-    main = next(event["tid"] for event in events if event.get("name") == "step 1" and "dur" in event)
-    collectives = [
-        (event["ts"], event["ts"] + event["dur"])
-        for event in events
-        # Those of gloo's threads go on while this rank computes.
-        if event.get("name", "").startswith("c10d::") and "dur" in event and event["tid"] == main
-    ]
-    memory = [event for event in events if event["name"] == "[memory]"]
-    for event in sorted(memory, key=lambda one: one["ts"]):
-        while step + 1 < len(begins) and event["ts"] >= begins[step + 1]:
-            step += 1
-            found[step] = total
-        address, size = event["args"]["Addr"], event["args"]["Bytes"]
-        if size > 0:
-            if event["tid"] == main and not any(begin <= event["ts"] <= end for begin, end in collectives):
-                alive[address] = size
-                total += size
-        else:
-            total -= alive.pop(address, 0)
-        if step >= 0:
-            found[step] = max(found[step], total)
-    return found

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from tests.trainer.worker.allocated_bytes import peaks
 from tests.trainer.worker.forked_ranks import report
-from tests.trainer.worker.profiled_workload import peaks
 from trainer.contract.config import JobConfig, build
 from trainer.contract.ranks.progress import StopReason
 from trainer.worker.optimizer import adamw
@@ -20,7 +20,7 @@ from trainer.worker.reporting.held_states import held_states
 from trainer.worker.training import reduction
 from trainer.worker.training.reduction import RankZeroMessage
 
-STEPS = 10
+STEPS = 6
 
 
 def job(sections: dict[str, Any]) -> JobConfig:

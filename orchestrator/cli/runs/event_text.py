@@ -35,6 +35,40 @@ def describe_event(event: Event) -> str | None:
     return f"{where}: {text}" if text else None
 
 
+class EventTeller:
+    """Describes events to somebody who watches; of saves that fail again and again for one reason only the first."""
+
+    def __init__(self) -> None:
+        self._told: dict[str, set[tuple[str, str]]] = {}  # by tier: kinds of event, and reasons
+        self._untold: dict[str, int] = {}  # by tier: saves
+
+    def describe(self, event: Event) -> str | None:
+        """What an event means; None for what they need not see."""
+        text = describe_event(event)
+        if text is None:
+            return None
+        if event.kind == EventKind.GENERATION_STARTED:
+            self._told.clear()
+            self._untold.clear()
+        tier = str(event.data.get("tier") or "")
+        if event.kind in _FAILURES:
+            return text if self._is_new(tier, event) else None
+        if event.kind in _SUCCESSES:
+            self._told.pop(tier, None)
+            more = self._untold.pop(tier, 0)
+            return f"{text}, after {more} more failures" if more else text
+        return text
+
+    def _is_new(self, tier: str, event: Event) -> bool:
+        told = self._told.setdefault(tier, set())
+        said = event.kind, short_reason(str(event.data["reason"]))
+        if said in told:
+            self._untold[tier] = self._untold.get(tier, 0) + (event.kind == EventKind.CHECKPOINT_FAILED)
+            return False
+        told.add(said)
+        return True
+
+
 def event_sentence(event: Event) -> str | None:
     """The same without the attempt and generation that it happened in."""
     words = _DESCRIPTIONS.get(event.kind)
@@ -139,6 +173,8 @@ def _held(data: dict[str, Any]) -> str:
     return f"; rank 0 holds {', '.join(parts)}{place}"
 
 
+_FAILURES = (EventKind.CHECKPOINT_FAILED, EventKind.CHECKPOINT_RETRIED)
+_SUCCESSES = (EventKind.CHECKPOINT_COMMITTED, EventKind.CHECKPOINT_FLUSHED)
 _STATES = {"parameters": "parameters", "gradients": "gradients", "optimizer": "optimizer state"}
 _STOPS = {"cancel": ": somebody asked for it", "time_limit": ": the time limit is near"}
 """What ranks are told of a stop; that a signal came tells them no reason."""

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.cli.runs.event_text import describe_event, progress_line
+from orchestrator.cli.runs.event_text import EventTeller, describe_event, progress_line
 from trainer.contract.events import Event, EventKind
 
 SAID: list[tuple[EventKind, dict[str, Any], str]] = [
@@ -129,3 +129,26 @@ def test_the_first_step_says_what_a_rank_holds(data: dict[str, Any], text: str) 
     kind = EventKind.GENERATION_FIRST_STEP
     event = Event(time=1.0, source="rank-00000", seq=1, kind=kind, attempt=1, generation=1, data=data)
     assert describe_event(event).endswith(text)
+
+
+def test_saves_that_fail_for_one_reason_are_told_once_and_counted_when_one_works() -> None:
+    teller = EventTeller()
+
+    def told(kind: EventKind, step: int, reason: str = "", generation: int = 1) -> str | None:
+        data = {"step": step, "reason": reason} if reason else {"step": step, "bytes": 1 << 20, "seconds": 0.5}
+        event = Event(time=1.0, source="r", seq=1, kind=kind, attempt=1, generation=generation, data=data)
+        return teller.describe(event)
+
+    full = "OSError: [Errno 28] No space left on device: '/runs/a/checkpoints/step-{:08}.001-x/0'"
+    assert told(EventKind.CHECKPOINT_RETRIED, 20, full.format(20))
+    assert told(EventKind.CHECKPOINT_FAILED, 20, full.format(20))
+    for step in (40, 60):
+        assert told(EventKind.CHECKPOINT_RETRIED, step, full.format(step)) is None
+        assert told(EventKind.CHECKPOINT_FAILED, step, full.format(step)) is None
+    assert told(EventKind.CHECKPOINT_FAILED, 80, "rank 1 is gone"), "another reason"
+    assert told(EventKind.CHECKPOINT_FAILED, 100, full.format(100)) is None
+    assert told(EventKind.CHECKPOINT_COMMITTED, 120) == (
+        "attempt 1 generation 1: saved step 120 (1.0 MiB, 0.5 s), after 3 more failures"
+    )
+    assert told(EventKind.CHECKPOINT_FAILED, 140, full.format(140)), "it works, and fails anew"
+    assert told(EventKind.CHECKPOINT_COMMITTED, 160) == "attempt 1 generation 1: saved step 160 (1.0 MiB, 0.5 s)"

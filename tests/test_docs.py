@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import orch
-from trainer.contract.outcome import FailureKind
+from trainer.contract.failures.outcome import FailureKind
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"

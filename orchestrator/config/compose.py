@@ -15,7 +15,7 @@ from orchestrator.config.layers import Assignment
 from orchestrator.config.run_config import RunConfig
 from orchestrator.errors import ConfigError
 from trainer.contract.config import build, digest_of
-from trainer.contract.drill_config import DrillEvent
+from trainer.contract.config_sections.drill_config import DrillEvent
 from trainer.contract.layout.fixes import MayChange
 
 DEFAULT = "default"

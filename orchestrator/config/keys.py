@@ -10,7 +10,7 @@ from typing import Any
 from orchestrator.config.run_config import RunConfig
 from orchestrator.errors import ConfigError
 from orchestrator.near_words import nearest
-from trainer.contract.moved_keys import moved_from, present_path
+from trainer.contract.config_sections.moved_keys import moved_from, present_path
 
 Path = tuple[str, ...]
 

@@ -17,7 +17,7 @@ from orchestrator.config.near_files import configs_in, near_file
 from orchestrator.config.run_config import RunConfig
 from orchestrator.errors import ConfigError, NotFound
 from trainer.contract.config import WorkloadConfig
-from trainer.contract.scheduler_kinds import choices
+from trainer.contract.config_sections.scheduler_kinds import choices
 
 INCLUDES = "includes"
 _COMMAND_LINE = ("notify", "command")

@@ -17,7 +17,7 @@ from orchestrator.near_words import did_you_mean, nearest
 from orchestrator.scheduler.job_environment import is_always_passed
 from orchestrator.scheduler.slurm import cluster_values
 from trainer.contract.config import WorkloadConfig, build
-from trainer.contract.drill_config import BETWEEN_STAGES
+from trainer.contract.config_sections.drill_config import BETWEEN_STAGES
 from trainer.contract.layout.check import refusal
 from trainer.contract.layout.fixes import MayChange
 from trainer.contract.secrets.run_secrets import is_name

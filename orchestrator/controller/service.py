@@ -34,8 +34,8 @@ from orchestrator.scheduler.job_environment import package_root
 from orchestrator.scheduler.scheduler_instance import is_known, unknown_instance
 from orchestrator.scheduler.slurm.usable_nodes import usable_nodes
 from orchestrator.states import LIVE_RUNS
+from trainer.contract.config_sections.scheduler_kinds import LOCAL
 from trainer.contract.process_identity import boot_id
-from trainer.contract.scheduler_kinds import LOCAL
 
 log = logging.getLogger("orch.controller")
 

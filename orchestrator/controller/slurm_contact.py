@@ -10,7 +10,7 @@ from orchestrator.controller.leasing.host_file import host_file
 from orchestrator.controller.leasing.lease import Holder
 from orchestrator.registry.records import Lease
 from orchestrator.scheduler.slurm.client_environment import ClientEnvironment
-from trainer.contract.scheduler_kinds import SLURM
+from trainer.contract.config_sections.scheduler_kinds import SLURM
 
 
 @dataclass(frozen=True, kw_only=True)

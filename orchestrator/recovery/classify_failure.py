@@ -7,8 +7,8 @@ from enum import StrEnum
 from orchestrator.recovery.evidence import Evidence
 from orchestrator.recovery.signatures import Role, before_cancel, earliest, scan
 from orchestrator.scheduler.interface import JobStatus
-from trainer.contract.failure_kinds import kinds_with
-from trainer.contract.outcome import (
+from trainer.contract.failures.failure_kinds import kinds_with
+from trainer.contract.failures.outcome import (
     MORE_MEMORY,
     AgentEnd,
     AttemptOutcome,

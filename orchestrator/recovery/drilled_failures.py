@@ -4,9 +4,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from orchestrator.registry.records import Notice
-from trainer.contract.drilled_failures import HARMLESS, NOT_BY_A_DRILL
 from trainer.contract.events import EventKind
-from trainer.contract.outcome import Failure
+from trainer.contract.failures.drilled_failures import HARMLESS, NOT_BY_A_DRILL
+from trainer.contract.failures.outcome import Failure
 
 
 def attributed(failure: Failure | None, notices: Iterable[Notice], attempt: int, generation: int) -> Failure | None:

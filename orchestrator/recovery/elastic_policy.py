@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from orchestrator.recovery.world_sizes import WorldSize
-from trainer.contract.outcome import FailureKind
+from trainer.contract.failures.outcome import FailureKind
 from trainer.contract.time_spans import span
 
 

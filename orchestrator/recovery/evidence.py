@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from orchestrator.scheduler.interface import ENDED_STATES, LEAVING_STATES, JobStatus
-from trainer.contract.outcome import AgentReport, AttemptOutcome
+from trainer.contract.failures.outcome import AgentReport, AttemptOutcome
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from orchestrator.registry.records import Attempt, Generation
-from trainer.contract.failure_kinds import Losses, kinds_with
-from trainer.contract.outcome import FailureKind
+from trainer.contract.failures.failure_kinds import Losses, kinds_with
+from trainer.contract.failures.outcome import FailureKind
 
 DAY = 86400.0
 WINDOW = 90 * DAY

@@ -8,7 +8,7 @@ from orchestrator.recovery.node_failure_rate import NODE_LOCAL, WEAK, NodeHistor
 from orchestrator.registry.records import Notice
 from trainer.contract.config import RecoveryConfig
 from trainer.contract.events import EventKind
-from trainer.contract.outcome import Failure, FailureKind
+from trainer.contract.failures.outcome import Failure, FailureKind
 from trainer.contract.time_spans import span
 
 REMEMBERED = 14 * 86400.0

@@ -9,8 +9,8 @@ from itertools import pairwise
 from typing import Any
 
 from trainer.contract.config import RecoveryConfig
-from trainer.contract.failure_kinds import TRAITS, Budget
-from trainer.contract.outcome import Failure, FailureKind
+from trainer.contract.failures.failure_kinds import TRAITS, Budget
+from trainer.contract.failures.outcome import Failure, FailureKind
 
 
 class Action(StrEnum):

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from orchestrator.recovery.evidence import LogTail
-from trainer.contract.failure_patterns import Meaning, log_line_says
-from trainer.contract.outcome import FailureKind
+from trainer.contract.failures.failure_patterns import Meaning, log_line_says
+from trainer.contract.failures.outcome import FailureKind
 
 
 class Role(StrEnum):

@@ -5,7 +5,7 @@ from enum import StrEnum
 
 from orchestrator.recovery.classify_failure import LOST_AFTER
 from orchestrator.recovery.evidence import Evidence
-from trainer.contract.outcome import AgentEnd
+from trainer.contract.failures.outcome import AgentEnd
 
 GRACE = 60.0
 """Seconds that a silent job gets to answer the request to stop, before it is cancelled."""

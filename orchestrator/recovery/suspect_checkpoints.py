@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from orchestrator.registry.records import Attempt, Checkpoint, Generation
 from orchestrator.states import Trust, may_move
-from trainer.contract.outcome import Failure
-from trainer.contract.suspect_checkpoints import FailedGeneration, failed_generation, suspect_steps
+from trainer.contract.failures.outcome import Failure
+from trainer.contract.failures.suspect_checkpoints import FailedGeneration, failed_generation, suspect_steps
 
 
 def newly_suspect(

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from orchestrator.config.run_config import RunConfig
+from trainer.contract.config_sections.parallel_config import ParallelConfig, Strategy
 from trainer.contract.layout.expert_parallel import can_share
-from trainer.contract.parallel_config import ParallelConfig, Strategy
 from trainer.contract.pipeline.micro_batches import micro_batch_size, takes
 
 

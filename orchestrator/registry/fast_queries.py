@@ -12,7 +12,7 @@ from checkpointing.storage.durable import number
 from orchestrator.registry import sqlite_errors, versions
 from orchestrator.registry.records import Lease
 from orchestrator.states import Trust
-from trainer.contract.scheduler_kinds import traits
+from trainer.contract.config_sections.scheduler_kinds import traits
 
 _UNUSABLE = (Trust.WRITING, Trust.CORRUPT, Trust.DELETED)
 """A checkpoint that is one of these is not what a run would resume from."""

@@ -75,7 +75,7 @@ class Attempt:
     last_step: int | None = None
     saved_step: int | None = None  # newest checkpoint this attempt committed
     generations: int = 0
-    failure: dict[str, Any] | None = None  # trainer.contract.outcome.Failure as JSON
+    failure: dict[str, Any] | None = None  # trainer.contract.failures.outcome.Failure as JSON
     decision: dict[str, Any] | None = None  # {action, reason}
     scheduler: str = ""  # as the run's, when this attempt was begun
     config_digest: str = ""  # likewise; of a smaller attempt the config that was derived from it

@@ -26,8 +26,8 @@ from orchestrator.registry.store import Store
 from orchestrator.registry_rebuild.salvage import salvage
 from orchestrator.states import LIVE_RUNS, RunState, Trust
 from trainer.contract.config import build, digest_of
+from trainer.contract.config_sections.moved_keys import in_present_keys
 from trainer.contract.launch_token import LaunchToken
-from trainer.contract.moved_keys import in_present_keys
 from trainer.contract.run_dir import RunDir
 
 log = logging.getLogger("orch.registry")

@@ -9,8 +9,8 @@ from orchestrator.registry.operations.run_record import Record
 from orchestrator.registry.records import Attempt, Run, Transition
 from orchestrator.states import AttemptState, RunState
 from trainer.contract.events import Event, EventKind, read_events
+from trainer.contract.failures.outcome import AttemptOutcome, AttemptResult
 from trainer.contract.launch_token import LaunchToken
-from trainer.contract.outcome import AttemptOutcome, AttemptResult
 from trainer.contract.run_dir import AttemptDir, RunDir
 
 FRESH = 120.0

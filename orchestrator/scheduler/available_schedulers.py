@@ -1,5 +1,6 @@
-"""Which schedulers this machine can use: a row for each kind, with traits in trainer/contract/scheduler_kinds.py.
+"""Which schedulers this machine can use: a row for each kind.
 
+Their traits stand in trainer/contract/config_sections/scheduler_kinds.py.
 Functions import what they need when they are called: only the scheduler that is used is loaded.
 """
 
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 from orchestrator.errors import ConfigError, Precondition, SubmitRejected
 from orchestrator.scheduler.interface import JobSpec, Scheduler
 from orchestrator.scheduler.scheduler_instance import Instance, LocalInstance, SlurmInstance, unknown_instance
-from trainer.contract.scheduler_kinds import AUTO, LOCAL, SLURM, choice_words
+from trainer.contract.config_sections.scheduler_kinds import AUTO, LOCAL, SLURM, choice_words
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from orchestrator.errors import SlurmUnreachable
 from orchestrator.scheduler.slurm.commands import run_command
-from trainer.contract.scheduler_kinds import LOCAL
+from trainer.contract.config_sections.scheduler_kinds import LOCAL
 
 ANSWER_WITHIN = 10.0
 KEEP_FOR = 10.0

@@ -10,7 +10,7 @@ from pathlib import Path
 from orchestrator.config.near_files import near_file
 from orchestrator.config.run_config import RunConfig
 from orchestrator.errors import ConfigError
-from trainer.contract.scheduler_kinds import traits
+from trainer.contract.config_sections.scheduler_kinds import traits
 from trainer.contract.user_command.command_folder import FOLDER_VARIABLE
 
 _INTERPRETER = re.compile(r"(?:.*/)?(?:python[\d.]*|bash|sh)")

@@ -8,7 +8,7 @@ from checkpointing.config import RUN
 from orchestrator.registry.records import Run
 from orchestrator.registry.store import Store
 from orchestrator.states import RunState
-from trainer.contract.failure_kinds import kinds_with
+from trainer.contract.failures.failure_kinds import kinds_with
 from trainer.contract.run_dir import RunDir
 
 _FIXED_BY_A_PERSON = kinds_with(lambda traits: traits.of_the_program or traits.comes_back)

@@ -18,7 +18,7 @@ from orchestrator.scheduler.available_schedulers import FACTORIES
 from orchestrator.scheduler.job_environment import SECRET, Submitter
 from orchestrator.scheduler.slurm.client_environment import RECORDED, ClientEnvironment
 from orchestrator.submission.imported_files import imported_names
-from trainer.contract.scheduler_kinds import SLURM
+from trainer.contract.config_sections.scheduler_kinds import SLURM
 
 DIFF_LIMIT = 256 * 1024
 """Bytes of a dirty diff that are kept; its digest always covers all of it."""

@@ -7,8 +7,8 @@ from orchestrator.scheduler.interface import JobSpec
 from tests.fakes.model_clock import FakeClock
 from trainer.contract.config import load
 from trainer.contract.events import EventKind, EventLog
+from trainer.contract.failures.outcome import AgentEnd, AgentReport, AttemptOutcome, AttemptResult, ExitCode, Failure
 from trainer.contract.launch_token import LaunchToken, holds
-from trainer.contract.outcome import AgentEnd, AgentReport, AttemptOutcome, AttemptResult, ExitCode, Failure
 from trainer.contract.requests import RequestKind, pending
 from trainer.contract.run_dir import RunDir
 

@@ -12,8 +12,8 @@ from orchestrator.states import AttemptState, RunState, Trust
 from tests.scenarios.world import World, config, moves, training
 from trainer.contract.config import load
 from trainer.contract.events import EventKind, EventLog
+from trainer.contract.failures.outcome import Failure, FailureKind
 from trainer.contract.launch_token import LaunchToken
-from trainer.contract.outcome import Failure, FailureKind
 from trainer.contract.requests import RequestKind, pending
 
 

@@ -27,15 +27,15 @@ from trainer.agent.processes.watchdog_client import WatchdogClient
 from trainer.agent.processes.write_behind import WriteBehind, settle
 from trainer.agent.watch.root_cause import signal_name
 from trainer.contract.config import JobConfig, config_digest, load
+from trainer.contract.config_sections.scheduler_kinds import traits
 from trainer.contract.events import EventKind, EventLog
+from trainer.contract.failures.outcome import AgentEnd, ExitCode
 from trainer.contract.launch_token import LaunchToken
 from trainer.contract.logs.line_file import LineFile
 from trainer.contract.logs.log_rotation import LogsConfig
 from trainer.contract.messages.greeting import PROTOCOL, Hello, installed_release
 from trainer.contract.node_identity import NodeIdentity, discover
-from trainer.contract.outcome import AgentEnd, ExitCode
 from trainer.contract.run_dir import AttemptDir, RunDir
-from trainer.contract.scheduler_kinds import traits
 from trainer.contract.secrets import run_secrets
 from trainer.contract.secrets.secret_redaction import in_use
 

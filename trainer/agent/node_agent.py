@@ -29,10 +29,10 @@ from trainer.agent.watch.root_cause import exit_words, signal_name
 from trainer.agent.watch.sampling import Sampler, no_writer
 from trainer.contract.config import JobConfig
 from trainer.contract.events import EventKind, EventLog
+from trainer.contract.failures.outcome import AgentEnd, ExitCode
 from trainer.contract.messages import agents, fork_server
 from trainer.contract.messages.ranks import Saves, Speeds, Store
 from trainer.contract.node_identity import NodeIdentity
-from trainer.contract.outcome import AgentEnd, ExitCode
 from trainer.contract.ranks.progress import StopReason
 from trainer.contract.run_dir import AttemptDir, RunDir
 

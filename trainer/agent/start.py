@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from checkpointing.storage.trusted_path import pinned
-from trainer.contract.outcome import ExitCode
+from trainer.contract.failures.outcome import ExitCode
 
 _WRITABLE_BY_OTHERS = 0o022
 

@@ -4,8 +4,8 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from trainer.contract.config_sections.scheduler_kinds import LOCAL, SLURM
 from trainer.contract.process_identity import start_time
-from trainer.contract.scheduler_kinds import LOCAL, SLURM
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from trainer.contract.failures.outcome import ExitCode, RankOutcome, legible
 from trainer.contract.messages.ranks import ReportedEnd
-from trainer.contract.outcome import ExitCode, RankOutcome, legible
 from trainer.contract.ranks.progress import ProgressCell
 from trainer.contract.ranks.rank_messages import RankSpec, send_message
 from trainer.contract.ranks.rank_outcomes import append_outcome

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.optim.adamw import adamw
 
-from trainer.contract.parallel_config import HOST_COPY_BYTES
+from trainer.contract.config_sections.parallel_config import HOST_COPY_BYTES
 from trainer.worker.parallel.own_part import own_part
 
 

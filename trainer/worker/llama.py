@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from trainer.contract.config import JobConfig, ModelConfig, TrainConfig
-from trainer.contract.model_flops import flops_per_token
+from trainer.contract.model_costs.model_flops import flops_per_token
 from trainer.contract.token_shards import Index
 from trainer.worker import parallelize
 from trainer.worker.activation_checkpointing import Recompute, for_layer

@@ -18,8 +18,8 @@ from checkpointing.storage.backends import storage_at
 from checkpointing.storage.trusted_path import pinned
 from checkpointing.tiers.tier import RunTiers, resolve_tiers
 from trainer.contract.config import JobConfig, load
+from trainer.contract.failures.outcome import ExitCode
 from trainer.contract.launch_token import LaunchToken, holds
-from trainer.contract.outcome import ExitCode
 from trainer.contract.ranks.progress import Phase, ProgressCell
 from trainer.contract.ranks.rank_messages import SPEC_VARIABLE, RankSpec, report_saves
 from trainer.contract.restore_test import read_order

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from trainer.contract import skipped_batches
 from trainer.contract.config import JobConfig, config_digest
 from trainer.contract.events import EventKind
+from trainer.contract.failures.outcome import ExitCode
 from trainer.contract.launch_token import LaunchToken
-from trainer.contract.outcome import ExitCode
 from trainer.contract.ranks.progress import Phase, ProgressCell
 from trainer.contract.ranks.rank_messages import RankSpec
 from trainer.contract.run_dir import AttemptDir, RunDir

@@ -7,7 +7,7 @@ from typing import Any
 from orchestrator.controller.leasing.lease import LeaseState, displayed_state, host_of
 from orchestrator.errors import Precondition
 from orchestrator.home import registry_path
-from trainer.contract.scheduler_kinds import traits
+from trainer.contract.config_sections.scheduler_kinds import traits
 
 START = "`orch controller start` starts one"
 """What to type where no controller runs."""

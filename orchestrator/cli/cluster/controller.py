@@ -16,7 +16,7 @@ from orchestrator.cli.terminal.render import Screen, iso, span
 from orchestrator.errors import Precondition, SlurmUnreachable
 from orchestrator.home import registry_path
 from orchestrator.states import LIVE_RUNS
-from trainer.contract.scheduler_kinds import choices
+from trainer.contract.config_sections.scheduler_kinds import choices
 
 if TYPE_CHECKING:
     from orchestrator.controller.reconciler.tick_report import TickReport

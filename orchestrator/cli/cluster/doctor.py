@@ -14,7 +14,7 @@ from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Screen
 from orchestrator.errors import OrchError, Precondition
 from orchestrator.scheduler.interface import Resources
-from trainer.contract.scheduler_kinds import SLURM
+from trainer.contract.config_sections.scheduler_kinds import SLURM
 
 FIRST_RUN = "slurm-first-run"
 """The preset that a newcomer submits first."""

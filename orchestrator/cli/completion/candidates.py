@@ -11,7 +11,7 @@ from orchestrator.errors import OrchError
 from orchestrator.home import registry_path
 from orchestrator.registry import fast_queries
 from orchestrator.states import ENDED_RUNS, LIVE_RUNS, RunState
-from trainer.contract.scheduler_kinds import choices
+from trainer.contract.config_sections.scheduler_kinds import choices
 
 Item = CompletionItem[str]
 Source = Callable[[click.Context, str], Iterable[Item]]

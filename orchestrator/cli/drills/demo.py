@@ -20,7 +20,7 @@ from orchestrator.cli.terminal.argument_types import NonEmptyPath, Seconds
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Screen, decimal
 from orchestrator.errors import ConfigError, RunFailed
-from trainer.contract.scheduler_kinds import LOCAL
+from trainer.contract.config_sections.scheduler_kinds import LOCAL
 
 RESTORE_TEST = "restore-test"
 

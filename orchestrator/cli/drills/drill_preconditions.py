@@ -2,7 +2,7 @@
 
 from orchestrator.cli.drills.scorecard import EXPECTED, NODE_KINDS
 from trainer.contract.config import JobConfig
-from trainer.contract.drill_config import BETWEEN_STAGES
+from trainer.contract.config_sections.drill_config import BETWEEN_STAGES
 from trainer.contract.events import EventKind
 
 _COSTLY = {

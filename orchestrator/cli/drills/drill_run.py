@@ -19,8 +19,8 @@ from orchestrator.errors import Precondition, RunFailed, WaitTimeout
 from orchestrator.registry.records import Attempt
 from orchestrator.states import RunState
 from trainer.contract.events import Event, EventKind
+from trainer.contract.failures.save_trouble import SAVES_FAILING
 from trainer.contract.requests import RequestKind
-from trainer.contract.save_trouble import SAVES_FAILING
 
 SAVED = 20
 """Of the demo: what the agents bring about is asked for when this step is trained and saved."""

@@ -16,8 +16,8 @@ from orchestrator.cli.runs.submit import launch
 from orchestrator.cli.terminal.render import Screen
 from orchestrator.errors import Precondition, RunFailed
 from orchestrator.registry.records import Checkpoint, RestoreTest
+from trainer.contract.config_sections.scheduler_kinds import LOCAL
 from trainer.contract.restore_test import Outcome
-from trainer.contract.scheduler_kinds import LOCAL
 
 SETTINGS = (
     "name=restore-test-demo", "train.steps=30", "checkpoint.every=10", "drill.events=[]", "restore_tests.every=off",

@@ -9,8 +9,8 @@ from typing import Any
 from orchestrator.cli.access.registry import open_store
 from orchestrator.cli.terminal.render import plain
 from trainer.contract.events import Event, EventKind, read_events
+from trainer.contract.failures.outcome import AttemptOutcome, ExitCode, Failure
 from trainer.contract.logs.log_rotation import read_tail
-from trainer.contract.outcome import AttemptOutcome, ExitCode, Failure
 from trainer.contract.ranks.rank_messages import generation_mark
 from trainer.contract.ranks.rank_outcomes import all_outcomes
 from trainer.contract.run_dir import AttemptDir, RunDir

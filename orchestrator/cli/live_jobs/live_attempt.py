@@ -12,8 +12,8 @@ from orchestrator.errors import Precondition, WaitTimeout
 from orchestrator.states import ENDED_RUNS, RunState
 from trainer.contract.config import ClusterShape, JobConfig, load
 from trainer.contract.events import EventKind, read_events
+from trainer.contract.failures.outcome import AttemptOutcome
 from trainer.contract.heartbeat import Heartbeat
-from trainer.contract.outcome import AttemptOutcome
 from trainer.contract.rank_readings import RankReadings
 from trainer.contract.requests import REFUSED, Request, RequestKind
 from trainer.contract.run_dir import AttemptDir, RunDir

@@ -11,7 +11,7 @@ from orchestrator.cli.access.registry import open_store
 from orchestrator.cli.terminal.render import Screen
 from orchestrator.errors import NotFound
 from orchestrator.states import LIVE_RUNS, RunState
-from trainer.contract.moved_keys import in_present_keys
+from trainer.contract.config_sections.moved_keys import in_present_keys
 from trainer.contract.run_dir import RunDir
 
 READ_WITHIN = 2.0

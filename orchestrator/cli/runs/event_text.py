@@ -8,8 +8,8 @@ from orchestrator.cli.runs.run_reader import StepMetrics
 from orchestrator.cli.terminal.render import count, decimal, progress, size
 from orchestrator.recovery.drilled_failures import drill_words
 from trainer.contract.events import Event, EventKind
-from trainer.contract.outcome import ExitCode
-from trainer.contract.save_trouble import short_reason
+from trainer.contract.failures.outcome import ExitCode
+from trainer.contract.failures.save_trouble import short_reason
 
 
 def progress_line(

@@ -56,7 +56,7 @@ class ClusterKind(click.Choice[str]):
     """Where a run goes; the name of a preset is answered with what brings that preset in."""
 
     def __init__(self) -> None:
-        from trainer.contract.scheduler_kinds import choices
+        from trainer.contract.config_sections.scheduler_kinds import choices
 
         super().__init__(choices())
 

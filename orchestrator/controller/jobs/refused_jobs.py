@@ -4,7 +4,7 @@ import re
 
 from orchestrator.errors import ConfigError, Retryable, SubmitRejected
 from orchestrator.registry.records import Run
-from trainer.contract.outcome import Failure, FailureKind
+from trainer.contract.failures.outcome import Failure, FailureKind
 
 _KEY = re.compile(r"[a-z_]+(\.[a-z_-]+)+", re.ASCII)
 

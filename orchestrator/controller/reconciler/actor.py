@@ -33,8 +33,8 @@ from orchestrator.registry.store import Store
 from orchestrator.scheduler.interface import UNREADABLE, JobStatus, Scheduler
 from orchestrator.scheduler.submitit_payload import ids_in
 from orchestrator.states import AttemptState, RunState
+from trainer.contract.failures.outcome import Failure, FailureKind
 from trainer.contract.launch_token import LaunchToken, is_revoked, revoke
-from trainer.contract.outcome import Failure, FailureKind
 from trainer.contract.requests import Request, RequestKind, pending
 from trainer.contract.run_dir import AttemptDir, RunDir
 

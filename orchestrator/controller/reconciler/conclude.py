@@ -31,9 +31,9 @@ from orchestrator.recovery.suspect_checkpoints import newly_suspect
 from orchestrator.registry.records import PERSON, Attempt, Run
 from orchestrator.registry.store import Store
 from orchestrator.states import AttemptState, RunState, Trust
+from trainer.contract.config_sections.scheduler_kinds import traits
 from trainer.contract.events import EventKind
-from trainer.contract.outcome import Failure, FailureKind
-from trainer.contract.scheduler_kinds import traits
+from trainer.contract.failures.outcome import Failure, FailureKind
 
 PoolSize = Callable[[RunConfig], int | None]
 

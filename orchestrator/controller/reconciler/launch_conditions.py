@@ -12,7 +12,7 @@ from orchestrator.errors import SubmitRejected
 from orchestrator.recovery.retry_policy import Action, Decision
 from orchestrator.scheduler.interface import QUEUED_STATES, JobStatus
 from orchestrator.states import LIVE_ATTEMPTS
-from trainer.contract.outcome import FailureKind
+from trainer.contract.failures.outcome import FailureKind
 
 
 def wait_for_room(actor: Actor, view: RunView) -> bool:

@@ -46,7 +46,7 @@ from orchestrator.scheduler.scheduler_instance import Instance
 from orchestrator.scheduler.slurm.pending_reasons import waiting_words
 from orchestrator.states import LIVE_ATTEMPTS, AttemptState, RunState
 from trainer.contract.config import build
-from trainer.contract.outcome import FailureKind
+from trainer.contract.failures.outcome import FailureKind
 from trainer.contract.run_dir import RunDir
 
 log = logging.getLogger("orch.controller")

@@ -26,7 +26,7 @@ from orchestrator.registry.records import (
 )
 from orchestrator.scheduler.interface import LEAVING_STATES, QUEUED_STATES
 from orchestrator.states import LIVE_ATTEMPTS, LIVE_RUNS, AttemptState, RunState
-from trainer.contract.outcome import Failure, FailureKind
+from trainer.contract.failures.outcome import Failure, FailureKind
 from trainer.contract.requests import RequestKind
 
 log = logging.getLogger("orch.controller")

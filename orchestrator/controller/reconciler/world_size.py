@@ -20,7 +20,7 @@ from orchestrator.recovery.smaller_world import asked_nodes, on_nodes, smaller_w
 from orchestrator.recovery.world_sizes import full_size, resized, world_sizes
 from orchestrator.scheduler.interface import LEAVING_STATES, JobStatus, Resources
 from orchestrator.scheduler.slurm.pending_reasons import waits_for_nodes
-from trainer.contract.outcome import FailureKind
+from trainer.contract.failures.outcome import FailureKind
 from trainer.contract.time_spans import span
 
 UsableNodes = Callable[[Resources, frozenset[str]], int | None]

@@ -19,12 +19,12 @@ from orchestrator.recovery.evidence import Evidence, LogTail
 from orchestrator.registry.records import Attempt
 from orchestrator.scheduler.interface import ENDED_STATES, LEAVING_STATES, RUNNING_STATES, JobStatus
 from orchestrator.scheduler.slurm.sbatch_values import minutes
+from trainer.contract.config_sections.scheduler_kinds import traits
+from trainer.contract.failures.outcome import AgentReport, AttemptOutcome, AttemptResult, FailureKind
 from trainer.contract.heartbeat import Heartbeat
 from trainer.contract.logs.log_rotation import read_tail
-from trainer.contract.outcome import AgentReport, AttemptOutcome, AttemptResult, FailureKind
 from trainer.contract.requests import RequestKind, pending
 from trainer.contract.run_dir import AttemptDir, RunDir
-from trainer.contract.scheduler_kinds import traits
 
 T = TypeVar("T")
 

@@ -23,9 +23,9 @@ from orchestrator.recovery.node_exclusion import DRILLED, TAKEN_FOR
 from orchestrator.registry.records import Attempt, Checkpoint, Copy, Generation, Notice
 from orchestrator.registry.store import Store
 from orchestrator.states import Trust, may_move
+from trainer.contract.config_sections.scheduler_kinds import traits
 from trainer.contract.events import Event, EventKind
-from trainer.contract.outcome import Failure, FailureKind
-from trainer.contract.scheduler_kinds import traits
+from trainer.contract.failures.outcome import Failure, FailureKind
 
 UNREADABLE_EVENT = "event.unreadable"
 """The notice of an event that lacks what its kind must have."""

@@ -13,7 +13,7 @@ from orchestrator.cli import main
 from orchestrator.registry.records import Checkpoint, Generation, NewRun, RestoreTest
 from orchestrator.registry.store import Store
 from orchestrator.states import AttemptState, RunState, Trust
-from trainer.contract.outcome import Failure, FailureKind
+from trainer.contract.failures.outcome import Failure, FailureKind
 
 
 @dataclass(frozen=True)

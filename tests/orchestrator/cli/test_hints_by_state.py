@@ -21,7 +21,7 @@ from orchestrator.submission.run_identity import code, environment
 from tests.orchestrator.cli.conftest import Type, Typed
 from tests.orchestrator.cli.printed_commands import commands_in, is_name, why_not_typed
 from trainer.contract.events import EventKind, EventLog
-from trainer.contract.outcome import Failure, FailureKind
+from trainer.contract.failures.outcome import Failure, FailureKind
 from trainer.contract.run_dir import RunDir
 
 STEP = 20

@@ -17,8 +17,8 @@ from orchestrator.home import controller_log
 from orchestrator.registry.store import Store
 from orchestrator.scheduler.available_schedulers import lease_key
 from tests.orchestrator.controller.until import until
+from trainer.contract.config_sections.scheduler_kinds import LOCAL
 from trainer.contract.process_identity import start_time
-from trainer.contract.scheduler_kinds import LOCAL
 
 
 def test_a_daemon_is_started_once_found_and_stopped(path: Path) -> None:

@@ -5,7 +5,7 @@ import pytest
 from orchestrator.recovery.drilled_failures import attributed, drill_words
 from orchestrator.registry.records import Notice
 from trainer.contract.events import EventKind
-from trainer.contract.outcome import Failure, FailureKind
+from trainer.contract.failures.outcome import Failure, FailureKind
 
 LOST = Failure(kind=FailureKind.NODE_LOST, reason="NODE_FAIL", node="n2")
 

@@ -5,7 +5,7 @@ import pytest
 from orchestrator.recovery.elastic_policy import LastAttempt, give_up_waiting, needs_choice, next_size
 from orchestrator.recovery.smaller_world import on_nodes, size_words, smaller_world
 from orchestrator.recovery.world_sizes import WorldSize
-from trainer.contract.outcome import FailureKind
+from trainer.contract.failures.outcome import FailureKind
 
 SIZES = [WorldSize(nodes=4, spare_nodes=1), WorldSize(nodes=4), WorldSize(nodes=3), WorldSize(nodes=2)]
 HOUR = 3600.0

@@ -13,7 +13,7 @@ from orchestrator.recovery.failure_rate import (
 )
 from orchestrator.registry.records import Attempt, Generation
 from orchestrator.states import AttemptState
-from trainer.contract.outcome import FailureKind
+from trainer.contract.failures.outcome import FailureKind
 
 NOTHING = FailureCount()
 

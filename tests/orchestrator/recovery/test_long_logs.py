@@ -9,7 +9,7 @@ from orchestrator.cli.live_jobs import first_error
 from orchestrator.cli.terminal import render
 from trainer.agent.ranks import last_cpp_exception, last_output
 from trainer.agent.watch import command_errors
-from trainer.contract.failure_patterns import TABLE
+from trainer.contract.failures.failure_patterns import TABLE
 
 MODULES = (first_error, render, last_cpp_exception, last_output, command_errors)
 PATTERNS = {

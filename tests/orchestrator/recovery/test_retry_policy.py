@@ -16,8 +16,8 @@ from orchestrator.recovery.retry_policy import (
     decide,
 )
 from trainer.contract.config import RecoveryConfig
-from trainer.contract.failure_kinds import TRAITS, Budget
-from trainer.contract.outcome import Failure, FailureKind
+from trainer.contract.failures.failure_kinds import TRAITS, Budget
+from trainer.contract.failures.outcome import Failure, FailureKind
 
 CONFIG = RecoveryConfig()
 NOW = 1_000_000.0  # Jan 12 13:46:40 UTC

@@ -7,7 +7,7 @@ import pytest
 from orchestrator.recovery.suspect_checkpoints import newly_suspect
 from orchestrator.registry.records import Attempt, Checkpoint, Generation
 from orchestrator.states import AttemptState, Trust
-from trainer.contract.outcome import Failure, FailureKind
+from trainer.contract.failures.outcome import Failure, FailureKind
 
 SEGFAULT = Failure(kind=FailureKind.RANK_KILLED, reason="rank 1 was killed by SIGSEGV", signal=11, step=103)
 

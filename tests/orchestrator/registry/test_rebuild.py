@@ -21,8 +21,8 @@ from orchestrator.registry.store import Store
 from orchestrator.registry_rebuild.rebuild import rebuild
 from orchestrator.states import AttemptState, RunState, Trust
 from trainer.contract.events import EventKind, EventLog
+from trainer.contract.failures.outcome import AttemptOutcome, AttemptResult
 from trainer.contract.launch_token import LaunchToken
-from trainer.contract.outcome import AttemptOutcome, AttemptResult
 from trainer.contract.run_dir import RunDir
 
 Desk = Any

@@ -15,7 +15,10 @@ import pytest
 ROOT = Path(__file__).resolve().parents[3]
 PACKAGES = ("orch", "orchestrator", "trainer", "checkpointing")
 NAMES = {"slurm", "local"}
-TRAITS, FACTORIES = "trainer/contract/scheduler_kinds.py", "orchestrator/scheduler/available_schedulers.py"
+TRAITS, FACTORIES = (
+    "trainer/contract/config_sections/scheduler_kinds.py",
+    "orchestrator/scheduler/available_schedulers.py",
+)
 ROWS = {
     TRAITS: ("KINDS = {\n", '    "spool": SchedulerKind(simulated_nodes=True, go_seconds=600.0),\n'),
     FACTORIES: (

@@ -12,9 +12,9 @@ from typing import Any, BinaryIO, Protocol
 
 from checkpointing.storage.durable import dump_line, write_durably
 from trainer.contract.events import Event, EventKind, read_events
+from trainer.contract.failures.outcome import AttemptOutcome
 from trainer.contract.launch_token import LaunchToken
 from trainer.contract.node_identity import local_job_id
-from trainer.contract.outcome import AttemptOutcome
 from trainer.contract.run_dir import RunDir
 
 

@@ -12,7 +12,7 @@ import pytest
 from checkpointing.storage.durable import dump_line
 from tests.trainer.agent.job import until
 from trainer.contract.events import EventKind
-from trainer.contract.outcome import ExitCode
+from trainer.contract.failures.outcome import ExitCode
 
 
 def test_a_command_finds_torchruns_variables_and_its_folder(job, tmp_path):

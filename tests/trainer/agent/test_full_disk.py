@@ -9,7 +9,7 @@ import pytest
 from tests.checkpointing.proofs.mounts import fill, small_tmpfs
 from tests.trainer.agent.job import LocalJob, until
 from trainer.contract.events import EventKind
-from trainer.contract.outcome import ExitCode, FailureKind
+from trainer.contract.failures.outcome import ExitCode, FailureKind
 
 WRITES_WHEN_TOLD = """
 import os, sys, time

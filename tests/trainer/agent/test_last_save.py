@@ -4,9 +4,9 @@ import pytest
 
 from trainer.agent.attempt_state.deadline import Bounds
 from trainer.agent.attempt_state.stopping import Stopping
+from trainer.contract.config_sections.scheduler_kinds import traits
 from trainer.contract.messages.agents import ProgressReport
 from trainer.contract.ranks.progress import ProgressCell, StopReason
-from trainer.contract.scheduler_kinds import traits
 
 
 def stopping(kind: str = "slurm", limit: str = "1:00:00", lead: float = 120.0) -> Stopping:

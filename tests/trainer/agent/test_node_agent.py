@@ -20,11 +20,11 @@ from trainer.agent.ranks import rank_exit
 from trainer.agent.ranks.local_ranks import LocalRanks
 from trainer.contract.config import ClusterShape, JobConfig
 from trainer.contract.events import EventLog
+from trainer.contract.failures.outcome import RankOutcome
 from trainer.contract.messages import agents
 from trainer.contract.messages.agents import Fault
 from trainer.contract.messages.ranks import ReportedEnd, Store
 from trainer.contract.node_identity import NodeIdentity
-from trainer.contract.outcome import RankOutcome
 from trainer.contract.ranks.rank_messages import send_message
 from trainer.contract.ranks.rank_outcomes import append_outcome
 from trainer.contract.run_dir import RunDir

@@ -9,9 +9,9 @@ from trainer.agent.fork_server import cpu_binding
 from trainer.agent.nodes import preflight
 from trainer.agent.nodes.preflight import Fault, examine, find_blamed_node
 from trainer.contract.config import ClusterShape, DataConfig, JobConfig
+from trainer.contract.failures.outcome import FailureKind
 from trainer.contract.messages.agents import ProgressReport
 from trainer.contract.node_identity import NodeIdentity
-from trainer.contract.outcome import FailureKind
 from trainer.contract.ranks.progress import StopReason
 
 

@@ -9,7 +9,7 @@ from tests.trainer.agent.job import LocalJob
 from tests.trainer.agent.test_torch_ranks import TINY, data, training  # noqa: F401  # fixtures
 from trainer.contract import skipped_batches
 from trainer.contract.events import EventKind
-from trainer.contract.outcome import AttemptResult
+from trainer.contract.failures.outcome import AttemptResult
 
 pytestmark = pytest.mark.multi
 

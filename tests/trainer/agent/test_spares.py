@@ -17,8 +17,8 @@ from trainer.agent.control.tcp_transport import CoordinatorPeer
 from trainer.agent.nodes.preflight import Fault
 from trainer.contract import token_shards
 from trainer.contract.events import EventKind
+from trainer.contract.failures.outcome import AttemptOutcome, AttemptResult
 from trainer.contract.messages import agents
-from trainer.contract.outcome import AttemptOutcome, AttemptResult
 
 TINY = {
     "model": {"dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "ffn_dim": 64},

@@ -12,7 +12,7 @@ import pytest
 from tests.trainer.agent.job import LocalJob, alive, until
 from trainer.contract import token_shards
 from trainer.contract.events import EventKind
-from trainer.contract.outcome import AttemptResult
+from trainer.contract.failures.outcome import AttemptResult
 from trainer.contract.requests import Request, RequestKind
 
 pytestmark = pytest.mark.multi

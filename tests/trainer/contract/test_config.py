@@ -7,8 +7,8 @@ import pytest
 
 from trainer.contract import config as configs
 from trainer.contract.config import ClusterShape, JobConfig, ModelConfig, OptimizerConfig, TrainConfig
-from trainer.contract.drill_config import DrillEvent
-from trainer.contract.parallel_config import (
+from trainer.contract.config_sections.drill_config import DrillEvent
+from trainer.contract.config_sections.parallel_config import (
     FsdpConfig,
     MeshSizes,
     ParallelConfig,

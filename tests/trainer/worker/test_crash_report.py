@@ -2,7 +2,7 @@
 
 import pytest
 
-from trainer.contract.outcome import ExitCode
+from trainer.contract.failures.outcome import ExitCode
 
 pytestmark = pytest.mark.multi
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from checkpointing.storage.durable import dump_line
 from trainer.contract.events import EventKind, read_events
+from trainer.contract.failures.outcome import RankOutcome
 from trainer.contract.logs.work_log import work_lines
-from trainer.contract.outcome import RankOutcome
 from trainer.contract.ranks.rank_messages import RankSpec
 from trainer.contract.ranks.rank_outcomes import all_outcomes, pack_error_file
 from trainer.contract.run_dir import AttemptDir, RunDir

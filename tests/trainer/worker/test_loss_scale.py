@@ -8,7 +8,7 @@ from checkpointing.engine.verification.audit import audit_in
 from checkpointing.storage.backends import LocalStorage
 from checkpointing.tiers.catalog import Catalog
 from tests.trainer.worker.conftest import hang
-from trainer.contract.outcome import ExitCode
+from trainer.contract.failures.outcome import ExitCode
 from trainer.worker.saved_state.expected_contents import expected
 from trainer.worker.saved_state.loss_scale import FIRST, SMALLEST, LossScale
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from tests.trainer.worker.conftest import hang
+from trainer.contract.failures.outcome import ExitCode
 from trainer.contract.messages.ranks import FROM_RANK, Store
-from trainer.contract.outcome import ExitCode
 from trainer.contract.ranks.progress import Phase, ProgressCell
 from trainer.contract.ranks.rank_messages import SPEC_VARIABLE, RankSpec, receive_message
 

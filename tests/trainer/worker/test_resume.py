@@ -7,7 +7,7 @@ import pytest
 from tests.trainer.worker.conftest import hang
 from trainer.contract import token_shards
 from trainer.contract.events import EventKind
-from trainer.contract.outcome import ExitCode
+from trainer.contract.failures.outcome import ExitCode
 
 pytestmark = pytest.mark.multi
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from trainer.contract.config import ClusterShape, JobConfig, ModelConfig, TrainConfig, WorkloadConfig
-from trainer.contract.parallel_config import ParallelConfig
+from trainer.contract.config_sections.parallel_config import ParallelConfig
 from trainer.worker import workload
 from trainer.worker.initial_weights import generator
 from trainer.worker.llama import LlamaWorkload

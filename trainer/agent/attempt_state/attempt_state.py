@@ -17,13 +17,13 @@ from trainer.agent.ladder.rollback import record_skip
 from trainer.agent.nodes.roster import Roster
 from trainer.agent.watch.command_errors import CommandPast
 from trainer.contract.config import JobConfig
-from trainer.contract.drilled_failures import drill_behind
 from trainer.contract.events import EventKind, EventLog
+from trainer.contract.failures.drilled_failures import drill_behind
+from trainer.contract.failures.outcome import Failure
 from trainer.contract.heartbeat import Heartbeat, Stage
 from trainer.contract.launch_token import LaunchToken
 from trainer.contract.messages.agents import AskStop, ExpectStop, ProgressReport
 from trainer.contract.node_identity import NodeIdentity
-from trainer.contract.outcome import Failure
 from trainer.contract.ranks.progress import StopReason
 from trainer.contract.run_dir import AttemptDir, RunDir
 

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from trainer.contract import slurm_time
+from trainer.contract.config_sections.scheduler_kinds import traits
 from trainer.contract.ranks.progress import StopReason
-from trainer.contract.scheduler_kinds import traits
 
 PRESSING = ("SIGTERM", "SIGINT")
 """Signals that SIGKILL follows soon."""

@@ -8,8 +8,8 @@ from typing import Any
 
 from checkpointing.storage.durable import dump_line, write_durably
 from trainer.agent.processes.detached_thread import run_detached, start_detached
+from trainer.contract.failures.outcome import AttemptOutcome
 from trainer.contract.heartbeat import Heartbeat
-from trainer.contract.outcome import AttemptOutcome
 from trainer.contract.rank_readings import RankReadings
 from trainer.contract.run_dir import AttemptDir
 

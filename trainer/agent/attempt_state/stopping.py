@@ -5,9 +5,9 @@ from dataclasses import dataclass, replace
 
 from checkpointing.save_interval import last_save_before
 from trainer.agent.attempt_state.deadline import PRESSING, Bounds, bound, lead, parse_time, reason_of
+from trainer.contract.config_sections.scheduler_kinds import traits
 from trainer.contract.messages.agents import ProgressReport
 from trainer.contract.ranks.progress import StopReason
-from trainer.contract.scheduler_kinds import traits
 
 
 @dataclass(frozen=True, kw_only=True)

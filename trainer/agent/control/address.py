@@ -6,7 +6,7 @@ import socket
 import struct
 from collections.abc import Mapping
 
-from trainer.contract.scheduler_kinds import traits
+from trainer.contract.config_sections.scheduler_kinds import traits
 
 _SIOCGIFADDR = 0x8915
 

@@ -19,10 +19,10 @@ from trainer.agent.ladder import in_job_policy
 from trainer.agent.ladder.in_job_policy import Action, Decision
 from trainer.agent.user_command.command_run import CommandRun
 from trainer.contract.events import EventKind
+from trainer.contract.failures.outcome import AttemptOutcome, FailureKind
 from trainer.contract.heartbeat import Stage
 from trainer.contract.messages.agents import End, StartGeneration
 from trainer.contract.messages.greeting import Hello
-from trainer.contract.outcome import AttemptOutcome, FailureKind
 
 HANG_UP_SECONDS = 5.0
 

@@ -17,11 +17,11 @@ from trainer.agent.watch.root_cause import RankEnd
 from trainer.agent.watch.stage_waits import StageNeighbours
 from trainer.agent.watch.stragglers import coordinate
 from trainer.agent.watch.work_windows import WorkWindows
+from trainer.contract.config_sections.scheduler_kinds import traits
 from trainer.contract.events import EventKind
+from trainer.contract.failures.outcome import Failure
 from trainer.contract.messages.agents import EvidenceCollected, FlightRecords, ProgressReport, RankSpeeds
-from trainer.contract.outcome import Failure
 from trainer.contract.rank_readings import RankReadings
-from trainer.contract.scheduler_kinds import traits
 
 _SETTLED = 0.5
 """Seconds after a first bad end until most of the others have come, and their flight records are written."""

@@ -3,9 +3,9 @@
 import asyncio
 from pathlib import Path
 
+from trainer.contract.config_sections.scheduler_kinds import traits
 from trainer.contract.launch_token import LaunchToken
 from trainer.contract.node_identity import NodeIdentity
-from trainer.contract.scheduler_kinds import traits
 
 
 class Refused(Exception):

@@ -21,10 +21,10 @@ from trainer.agent.coordination.request_handlers import RequestHandlers
 from trainer.agent.coordination.timers import Timers
 from trainer.agent.watch.root_cause import RankEnd
 from trainer.contract.events import EventKind
+from trainer.contract.failures.outcome import Failure, FailureKind
 from trainer.contract.heartbeat import Stage
 from trainer.contract.messages import agents
 from trainer.contract.messages.codec import name_of
-from trainer.contract.outcome import Failure, FailureKind
 from trainer.contract.requests import Request
 
 _NO_NEWS = (agents.ProgressReport, agents.FlightRecords, agents.RankSaves)

@@ -3,8 +3,8 @@
 from trainer.agent.attempt_state.attempt_state import AttemptState
 from trainer.agent.control.own_messages import AgentRefused
 from trainer.contract.events import EventKind
+from trainer.contract.failures.outcome import Failure, FailureKind
 from trainer.contract.messages.agents import Unloadable
-from trainer.contract.outcome import Failure, FailureKind
 
 
 class NodeFailures:

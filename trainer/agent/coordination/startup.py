@@ -9,8 +9,8 @@ from trainer.agent.ladder import in_job_policy, node_replacement
 from trainer.agent.ladder.in_job_policy import Action, Decision
 from trainer.agent.nodes import preflight
 from trainer.contract.events import EventKind
+from trainer.contract.failures.outcome import Failure, FailureKind
 from trainer.contract.heartbeat import Stage
-from trainer.contract.outcome import Failure, FailureKind
 
 
 class Startup:

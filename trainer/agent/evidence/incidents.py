@@ -8,7 +8,7 @@ from checkpointing.storage.durable import dump_line, write_durably
 from trainer.agent.watch.hang_detector import Incident
 from trainer.agent.watch.hangs import Judgement, Stall
 from trainer.agent.watch.rank_sample import RankSample
-from trainer.contract.outcome import Failure, FailureKind
+from trainer.contract.failures.outcome import Failure, FailureKind
 from trainer.contract.secrets.secret_redaction import in_use
 
 _MOST_WAITING = 64

@@ -3,8 +3,8 @@
 from collections.abc import Collection, Mapping
 
 from trainer.contract.config import JobConfig
+from trainer.contract.config_sections.scheduler_kinds import traits
 from trainer.contract.node_identity import NodeIdentity
-from trainer.contract.scheduler_kinds import traits
 
 
 def cores_of_rank(

@@ -12,8 +12,8 @@ from typing import NoReturn
 from setproctitle import setproctitle
 
 from trainer.agent.processes.process_tree import AGENT_DIED_SIGNAL, set_pdeathsig
+from trainer.contract.failures.outcome import ExitCode
 from trainer.contract.messages.fork_server import StartRank
-from trainer.contract.outcome import ExitCode
 from trainer.contract.ranks.rank_messages import SPEC_VARIABLE, RankSpec, generation_mark
 
 RankMain = Callable[[RankSpec], int]

@@ -8,11 +8,11 @@ from enum import Enum, auto
 
 from trainer.agent.watch.command_errors import CommandPast, command_cause
 from trainer.agent.watch.root_cause import Cause, CommandFailure, RankEnd, find_cause, secondary_order
-from trainer.contract.failure_kinds import kinds_with
-from trainer.contract.outcome import AttemptResult, ExitCode, Failure, FailureKind
+from trainer.contract.failures.failure_kinds import kinds_with
+from trainer.contract.failures.outcome import AttemptResult, ExitCode, Failure, FailureKind
+from trainer.contract.failures.suspect_checkpoints import FailedGeneration, failed_generation, suspect_steps
 from trainer.contract.ranks.progress import StopReason
 from trainer.contract.skipped_batches import Skip
-from trainer.contract.suspect_checkpoints import FailedGeneration, failed_generation, suspect_steps
 
 SETTLE_SECONDS = 1.0
 """How long peers get to report their own outcomes: no longer, for they may be blocked in a collective for ever."""

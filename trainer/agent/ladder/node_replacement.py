@@ -4,7 +4,7 @@ from trainer.agent.ladder import in_job_policy
 from trainer.agent.ladder.in_job_policy import Action, Decision
 from trainer.agent.nodes.roster import Member, Roster
 from trainer.contract.events import EventKind, EventLog
-from trainer.contract.outcome import Failure, FailureKind
+from trainer.contract.failures.outcome import Failure, FailureKind
 
 
 def replace(decision: Decision, roster: Roster, events: EventLog, *, drill: str = "") -> Decision | None:

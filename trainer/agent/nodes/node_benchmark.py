@@ -5,10 +5,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 
 from trainer.agent.nodes.slow_nodes import RankMeasurement, find_slow_node, median_speeds_of_nodes
+from trainer.contract.config_sections.fault_detection_config import PreflightConfig
 from trainer.contract.events import EventKind
-from trainer.contract.fault_detection_config import PreflightConfig
+from trainer.contract.failures.outcome import Failure
 from trainer.contract.messages.agents import RankSpeeds
-from trainer.contract.outcome import Failure
 from trainer.contract.run_dir import RunDir
 
 _EARLIER = 8

@@ -14,9 +14,9 @@ from checkpointing.storage.durable import write_durably
 from trainer.agent.control import address
 from trainer.agent.nodes import gpu_health
 from trainer.contract.config import JobConfig
-from trainer.contract.fault_detection_config import PreflightConfig
+from trainer.contract.config_sections.fault_detection_config import PreflightConfig
+from trainer.contract.failures.outcome import Failure, FailureKind
 from trainer.contract.messages.agents import Fault
-from trainer.contract.outcome import Failure, FailureKind
 
 _FEWEST_FILES = 1024
 _DEVICES = Path("/dev")

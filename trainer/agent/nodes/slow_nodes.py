@@ -4,9 +4,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from trainer.contract.fault_detection_config import PreflightConfig
+from trainer.contract.config_sections.fault_detection_config import PreflightConfig
+from trainer.contract.failures.outcome import Failure, FailureKind
 from trainer.contract.messages.agents import RankSpeeds
-from trainer.contract.outcome import Failure, FailureKind
 
 _WORDS = {"matmul": "matrix multiplication", "memory": "memory bandwidth"}
 _FEWEST = 3

@@ -4,8 +4,8 @@ import time
 from contextlib import suppress
 
 from trainer.agent.processes.detached_thread import run_detached
+from trainer.contract.failures.outcome import AgentEnd, AgentReport
 from trainer.contract.node_identity import NodeIdentity
-from trainer.contract.outcome import AgentEnd, AgentReport
 from trainer.contract.run_dir import AttemptDir
 
 _SECONDS = 5.0

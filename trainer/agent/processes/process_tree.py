@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from trainer.contract.outcome import ExitCode
+from trainer.contract.failures.outcome import ExitCode
 
 SLURM_SIGNALS = (signal.SIGUSR2, signal.SIGTERM, signal.SIGCONT)
 """What Slurm sends to every process of a step; only the agent listens."""

@@ -10,10 +10,10 @@ from trainer.agent.processes.log_pipes import LogPipes
 from trainer.agent.ranks.last_cpp_exception import last_cpp_exception
 from trainer.agent.ranks.last_output import LastOutput, last_output
 from trainer.agent.ranks.local_ranks import LocalRank
-from trainer.contract.failure_patterns import Meaning, error_says
+from trainer.contract.failures.failure_patterns import Meaning, error_says
+from trainer.contract.failures.outcome import RankOutcome
 from trainer.contract.messages.agents import RankExit
 from trainer.contract.messages.ranks import ReportedEnd
-from trainer.contract.outcome import RankOutcome
 from trainer.contract.ranks.rank_outcomes import find_outcome, pack_error_file
 from trainer.contract.run_dir import AttemptDir
 

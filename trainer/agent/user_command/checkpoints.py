@@ -12,7 +12,7 @@ from pathlib import Path
 
 from checkpointing.format.safetensors import Malformed, check_length
 from checkpointing.storage.durable import fsync_dir, open_regular, read_json
-from trainer.contract.outcome import legible
+from trainer.contract.failures.outcome import legible
 from trainer.contract.user_command.command_checkpoints import SET_ASIDE, CommandCheckpointsConfig
 
 MOST = 20

@@ -17,7 +17,7 @@ from trainer.agent.user_command.step_pattern import StepWatch
 from trainer.agent.watch.command_errors import START_SECONDS, CommandPast, NewestCheckpoint
 from trainer.contract.config import JobConfig
 from trainer.contract.events import EventKind, EventLog
-from trainer.contract.outcome import FailureKind
+from trainer.contract.failures.outcome import FailureKind
 from trainer.contract.run_dir import AttemptDir, RunDir
 
 

@@ -19,7 +19,7 @@ if __name__ == "__main__":  # started by its path: where orch's packages are, on
     sys.path[:] = [str(Path(__file__).resolve().parents[3]), *sys.path[1:]]
 
 from trainer.contract.events import EventKind, EventLog
-from trainer.contract.outcome import ExitCode
+from trainer.contract.failures.outcome import ExitCode
 from trainer.contract.restore_test import CHECKPOINT_VARIABLE, Outcome
 from trainer.contract.run_dir import RunDir
 

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from trainer.agent.watch.root_cause import Cause, CommandFailure, RankEnd, find_cause, root_of
-from trainer.contract.failure_kinds import kinds_with
-from trainer.contract.failure_patterns import Meaning, error_says
-from trainer.contract.outcome import FailureKind
+from trainer.contract.failures.failure_kinds import kinds_with
+from trainer.contract.failures.failure_patterns import Meaning, error_says
+from trainer.contract.failures.outcome import FailureKind
 
 START_SECONDS = 300.0
 """What a program may need to start: one that ran for longer has trained, as far as anybody can tell."""

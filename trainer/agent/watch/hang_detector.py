@@ -15,7 +15,7 @@ from trainer.agent.watch.rank_sample import RankSample
 from trainer.agent.watch.report_gaps import LONGEST, ReportGaps
 from trainer.agent.watch.report_schedule import ATTENTION_SECONDS, calm_seconds, report_seconds
 from trainer.agent.watch.stage_waits import StageNeighbours, never_sent, with_stage_waits
-from trainer.contract.fault_detection_config import HangConfig
+from trainer.contract.config_sections.fault_detection_config import HangConfig
 from trainer.contract.messages.agents import (
     CollectEvidence,
     EvidenceCollected,

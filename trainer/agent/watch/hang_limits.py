@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from trainer.agent.watch.rank_sample import RankSample
-from trainer.contract.fault_detection_config import HangConfig
+from trainer.contract.config_sections.fault_detection_config import HangConfig
 
 FAST = frozenset({"data", "forward", "backward", "optimizer"})
 """Phases of a step; all others, and every phase of a first step, may be slow for good reasons."""

@@ -13,7 +13,7 @@ from trainer.agent.flight.analysis import Finding
 from trainer.agent.watch.hang_limits import HALTED, Allowed, Limits, format_seconds
 from trainer.agent.watch.rank_sample import RankSample
 from trainer.agent.watch.report_gaps import Gaps, seconds_still
-from trainer.contract.outcome import Culprit
+from trainer.contract.failures.outcome import Culprit
 
 LOOK_AT_HALTED = 1.0
 """Seconds without a move of anybody after which a halted process is looked into."""

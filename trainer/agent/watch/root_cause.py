@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from checkpointing.errors import NothingFits, NothingIntact, NothingVerifies, SaveFailed
-from trainer.contract.failure_patterns import Meaning, error_says
+from trainer.contract.failures.failure_patterns import Meaning, error_says
+from trainer.contract.failures.outcome import MORE_MEMORY, ExitCode, Failure, FailureKind
 from trainer.contract.messages.agents import RankExit
-from trainer.contract.outcome import MORE_MEMORY, ExitCode, Failure, FailureKind
 
 _NOT_STARTED = (126, 127)
 _CHECKPOINTS = frozenset(one.__name__ for one in (SaveFailed, NothingVerifies, NothingIntact))

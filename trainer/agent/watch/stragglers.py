@@ -11,8 +11,8 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
-from trainer.contract.fault_detection_config import StragglerConfig
-from trainer.contract.parallel_config import ParallelConfig, place_in
+from trainer.contract.config_sections.fault_detection_config import StragglerConfig
+from trainer.contract.config_sections.parallel_config import ParallelConfig, place_in
 from trainer.contract.ranks.progress import SECTIONS
 
 WINDOW = 4

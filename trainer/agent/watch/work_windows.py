@@ -9,7 +9,7 @@ from statistics import median
 
 from trainer.agent.watch import stragglers
 from trainer.agent.watch.stragglers import LONG, SHORT, WINDOW, Level, Verdict
-from trainer.contract.fault_detection_config import StragglerConfig
+from trainer.contract.config_sections.fault_detection_config import StragglerConfig
 from trainer.contract.ranks.progress import SECTIONS
 
 _TOTAL, _STEPS = len(SECTIONS), len(SECTIONS) + 1

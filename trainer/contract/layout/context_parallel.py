@@ -2,7 +2,7 @@
 
 import math
 
-from trainer.contract.parallel_config import CpMethod, ParallelConfig
+from trainer.contract.config_sections.parallel_config import CpMethod, ParallelConfig
 
 
 def can_exchange_heads(heads: int, parallel: ParallelConfig) -> bool:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from trainer.contract.config import JobConfig
-from trainer.contract.parallel_config import ParallelConfig, Strategy
+from trainer.contract.config_sections.parallel_config import ParallelConfig, Strategy
 
 
 def has_experts(config: JobConfig) -> bool:

@@ -7,10 +7,10 @@ from functools import cache
 from typing import Any
 
 from trainer.contract.config import VOCABULARY_MULTIPLE, JobConfig, ModelConfig, TrainConfig
+from trainer.contract.config_sections.parallel_config import ONE_GROUP, CpMethod, ParallelConfig, Strategy
 from trainer.contract.layout.context_parallel import can_exchange_heads
 from trainer.contract.layout.expert_parallel import has_experts, nearest_ep
 from trainer.contract.layout.pipeline_fixes import PIPELINE, Fix, fitting_batch, other_stages, with_fix
-from trainer.contract.parallel_config import ONE_GROUP, CpMethod, ParallelConfig, Strategy
 
 MayChange = Callable[[str], bool]
 """Whether a key may have another value: a run that has trained keeps its sizes."""

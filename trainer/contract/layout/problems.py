@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from trainer.contract.config import JobConfig, ModelConfig, TrainConfig
+from trainer.contract.config_sections.parallel_config import ONE_GROUP, CpMethod, ParallelConfig, Strategy
 from trainer.contract.layout.context_parallel import can_exchange_heads
 from trainer.contract.layout.expert_parallel import ep_problems, expert_problems
-from trainer.contract.parallel_config import ONE_GROUP, CpMethod, ParallelConfig, Strategy
 from trainer.contract.pipeline.micro_batches import MicroBatchError, micro_batch_size
 from trainer.contract.pipeline.stage_fit import problems as pipeline_problems
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from trainer.contract.config import ModelConfig, TrainConfig
-from trainer.contract.model_flops import feed_forward_weights
+from trainer.contract.model_costs.model_flops import feed_forward_weights
 
 FORWARD_SHARE = 1 / 3
 """Of forward and backward pass: gradients of inputs and of weights are a product each, as the forward pass is."""

@@ -9,16 +9,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from trainer.contract.bucket_packing import packed
 from trainer.contract.config import JobConfig
-from trainer.contract.model_shapes import Parameter
-from trainer.contract.parallel_config import place_in
+from trainer.contract.config_sections.parallel_config import place_in
+from trainer.contract.model_costs.bucket_packing import packed
+from trainer.contract.model_costs.model_shapes import Parameter
+from trainer.contract.model_costs.state_bytes import local_shape, state_bytes
 from trainer.contract.pipeline.feed_forward_memory import feed_forward_memory
 from trainer.contract.pipeline.micro_batches import micro_batch_size
 from trainer.contract.pipeline.schedule_table import Action, Kind, Table
 from trainer.contract.pipeline.stage_parameters import has, parameters_of_rank, parts_of_rank
 from trainer.contract.pipeline.stage_split import StagePart
-from trainer.contract.state_bytes import local_shape, state_bytes
 
 _FLOAT32 = 4
 

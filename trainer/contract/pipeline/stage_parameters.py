@@ -1,8 +1,8 @@
 """PURE: which parameters a rank of a pipeline has."""
 
 from trainer.contract.config import JobConfig
-from trainer.contract.model_shapes import Parameter, parameters
-from trainer.contract.parallel_config import place_in
+from trainer.contract.config_sections.parallel_config import place_in
+from trainer.contract.model_costs.model_shapes import Parameter, parameters
 from trainer.contract.pipeline.stage_fit import split_of
 from trainer.contract.pipeline.stage_ranks import stages_of_rank
 from trainer.contract.pipeline.stage_split import StagePart

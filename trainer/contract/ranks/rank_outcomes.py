@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from checkpointing.storage.durable import dump_line, fsync_dir, open_regular
+from trainer.contract.failures.outcome import RankOutcome
 from trainer.contract.logs.line_file import MAX_READ_BYTES, LineFile
-from trainer.contract.outcome import RankOutcome
 from trainer.contract.run_dir import AttemptDir
 
 

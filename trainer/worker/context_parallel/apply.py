@@ -3,8 +3,8 @@
 from typing import Any
 
 from trainer.contract.config import JobConfig
+from trainer.contract.config_sections.parallel_config import CpMethod
 from trainer.contract.layout.context_parallel import cp_method
-from trainer.contract.parallel_config import CpMethod
 from trainer.worker.context_parallel.ring import RingAttention
 from trainer.worker.context_parallel.sequence_part import SequencePart, sequence_part
 from trainer.worker.context_parallel.ulysses import UlyssesAttention

@@ -6,8 +6,8 @@ from functools import cached_property
 import torch
 from torch.nn import functional
 
+from trainer.contract.config_sections.parallel_config import CpMethod, ParallelConfig
 from trainer.contract.layout.context_parallel import chunks_per_rank, padded_length
-from trainer.contract.parallel_config import CpMethod, ParallelConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial
 from torch.nn import functional
 
-from trainer.contract.experts_config import ExpertsConfig
+from trainer.contract.config_sections.experts_config import ExpertsConfig
 
 
 class Experts(nn.Module):

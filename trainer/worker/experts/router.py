@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from trainer.contract.experts_config import ExpertsConfig
+from trainer.contract.config_sections.experts_config import ExpertsConfig
 from trainer.worker.experts.expert_weights import own_weight
 
 

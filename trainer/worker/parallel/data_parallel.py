@@ -9,7 +9,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from trainer.contract.config import JobConfig
-from trainer.contract.parallel_config import Offload, Reduce
+from trainer.contract.config_sections.parallel_config import Offload, Reduce
 from trainer.worker.parallel.equal_replicas import require_equal
 from trainer.worker.parallel.fsdp_units import chosen_units
 from trainer.worker.parallel.gradient_buckets import CannotAverage, GradientBuckets, mark_replica, replicated_parameters

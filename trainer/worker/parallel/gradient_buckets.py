@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from trainer.contract.bucket_packing import packed
+from trainer.contract.model_costs.bucket_packing import packed
 from trainer.worker.parallel.own_part import like_own_part, own_part
 
 

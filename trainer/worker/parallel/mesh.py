@@ -12,7 +12,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from trainer.contract.parallel_config import ExpertSizes, MeshSizes, ParallelConfig, ParameterSizes, place_in
+from trainer.contract.config_sections.parallel_config import (
+    ExpertSizes,
+    MeshSizes,
+    ParallelConfig,
+    ParameterSizes,
+    place_in,
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from trainer.contract.parallel_config import ParallelConfig
+from trainer.contract.config_sections.parallel_config import ParallelConfig
 
 
 def held_states(model: nn.Module, optimizer: torch.optim.Optimizer, parallel: ParallelConfig) -> dict[str, Any]:

@@ -9,10 +9,10 @@ from typing import Any
 
 from checkpointing.storage.durable import dump_line, write_durably
 from trainer.contract.events import EventKind, EventLog
+from trainer.contract.failures.save_trouble import SaveTrouble
 from trainer.contract.logs.line_file import LineFile
 from trainer.contract.ranks.rank_messages import RankSpec
 from trainer.contract.run_dir import AttemptDir
-from trainer.contract.save_trouble import SaveTrouble
 from trainer.worker.reporting.lines_behind import LinesBehind
 from trainer.worker.reporting.stderr_best_effort import write_stderr
 

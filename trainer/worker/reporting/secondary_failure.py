@@ -2,7 +2,7 @@
 
 from torch.distributed import DistError
 
-from trainer.contract.failure_patterns import Meaning, error_says
+from trainer.contract.failures.failure_patterns import Meaning, error_says
 from trainer.worker.startup.rendezvous import PeerLost
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from trainer.contract.config import JobConfig
-from trainer.contract.model_flops import peak_flops
+from trainer.contract.model_costs.model_flops import peak_flops
 from trainer.contract.ranks.progress import SECTIONS
 from trainer.worker.reporting.rank_comparison import RankComparison
 from trainer.worker.reporting.traffic import TrafficMeter

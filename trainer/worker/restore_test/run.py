@@ -20,7 +20,7 @@ from checkpointing.storage.backends import storage_at
 from checkpointing.storage.durable import dump_line
 from trainer.contract.config import JobConfig
 from trainer.contract.events import EventKind
-from trainer.contract.outcome import ExitCode
+from trainer.contract.failures.outcome import ExitCode
 from trainer.contract.ranks.progress import Phase
 from trainer.contract.ranks.rank_messages import RankSpec
 from trainer.contract.restore_test import Outcome, RestoreTest, RestoreVerdict

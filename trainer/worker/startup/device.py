@@ -5,7 +5,7 @@ import os
 import torch
 
 from trainer.contract.config import ClusterShape
-from trainer.contract.failure_patterns import Meaning, error_says
+from trainer.contract.failures.failure_patterns import Meaning, error_says
 
 
 class NodeFault(RuntimeError):

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from trainer.contract.drill_config import KINDS, DrillEvent
+from trainer.contract.config_sections.drill_config import KINDS, DrillEvent
 from trainer.worker.parallel.step_sums import StepSums
 
 _AFTER_STEP = frozenset({"kill-rank", "stop-rank", "raise"})

@@ -11,9 +11,9 @@ import torch
 from checkpointing.errors import SaveFailed
 from trainer.contract.config import JobConfig
 from trainer.contract.events import EventKind
-from trainer.contract.outcome import ExitCode
+from trainer.contract.failures.outcome import ExitCode
+from trainer.contract.failures.save_trouble import short_reason
 from trainer.contract.ranks.progress import SECTIONS, Phase, ProgressCell, StopReason
-from trainer.contract.save_trouble import short_reason
 from trainer.worker.data import take
 from trainer.worker.optimizer import set_learning_rate
 from trainer.worker.parallel.gradient_facts import GradientFacts

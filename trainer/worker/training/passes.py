@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 import torch
 
-from trainer.contract.parallel_config import Reduce
+from trainer.contract.config_sections.parallel_config import Reduce
 from trainer.contract.ranks.progress import Phase
 from trainer.worker.data import unwrapped
 from trainer.worker.parallel.data_parallel import GradientSync

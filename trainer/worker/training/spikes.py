@@ -4,7 +4,7 @@ import math
 from bisect import bisect_left, insort
 from collections import deque
 
-from trainer.contract.fault_detection_config import SpikeConfig
+from trainer.contract.config_sections.fault_detection_config import SpikeConfig
 
 _NORMAL = 1.4826
 """Median absolute deviation to standard deviation, of normally distributed values."""

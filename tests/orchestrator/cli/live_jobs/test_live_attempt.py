@@ -12,7 +12,7 @@ from orchestrator.errors import WaitTimeout
 from orchestrator.states import RunState
 from tests.orchestrator.cli.conftest import Seeds, Type
 from trainer.contract.events import EventKind, EventLog
-from trainer.contract.outcome import AttemptOutcome, AttemptResult
+from trainer.contract.failures.outcome import AttemptOutcome, AttemptResult
 from trainer.contract.requests import Request, RequestKind, pending
 from trainer.contract.run_dir import RunDir
 

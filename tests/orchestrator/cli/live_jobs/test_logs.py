@@ -18,7 +18,7 @@ from orchestrator.cli.runs.run_reader import EventFeed
 from orchestrator.states import RunState
 from tests.orchestrator.cli.conftest import Seeds, Type
 from trainer.contract.events import EventKind, EventLog
-from trainer.contract.outcome import Failure, FailureKind, RankOutcome
+from trainer.contract.failures.outcome import Failure, FailureKind, RankOutcome
 from trainer.contract.ranks.rank_outcomes import append_outcome
 from trainer.contract.run_dir import AttemptDir, RunDir
 

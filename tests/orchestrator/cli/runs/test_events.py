@@ -12,7 +12,7 @@ from orchestrator.states import AttemptState, RunState
 from tests.orchestrator.cli.conftest import Seeds, Type
 from tests.orchestrator.cli.runs.test_status import on_a_terminal
 from trainer.contract.events import EventKind, EventLog
-from trainer.contract.outcome import Failure, FailureKind
+from trainer.contract.failures.outcome import Failure, FailureKind
 from trainer.contract.run_dir import RunDir
 
 WHY = "rank 1 on n1 was killed by SIGKILL"

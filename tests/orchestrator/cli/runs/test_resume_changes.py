@@ -18,7 +18,7 @@ from orchestrator.submission.run_identity import code, environment
 from tests.fakes.slurm_commands import refusing, write_commands
 from tests.orchestrator.cli.conftest import Seeds, Type
 from trainer.contract import skipped_batches
-from trainer.contract.outcome import Failure, FailureKind
+from trainer.contract.failures.outcome import Failure, FailureKind
 from trainer.contract.run_dir import RunDir
 from trainer.contract.token_shards import Index, prepare
 

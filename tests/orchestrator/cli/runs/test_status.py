@@ -19,7 +19,7 @@ from orchestrator.scheduler.interface import Resources
 from orchestrator.scheduler.slurm.pending_reasons import waiting_words
 from orchestrator.states import RunState, Trust
 from tests.orchestrator.cli.conftest import Seeds, Type
-from trainer.contract.outcome import Failure, FailureKind
+from trainer.contract.failures.outcome import Failure, FailureKind
 from trainer.contract.restore_test import Outcome
 
 STATUS_KEYS = [

@@ -17,11 +17,11 @@ from trainer.agent.control.tcp_transport import ForeignProtocol, connect
 from trainer.agent.coordination.launch_gate import Refused
 from trainer.agent.main import Agent
 from trainer.contract.events import EventKind
+from trainer.contract.failures.outcome import AgentEnd, AgentReport, AttemptOutcome, FailureKind
 from trainer.contract.messages import agents
 from trainer.contract.messages.codec import encode
 from trainer.contract.messages.greeting import PROTOCOL, Hello, Welcome, installed_release
 from trainer.contract.node_identity import NodeIdentity
-from trainer.contract.outcome import AgentEnd, AgentReport, AttemptOutcome, FailureKind
 
 OURS = f"{PROTOCOL} (orch {installed_release()})"
 OTHERS: list[tuple[dict[str, Any], str]] = [

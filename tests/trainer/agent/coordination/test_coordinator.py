@@ -21,13 +21,13 @@ from trainer.agent.main import NonBlockingEventLog
 from trainer.contract import skipped_batches
 from trainer.contract.config import ClusterShape, JobConfig
 from trainer.contract.events import Event, EventKind, EventLog, read_events
+from trainer.contract.failures.outcome import AttemptOutcome, Failure, FailureKind
 from trainer.contract.heartbeat import Heartbeat
 from trainer.contract.launch_token import LaunchToken
 from trainer.contract.logs.line_file import LineFile
 from trainer.contract.messages import agents
 from trainer.contract.messages.greeting import PROTOCOL, Hello
 from trainer.contract.node_identity import NodeIdentity
-from trainer.contract.outcome import AttemptOutcome, Failure, FailureKind
 from trainer.contract.requests import Request, RequestKind
 from trainer.contract.run_dir import RunDir
 from trainer.contract.skipped_batches import Skip

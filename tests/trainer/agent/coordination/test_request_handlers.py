@@ -12,12 +12,12 @@ from trainer.agent.attempt_state.generation import Generation
 from trainer.agent.coordination.request_handlers import RequestHandlers
 from trainer.contract.config import ClusterShape, JobConfig
 from trainer.contract.events import EventKind, EventLog, read_events
+from trainer.contract.failures.outcome import Failure, FailureKind
 from trainer.contract.heartbeat import Stage
 from trainer.contract.launch_token import LaunchToken
 from trainer.contract.messages import agents
 from trainer.contract.messages.greeting import Hello
 from trainer.contract.node_identity import NodeIdentity
-from trainer.contract.outcome import Failure, FailureKind
 from trainer.contract.ranks.progress import StopReason
 from trainer.contract.requests import Request, RequestKind
 from trainer.contract.run_dir import RunDir

@@ -9,7 +9,7 @@ import pytest
 from trainer.agent.ladder.in_job_policy import Action, Situation, decide, exit_code
 from trainer.agent.watch.command_errors import CommandPast
 from trainer.agent.watch.root_cause import RankEnd, find_cause
-from trainer.contract.outcome import Culprit, ExitCode, Failure, FailureKind
+from trainer.contract.failures.outcome import Culprit, ExitCode, Failure, FailureKind
 from trainer.contract.ranks.progress import StopReason
 
 

@@ -9,8 +9,8 @@ from tests.trainer.agent.ladder.test_in_job_policy import bad_step, echo, end, k
 from trainer.agent.attempt_state.generation import AttemptHistory, Generation
 from trainer.agent.ladder.in_job_policy import Action, Decision, decide
 from trainer.agent.watch.root_cause import find_cause
+from trainer.contract.failures.outcome import Failure, FailureKind
 from trainer.contract.messages.agents import ProgressReport
-from trainer.contract.outcome import Failure, FailureKind
 from trainer.contract.ranks.progress import StopReason
 from trainer.contract.skipped_batches import Skip
 

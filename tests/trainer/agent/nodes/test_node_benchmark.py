@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 
 from trainer.agent.nodes.node_benchmark import NodeBenchmark, usual_speeds
+from trainer.contract.config_sections.fault_detection_config import PreflightConfig
 from trainer.contract.events import EventKind, EventLog
-from trainer.contract.fault_detection_config import PreflightConfig
+from trainer.contract.failures.outcome import FailureKind
 from trainer.contract.messages.agents import RankSpeeds
 from trainer.contract.messages.ranks import Speeds
-from trainer.contract.outcome import FailureKind
 from trainer.contract.run_dir import RunDir
 
 NODES = ["n0", "n1", "n2", "n3"]

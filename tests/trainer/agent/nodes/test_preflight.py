@@ -7,8 +7,8 @@ import pytest
 
 from trainer.agent.nodes import preflight
 from trainer.contract.config import ClusterShape, JobConfig
-from trainer.contract.fault_detection_config import PreflightConfig
-from trainer.contract.outcome import FailureKind
+from trainer.contract.config_sections.fault_detection_config import PreflightConfig
+from trainer.contract.failures.outcome import FailureKind
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from trainer.agent.user_command.progress import LOOK_SECONDS
 from trainer.agent.watch.root_cause import RankEnd
 from trainer.contract.config import JobConfig
 from trainer.contract.events import EventKind, EventLog, read_events
-from trainer.contract.outcome import FailureKind
+from trainer.contract.failures.outcome import FailureKind
 from trainer.contract.run_dir import RunDir
 from trainer.contract.user_command.command_checkpoints import CommandCheckpointsConfig
 

@@ -11,7 +11,7 @@ from trainer.agent.watch.hang_limits import Limits
 from trainer.agent.watch.hangs import Judgement, Stall, Verdict, judge
 from trainer.agent.watch.rank_sample import RankSample
 from trainer.agent.watch.report_gaps import ReportGaps
-from trainer.contract.fault_detection_config import HangConfig
+from trainer.contract.config_sections.fault_detection_config import HangConfig
 from trainer.contract.ranks.duration_histogram import BUCKETS, bucket, quantile
 
 LATE = 6.0

@@ -10,7 +10,7 @@ from trainer.agent.nodes.roster import Member, Roster
 from trainer.agent.watch.hang_detector import HangDetector
 from trainer.agent.watch.hangs import Stall
 from trainer.agent.watch.rank_sample import RankSample
-from trainer.contract.fault_detection_config import HangConfig
+from trainer.contract.config_sections.fault_detection_config import HangConfig
 from trainer.contract.messages import agents
 
 M = TypeVar("M")

@@ -6,7 +6,7 @@ import pytest
 
 from trainer.agent.watch.hang_limits import FAST, Limits, format_seconds
 from trainer.agent.watch.rank_sample import RankSample
-from trainer.contract.fault_detection_config import HangConfig
+from trainer.contract.config_sections.fault_detection_config import HangConfig
 from trainer.contract.ranks.progress import SECTIONS, Phase
 
 P99 = {"data": 0.05, "forward": 0.31, "backward": 0.9, "checkpoint": 11.0}

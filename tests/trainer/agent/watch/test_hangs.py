@@ -13,7 +13,7 @@ from trainer.agent.flight.finding import Culprit, Finding
 from trainer.agent.watch.hang_limits import HALTED, Limits
 from trainer.agent.watch.hangs import FRESH, LOOK_AT_HALTED, Judgement, Stall, Verdict, judge
 from trainer.agent.watch.rank_sample import RankSample
-from trainer.contract.fault_detection_config import HangConfig
+from trainer.contract.config_sections.fault_detection_config import HangConfig
 from trainer.contract.ranks.progress import Phase
 
 P99 = {"data": 0.05, "forward": 0.3, "backward": 0.3, "optimizer": 0.1}

@@ -12,7 +12,7 @@ from trainer.agent.nodes.roster import Member, Roster
 from trainer.agent.watch.hang_detector import HangDetector, Incident
 from trainer.agent.watch.rank_sample import RankSample
 from trainer.agent.watch.report_schedule import ReportSchedule
-from trainer.contract.fault_detection_config import HangConfig
+from trainer.contract.config_sections.fault_detection_config import HangConfig
 from trainer.contract.messages import agents
 
 BEGIN = 1000.0

@@ -18,7 +18,7 @@ from trainer.agent.watch.hang_limits import Limits
 from trainer.agent.watch.job_snapshot import JobSnapshot
 from trainer.agent.watch.rank_sample import RankSample
 from trainer.agent.watch.sampling import AnswerTimes, Sampler
-from trainer.contract.fault_detection_config import HangConfig
+from trainer.contract.config_sections.fault_detection_config import HangConfig
 from trainer.contract.messages.agents import FROM_AGENT, ProgressReport
 from trainer.contract.messages.codec import MessageError, encode
 from trainer.contract.ranks.progress import Phase

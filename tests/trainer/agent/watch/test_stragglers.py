@@ -11,8 +11,8 @@ from tests.trainer.agent.watch.slowness import SHARES, Slow, World, live
 from trainer.agent.watch import stragglers
 from trainer.agent.watch.stragglers import LONG, SHORT, WINDOW, Verdict
 from trainer.agent.watch.work_windows import WorkWindows
-from trainer.contract.fault_detection_config import StragglerConfig
-from trainer.contract.parallel_config import ParallelConfig
+from trainer.contract.config_sections.fault_detection_config import StragglerConfig
+from trainer.contract.config_sections.parallel_config import ParallelConfig
 from trainer.contract.pipeline.pipeline_config import PipelineConfig
 
 CONFIG = StragglerConfig()

@@ -7,8 +7,8 @@ from random import Random
 import pytest
 
 from trainer.contract.config import ModelConfig, RecomputeConfig, TrainConfig
-from trainer.contract.experts_config import ExpertsConfig
-from trainer.contract.model_flops import flops_per_token
+from trainer.contract.config_sections.experts_config import ExpertsConfig
+from trainer.contract.model_costs.model_flops import flops_per_token
 from trainer.contract.pipeline.layer_costs import LayerCosts, modelled
 from trainer.contract.pipeline.stage_split import split
 

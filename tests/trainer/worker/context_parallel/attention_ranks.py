@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.nn import functional
 
 from tests.trainer.worker.forked_ranks import report
-from trainer.contract.parallel_config import CpMethod, ParallelConfig
+from trainer.contract.config_sections.parallel_config import CpMethod, ParallelConfig
 from trainer.worker.context_parallel.ring import RingAttention
 from trainer.worker.context_parallel.sequence_part import SequencePart, sequence_part
 from trainer.worker.context_parallel.ulysses import UlyssesAttention

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from trainer.contract.parallel_config import CpMethod, ParallelConfig
+from trainer.contract.config_sections.parallel_config import CpMethod, ParallelConfig
 from trainer.worker.context_parallel.ring import visible
 from trainer.worker.context_parallel.sequence_part import sequence_part
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from trainer.contract.config import ModelConfig, TrainConfig
-from trainer.contract.parallel_config import CpMethod, ParallelConfig
+from trainer.contract.config_sections.parallel_config import CpMethod, ParallelConfig
 from trainer.worker.context_parallel.sequence_part import sequence_part
 from trainer.worker.llama import Llama
 from trainer.worker.workload import WorkloadError

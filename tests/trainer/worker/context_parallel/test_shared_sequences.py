@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.trainer.worker.conftest import Run, hang
-from trainer.contract.outcome import ExitCode
+from trainer.contract.failures.outcome import ExitCode
 
 pytestmark = pytest.mark.multi
 

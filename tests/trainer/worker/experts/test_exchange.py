@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from trainer.contract.experts_config import ExpertsConfig
+from trainer.contract.config_sections.experts_config import ExpertsConfig
 from trainer.worker.experts import exchange
 from trainer.worker.experts.exchange import TokenExchange
 from trainer.worker.experts.expert_weights import Experts

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from trainer.contract.experts_config import ExpertsConfig
+from trainer.contract.config_sections.experts_config import ExpertsConfig
 from trainer.worker.experts.balance import ExpertBalance
 from trainer.worker.experts.permutation import inverse, permuted
 from trainer.worker.experts.router import Router

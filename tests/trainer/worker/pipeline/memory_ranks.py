@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from tests.trainer.worker.allocated_bytes import peaks
 from tests.trainer.worker.forked_ranks import report
+from tests.trainer.worker.memory.allocated_bytes import peaks
 from trainer.contract.config import JobConfig, build
 from trainer.contract.ranks.progress import StopReason
 from trainer.worker.optimizer import adamw

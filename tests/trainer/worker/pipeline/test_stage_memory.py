@@ -11,10 +11,10 @@ import pytest
 
 from tests.trainer.worker.pipeline.memory_ranks import job
 from trainer.contract.config import JobConfig
-from trainer.contract.parallel_config import place_in
+from trainer.contract.config_sections.parallel_config import place_in
+from trainer.contract.model_costs.state_bytes import state_bytes
 from trainer.contract.pipeline.stage_memory import pipeline_peak_bytes
 from trainer.contract.pipeline.stage_parameters import parameters_of_rank
-from trainer.contract.state_bytes import state_bytes
 from trainer.worker.pipeline.torch_tables import with_communication
 
 pytestmark = pytest.mark.multi

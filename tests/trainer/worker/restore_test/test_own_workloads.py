@@ -9,7 +9,7 @@ import pytest
 from tests.trainer.worker.restore_test.conftest import Subject
 from tests.trainer.worker.saved_state.test_optimizers import setting
 from tests.trainer.worker.test_hooks import hooked
-from trainer.contract.outcome import ExitCode
+from trainer.contract.failures.outcome import ExitCode
 from trainer.contract.restore_test import Outcome
 
 pytestmark = pytest.mark.multi

@@ -7,7 +7,7 @@ import pytest
 from tests.folder_snapshot import snapshot
 from tests.trainer.worker.restore_test.conftest import LAYOUTS, OLDER, STEPS, TESTED, Subject
 from tests.trainer.worker.restore_test.damages import DAMAGES, Damage, missing_shard, remade_manifest
-from trainer.contract.outcome import ExitCode
+from trainer.contract.failures.outcome import ExitCode
 from trainer.contract.restore_test import Outcome, RestoreVerdict
 
 pytestmark = pytest.mark.multi

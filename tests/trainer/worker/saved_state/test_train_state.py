@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from trainer.contract.parallel_config import ParallelConfig
+from trainer.contract.config_sections.parallel_config import ParallelConfig
 from trainer.worker.parallel import mesh
 from trainer.worker.saved_state import checkpoint_contents
 from trainer.worker.saved_state.train_state import TrainState

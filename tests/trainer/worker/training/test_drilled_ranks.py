@@ -4,7 +4,7 @@ import pytest
 
 from trainer.agent.ranks.last_cpp_exception import last_cpp_exception
 from trainer.contract.events import EventKind
-from trainer.contract.outcome import ExitCode
+from trainer.contract.failures.outcome import ExitCode
 from trainer.contract.ranks.progress import Phase
 
 pytestmark = pytest.mark.multi

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from trainer.contract import skipped_batches
+from trainer.contract.failures.outcome import ExitCode
 from trainer.contract.launch_token import LaunchToken
-from trainer.contract.outcome import ExitCode
 from trainer.contract.skipped_batches import Skip
 
 pytestmark = pytest.mark.multi

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
 
-from trainer.contract.fault_detection_config import SpikeConfig
+from trainer.contract.config_sections.fault_detection_config import SpikeConfig
 from trainer.worker.training.spikes import BadStep, SpikeDetector
 
 

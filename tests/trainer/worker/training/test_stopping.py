@@ -3,7 +3,7 @@
 import pytest
 
 from trainer.contract.events import EventKind
-from trainer.contract.outcome import ExitCode
+from trainer.contract.failures.outcome import ExitCode
 
 pytestmark = pytest.mark.multi
 

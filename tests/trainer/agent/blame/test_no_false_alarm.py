@@ -1,0 +1,107 @@
+"""A real job with all that may legally be slow: nobody is blamed, nothing is killed."""
+
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import pytest
+
+from tests.trainer.agent.job import LocalJob, until
+from tests.trainer.agent.test_torch_ranks import TINY, data  # noqa: F401  # a fixture
+from trainer.contract.events import EventKind
+from trainer.contract.failures.outcome import AttemptResult
+from trainer.contract.requests import Request, RequestKind
+
+pytestmark = pytest.mark.multi
+
+SLOW = {"hang-in-data": 6.0, "hang-in-forward": 6.0, "hang-in-save": 25.0}
+"""Seconds: below the limits of production (8 s in a step, 120 s in a save), a hundred times an ordinary step."""
+EVERY = 100
+
+
+def slow_phases(steps: int) -> list[dict[str, Any]]:
+    """One after the other, each on a rank of its own choice; saves are every 20 steps."""
+    rng = random.Random(steps)
+    kinds = list(SLOW)
+    return [
+        {"kind": kinds[place % 3], "rank": rng.randrange(4), "step": step, "value": SLOW[kinds[place % 3]]}
+        for place, step in enumerate(range(40, steps, EVERY))
+    ]
+
+
+@contextmanager
+def busy(programs: int) -> Iterator[None]:
+    """So many programs that never rest."""
+    with ExitStack() as stack:
+        for _ in range(programs):
+            program = stack.enter_context(subprocess.Popen([sys.executable, "-c", "while True: pass"]))
+            stack.callback(program.kill)
+        yield
+
+
+def started(
+    warm_job: Callable[..., LocalJob], data: Any, events: list[dict[str, Any]], **over: Any  # noqa: F811
+) -> LocalJob:  # fmt: skip
+    """A job that trains until it is stopped."""
+    settings = {
+        **TINY,
+        "train": {**TINY["train"], "steps": 1_000_000},
+        "checkpoint": {"every": 20, "keep": 2},
+        "drill": {"events": events},
+        "data": {"path": str(data)},
+        "cluster": {"time": "2:00:00"},
+        **over,
+    }
+    work = warm_job(nodes=2, ranks=2, **settings).start()
+    work.go()
+    until(lambda: work.events(EventKind.GENERATION_FIRST_STEP), 120, work.story)
+    return work
+
+
+def stop(work: LocalJob) -> None:
+    """As people do."""
+    Request(kind=RequestKind.STOP, attempt=1, reason="enough").write(work.run.requests)
+    assert work.wait(150) == [76, 76], work.story()
+
+
+def assert_nothing_happened(work: LocalJob) -> int:
+    """Nobody was blamed or killed; returns how many slow phases there were."""
+    assert work.events(EventKind.INCIDENT) == [], work.story()
+    assert (work.outcome().result, work.outcome().generations) == (AttemptResult.STOPPED, 1), work.story()
+    assert all(event.data["signal"] is None for event in work.events(EventKind.RANK_EXITED)), work.story()
+    return len(work.events(EventKind.DRILL))
+
+
+def test_what_may_be_slow_is_left_alone(warm_job: Callable[..., LocalJob], data: Any) -> None:  # noqa: F811
+    """Every slow phase once, a save for a third of the time; the ten minutes below have a busy machine as well."""
+    slow = {"hang-in-data": (14, 6.0), "hang-in-forward": (17, 6.0), "hang-in-save": (20, 8.0)}
+    events = [{"kind": kind, "rank": 1, "step": step, "value": value} for kind, (step, value) in slow.items()]
+    work = started(warm_job, data, events)
+    until(lambda: any(e.data["step"] >= 20 for e in work.events(EventKind.CHECKPOINT_COMMITTED)), 120, work.story)
+    stop(work)
+    assert assert_nothing_happened(work) == 3
+
+
+@pytest.mark.proof
+@pytest.mark.timeout(1200)
+def test_ten_minutes_without_a_false_alarm(
+    warm_job: Callable[..., LocalJob],
+    data: Any,  # noqa: F811
+    record_property: Callable[[str, object], None],
+) -> None:
+    """Now on a busy machine and now on a quiet one."""
+    work = started(warm_job, data, slow_phases(20_000))
+    over = time.monotonic() + 600.0
+    while time.monotonic() < over:
+        with busy(4):
+            time.sleep(min(20.0, max(0.0, over - time.monotonic())))
+        time.sleep(min(10.0, max(0.0, over - time.monotonic())))
+    stop(work)
+    slow = assert_nothing_happened(work)
+    assert slow > 10
+    record_property("real seconds without a false alarm", 600)
+    record_property("legal slow phases in them", slow)

@@ -1,0 +1,67 @@
+"""Models with experts in each strategy: as one rank trains them, bit by bit after a kill, restored into others."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.trainer.worker.conftest import Ranks, Run
+from tests.trainer.worker.layouts.layout_table import (
+    WITH_EXPERTS,
+    cases,
+    check_killed,
+    check_losses,
+    check_restored,
+    pairs,
+)
+from trainer.contract.events import EventKind
+from trainer.contract.model_costs.state_bytes import state_bytes
+from trainer.contract.pipeline.stage_parameters import parameters_of_rank
+
+pytestmark = pytest.mark.multi
+
+SAMPLE = ("ep 2", "pp 2")
+PARTNERS = ("one", "ep 2", "fsdp 2 x ring 2, ep 4", "4 layers, one", "4 layers, ep 2")
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("name", cases(WITH_EXPERTS))
+def test_losses_are_those_of_one_rank(
+    undisturbed: Callable[..., Run], name: str, record_property: Callable[[str, object], None]
+) -> None:
+    largest = check_losses(undisturbed, WITH_EXPERTS, name)
+    record_property(f"largest relative difference of 20 losses, experts, {name}", largest)
+
+
+@pytest.mark.parametrize("name", cases(WITH_EXPERTS, *SAMPLE))
+def test_a_killed_rank_changes_no_bit(make_run: Callable[..., Run], undisturbed: Callable[..., Run], name: str) -> None:
+    check_killed(make_run, undisturbed, WITH_EXPERTS[name])
+
+
+@pytest.mark.parametrize(("source", "target"), pairs(WITH_EXPERTS, PARTNERS))
+def test_every_strategy_restores_into_every_other(
+    ranks: Ranks, undisturbed: Callable[..., Run], tmp_path: Path, source: str, target: str
+) -> None:
+    check_restored(ranks, undisturbed(**WITH_EXPERTS[source].settings), tmp_path, target, WITH_EXPERTS[target])
+
+
+@pytest.mark.parametrize("name", [pytest.param("one", marks=pytest.mark.proof), *cases(WITH_EXPERTS, *SAMPLE)])
+def test_states_are_what_the_formula_says(undisturbed: Callable[..., Run], name: str) -> None:
+    layout = WITH_EXPERTS[name]
+    (event,) = [one for one in undisturbed(**layout.settings).events() if one.kind == EventKind.GENERATION_FIRST_STEP]
+    config = layout.config()
+    due = state_bytes(parameters_of_rank(config, 0), config.parallel, layout.world)
+    assert event.data["held"] == {
+        "parameters": due.parameters, "gradients": due.gradients, "optimizer": due.optimizer,
+        "on_host": list(due.on_host),
+    }  # fmt: skip
+
+
+def test_bytes_that_travel_to_experts_are_told_apart(undisturbed: Callable[..., Run]) -> None:
+    run = undisturbed(**WITH_EXPERTS["ep 2"].settings)
+    (told,) = [line["bytes"] for line in run.metrics().values() if "bytes" in line]
+    # Two layers, four exchanges in each: all that a rank sends, or what it receives where that is more.
+    sent = 2 * 4 * (8 * 32 // 2 * 2) * 32 * 4  # tokens of a rank, each to two experts x width x bytes
+    counts = 2 * 4 * 8  # of two layers, for four experts
+    assert sent <= told["ep"] - counts <= 2 * sent
+    assert told["dp_shard"] > 0

@@ -1,0 +1,1 @@
+"""How ranks and attempts end, and what a failure means."""

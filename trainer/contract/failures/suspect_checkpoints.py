@@ -1,0 +1,78 @@
+"""PURE: which checkpoints are to be doubted because of what happened soon after they were loaded.
+
+A checkpoint whose bytes verify may still hold a state that cannot go on: saved a moment before the loss exploded, or
+with a fault of the hardware in it. Loading it again for ever would be a loop; its predecessor is tried instead.
+"""
+
+import signal
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+from trainer.contract.failures.failure_kinds import kinds_with
+from trainer.contract.failures.outcome import Failure
+
+WITHIN = 10
+"""Steps after a restore within which a failure may come from what was loaded."""
+
+_OF_THE_STATE = kinds_with(lambda traits: traits.of_the_state)
+"""Failures that a loaded state can cause; nodes, storage, agents and stops have causes of their own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FailedGeneration:
+    """A generation that failed: the step of the checkpoint it began from (0: none), its last step, and of what."""
+
+    restored: int
+    step: int
+    mark: str
+
+
+def failed_generation(failure: Failure, restored: int | None, step: int | None) -> FailedGeneration | None:
+    """How a generation fell; None when no checkpoint was loaded, or what was loaded cannot be the reason."""
+    if not restored or failure.drill or failure.kind not in _OF_THE_STATE:
+        return None
+    if failure.signal is None and failure.exit_code is None and not failure.exception:
+        return None  # no rank's end: a fork server died, which never sees a state
+    reached = failure.step if failure.step is not None else step
+    return FailedGeneration(restored=restored, step=max(restored, reached or restored), mark=_mark(failure))
+
+
+def suspect_steps(failed_generations: Iterable[FailedGeneration], known: Collection[int] = ()) -> dict[int, str]:
+    """Steps to be doubted, but for those that are `known` to be, each with the reason; `falls` are oldest first."""
+    failed_generations = list(failed_generations)
+    found = {
+        step: _reason([one for one in failed_generations if one.restored == step])
+        for step in {one.restored for one in failed_generations}
+    }
+    return {step: reason for step, reason in sorted(found.items()) if reason and step not in known}
+
+
+def _reason(failed_generations: Sequence[FailedGeneration]) -> str:
+    """Why the checkpoint from which all of these began is to be doubted; empty when it is not."""
+    seen: dict[str, FailedGeneration] = {}
+    for one in failed_generations:
+        if one.step - one.restored > WITHIN:
+            # It was loaded and went on well for a while: what came before was not its fault.
+            seen.clear()
+        elif one.mark in seen:
+            first = seen[one.mark]
+            return f"{one.mark} twice soon after loading it, at step {first.step} and at step {one.step}"
+        else:
+            seen[one.mark] = one
+    return ""
+
+
+def _mark(failure: Failure) -> str:
+    """What two failures have in common when they are the same."""
+    if failure.signal is not None:
+        return f"{failure.kind} by {_signal_name(failure.signal)}"
+    if failure.exception:
+        return f"{failure.kind} {failure.exception}"
+    return f"{failure.kind} with exit code {failure.exit_code}"
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

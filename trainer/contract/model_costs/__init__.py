@@ -1,0 +1,1 @@
+"""PURE: what the built-in model costs: parameters, floating-point operations, bytes."""

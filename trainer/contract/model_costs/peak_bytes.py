@@ -1,0 +1,152 @@
+"""PURE: the most bytes that a step of the built-in model needs at once, apart from activations.
+
+Follows FSDP2 (torch 2.13, `torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py`) through one micro-batch: which
+layers are gathered, which buffers of an all-gather or a reduce-scatter still exist, and whose gradients are there; with
+plain replicas, which buckets of gradients. What a backend copies for itself is not in it, as gloo does and NCCL does
+not; nor is the memory of saves. Experts that ranks share (`parallel.ep`) are gathered while their layer is.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from trainer.contract.config_sections.parallel_config import HOST_COPY_BYTES, ParallelConfig, ParameterSizes
+from trainer.contract.model_costs.bucket_packing import packed
+from trainer.contract.model_costs.model_shapes import Parameter
+from trainer.contract.model_costs.state_bytes import local_shape, state_bytes
+
+_FLOAT32 = 4
+
+
+@dataclass(frozen=True)
+class _Unit:
+    """Bytes of what is gathered and freed together."""
+
+    gathered: int
+    shard: int
+    """Of this rank."""
+    buffer: int
+    """Of its all-gather; 0 where it comes from no other rank."""
+    is_inner: bool = False
+    """Whether it computes while the unit before it is gathered: the experts of a layer, where ranks share these."""
+
+    @property
+    def gathering(self) -> int:
+        """With its buffer; experts, which are shared along their second dimension, are put in order in another one."""
+        return self.gathered + self.buffer * (2 if self.is_inner else 1)
+
+    @property
+    def reducing(self) -> int:
+        """Of gradients, while experts are reduced: put in order, packed, and with one shard divided apart."""
+        return 3 * self.gathered if self.is_inner else 0
+
+
+@dataclass(frozen=True)
+class _Units:
+    """The layers in the order in which they compute, and the rest."""
+
+    inside: Sequence[_Unit]
+    root: _Unit
+
+
+def peak_bytes(parameters: Iterable[Parameter], parallel: ParallelConfig, world_size: int) -> int:
+    """The peak of a step in float32 on rank 0, from the second step on, when the optimizer's state exists.
+
+    Without a pipeline: of stages `pipeline_peak_bytes` tells it.
+    """
+    known = list(parameters)
+    held = state_bytes(known, parallel, world_size)
+    stepping = held.gradients + (_host_copies(known, parallel, world_size) if held.on_host == ("optimizer",) else 0)
+    if parallel.has_plain_replicas("float32"):
+        return held.parameters + held.optimizer + max(stepping, *_averaged(known, parallel, world_size))
+    units = _units(known, parallel, world_size)
+    during = _kept(units) if parallel.reshard_after_forward is False else _freed(units)
+    return held.parameters + held.optimizer + max(*during, _of_root(units), stepping)
+
+
+def _averaged(parameters: Sequence[Parameter], parallel: ParallelConfig, world_size: int) -> Iterator[int]:
+    """Gradients of plain replicas when a bucket is filled: those that have come, and the bucket."""
+    sizes = parallel.parameter_sizes(world_size)
+    gradients = [_FLOAT32 * prod(local_shape(parameter, sizes, 0, parallel.ep)) for parameter in reversed(parameters)]
+    done = 0
+    for positions in packed((None, nbytes) for nbytes in gradients):
+        bucket = sum(gradients[position] for position in positions)
+        done += bucket
+        yield done + (bucket if sizes.dp_replicate * sizes.tp > 1 else 0)
+
+
+def _units(parameters: Sequence[Parameter], parallel: ParallelConfig, world_size: int) -> _Units:
+    sizes = parallel.parameter_sizes(world_size)
+    members: dict[tuple[str, bool], list[Parameter]] = {}
+    for parameter in parameters:
+        parts = parameter.name.split(".")
+        layer = ".".join(parts[:2]) if parts[0] == "layers" else ""
+        members.setdefault((layer, parameter.is_expert and parallel.ep > 1), []).append(parameter)
+    units = {key: _unit(own, sizes, parallel.ep, is_inner=key[1]) for key, own in members.items()}
+    return _Units(inside=[unit for (layer, _), unit in units.items() if layer], root=units["", False])
+
+
+def _unit(parameters: Sequence[Parameter], sizes: ParameterSizes, ep: int, *, is_inner: bool) -> _Unit:
+    together = sizes._replace(dp_shard=ep, tp=1) if is_inner else sizes._replace(dp_shard=1)
+    gathered = sum(_FLOAT32 * prod(local_shape(parameter, together, 0, ep)) for parameter in parameters)
+    shard = sum(_FLOAT32 * prod(local_shape(parameter, sizes, 0, ep)) for parameter in parameters)
+    several = sizes.dp_shard * sizes.tp > ep if is_inner else sizes.dp_shard > 1
+    return _Unit(gathered=gathered, shard=shard, buffer=gathered if several else 0, is_inner=is_inner)
+
+
+def _around(units: Sequence[_Unit], number: int) -> int:
+    """The number of the layer that a unit is, or is in."""
+    return number - 1 if units[number].is_inner else number
+
+
+def _freed(units: _Units) -> Iterator[int]:
+    """Each unit is gathered for its forward pass, freed, and gathered again for its backward pass."""
+    inside, root = units.inside, units.root.gathered
+    for number, unit in enumerate(inside):
+        layer = inside[_around(inside, number)].gathered if unit.is_inner else 0
+        before = inside[number - 1].buffer if number else 0
+        yield root + layer + unit.gathering + before
+    done = 0
+    for number in reversed(range(len(inside))):
+        unit, own = inside[number], _around(inside, number)
+        layer = inside[own].gathered if unit.is_inner else 0
+        ahead = inside[_around(inside, own - 1)].buffer if own else 0
+        behind = inside[number + 1].gathered if number + 1 < len(inside) else 0
+        # Its weights and its gradients, the next layer's gathered buffer, the last unit's input of a reduce-scatter.
+        yield root + layer + 2 * unit.gathered + ahead + behind + done
+        if unit.is_inner:
+            yield root + layer + max(unit.gathering + behind, unit.reducing) + done
+        done += unit.shard
+
+
+def _kept(units: _Units) -> Iterator[int]:
+    """Each unit is gathered for its forward pass and stays until its backward pass is over."""
+    inside, gathered = units.inside, units.root.gathered
+    for number, unit in enumerate(inside):
+        yield gathered + unit.gathering + (inside[number - 1].buffer if number else 0)
+        gathered += unit.gathered
+    done = 0
+    for number in reversed(range(len(inside))):
+        unit = inside[number]
+        behind = inside[number + 1].gathered if number + 1 < len(inside) else 0
+        yield gathered + unit.gathered + behind + done
+        gathered -= unit.gathered
+        yield gathered + unit.reducing + done
+        done += unit.shard
+
+
+def _of_root(units: _Units) -> int:
+    """The end of the backward pass: weights and gradients of the rest, and a layer's input of a reduce-scatter."""
+    return 2 * units.root.gathered + units.inside[0].gathered + sum(unit.shard for unit in units.inside)
+
+
+def _host_copies(parameters: Sequence[Parameter], parallel: ParallelConfig, world_size: int) -> int:
+    """Weights and gradients that an optimizer in host memory copies together, at most."""
+    sizes = parallel.parameter_sizes(world_size)
+    together = most = 0
+    for parameter in parameters:
+        if len(parameter.shape) > 1:  # the others are a group of their own, and small
+            together += _FLOAT32 * prod(local_shape(parameter, sizes, 0, parallel.ep))
+            most = max(most, together)
+            together = 0 if together >= HOST_COPY_BYTES else together
+    return 2 * most

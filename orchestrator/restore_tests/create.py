@@ -113,7 +113,7 @@ def create_test(store: Store, run: Run, asked: Asked, now: float) -> RestoreTest
         cluster=kind,
         root=Path(run.run_dir).parent,
         config_digest=composed.digest,
-        total_steps=0 if composed.config.command else composed.config.train.steps,
+        total_steps=0 if composed.config.command else order.last_step(composed.config.train.steps),
         identity={**identity, "restore_test": asdict(order)},
         scheduler=instance_of(kind)(),
     )

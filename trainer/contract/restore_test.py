@@ -49,6 +49,10 @@ class RestoreTest:
     steps_digest: str = ""
     differs: tuple[str, ...] = ()  # identity fields (code.user, env.torch) that are others than the run's
 
+    def last_step(self, train_steps: int) -> int:
+        """The step to which the test trains: within the run's, or one more where the run was at its end."""
+        return self.step + 1 if self.step >= train_steps else min(self.step + self.steps, train_steps)
+
 
 @dataclass(frozen=True, kw_only=True)
 class RestoreVerdict:

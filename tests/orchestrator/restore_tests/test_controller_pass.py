@@ -20,7 +20,9 @@ from orchestrator.restore_tests.controller_pass import RestoreTests, begin_test
 from orchestrator.restore_tests.create import Asked
 from orchestrator.states import AttemptState, RunState, Trust
 from orchestrator.submission.run_identity import code
+from trainer.contract.config import build
 from trainer.contract.events import EventKind
+from trainer.contract.restore_test import RestoreTest as Order
 from trainer.contract.run_dir import RunDir
 
 NOW = 1_000_000.0
@@ -128,6 +130,16 @@ def test_what_is_due_becomes_a_run_with_an_order(desk: Desk) -> None:
     assert config["train"] == desk.composed.data["train"]
     assert read_pins(LocalStorage(desk.folder.checkpoints))[order["checkpoint"]].note == "restore test r-1-test-1"
     assert desk.passes() == [], "one at a time"
+
+
+def test_its_run_counts_to_the_step_to_which_the_test_trains(desk: Desk) -> None:
+    desk.passes()
+    test = desk.store.run(desk.under_way().test)
+    order = build(Order, test.identity["restore_test"])
+    assert isinstance(order, Order)
+    assert (order.step, order.steps) == (300, 3)
+    assert [order.last_step(steps) for steps in (300, 302, 1000)] == [301, 302, 303]
+    assert test.total_steps == order.last_step(desk.composed.config.train.steps)
 
 
 def test_a_pass_restores_trust_marks_the_copy_and_takes_the_pin_away(desk: Desk) -> None:

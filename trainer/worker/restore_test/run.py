@@ -110,11 +110,9 @@ class RestoreTestRun:
         fault = self._examined() or self._restored(state)
         if fault:
             return self._concluded(RestoreVerdict(outcome=Outcome.CORRUPT, reason=fault, evidence=self._evidence))
-        last = self._order.step + self._order.steps
-        finished = self._order.step >= self._config.train.steps
         before = pack_rng(self._objects.layout.device)
         try:
-            code = train(self._order.step + 1 if finished else min(last, self._config.train.steps))
+            code = train(self._order.last_step(self._config.train.steps))
         except BadStep as error:  # on every rank alike
             return self._concluded(RestoreVerdict(outcome=Outcome.SUSPECT, reason=str(error), evidence=self._evidence))
         if code is not ExitCode.FINISHED:

@@ -203,10 +203,14 @@ class Llama(nn.Module):
         return self._summed_loss(x[:, : part.real], own[:, : part.real]) * (part.ranks / targets.numel())
 
     def _summed_loss(self, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Cross-entropy in float32; of several chunks of the sequence, only the logits of one exist at a time."""
+        """Cross-entropy in float32; of several chunks of the sequence, only the logits of one exist at a time.
+
+        Ranks with parts of different lengths have as many chunks, some of them empty: the output's weights may be
+        gathered in each.
+        """
         if self.loss_chunks == 1:
             return self._chunk_loss(x, targets)
-        parts = zip(x.chunk(self.loss_chunks, dim=1), targets.chunk(self.loss_chunks, dim=1), strict=True)
+        parts = zip(*(each.tensor_split(self.loss_chunks, dim=1) for each in (x, targets)), strict=True)
         total = torch.zeros((), device=targets.device)
         for part, target in parts:
             total = total + (

@@ -77,6 +77,20 @@ def name_of(values: dict[str, Any]) -> str:
     return f"{stages}{config.parallel.strategy}-{'x'.join(map(str, sizes))}"
 
 
+def uneven(ranks: int, length: int, chunks: int, wrap: str = "Linear,Block", **parallel: Any) -> dict[str, Any]:
+    """Ranks that share sequences have parts of different lengths, and the output's weights are gathered by itself."""
+    model = {"model.vocab_size": 320, "model.dim": 32, "model.ffn_dim": 64, "model.heads": 4, "model.kv_heads": 4}
+    train = {"train.batch_size": 6, "train.seq_len": length, "train.loss_chunks": chunks}
+    keys = {"fsdp.wrap": wrap, "cp": ranks, **parallel}
+    return {"cluster.ranks_per_node": ranks, **model, **train, **{f"parallel.{key}": keys[key] for key in keys}}
+
+
+UNEVEN = {
+    "uneven, every token a chunk": uneven(2, 9, 9),
+    "uneven, zero2": uneven(2, 9, 9, strategy="zero2"),
+    "uneven, fewer tokens than chunks": uneven(4, 10, 5, cp_method="ulysses"),
+    "uneven, ring": uneven(4, 10, 5, cp_method="ring", wrap="100"),
+}
 SAMPLE = accepted(40)
 
 
@@ -85,7 +99,8 @@ SAMPLE = accepted(40)
     [
         pytest.param(values, id=name_of(values), marks=pytest.mark.proof if at else ())
         for at, values in enumerate([*SAMPLE, *accepted_in_stages(24)])
-    ],
+    ]
+    + [pytest.param(values, id=name) for name, values in UNEVEN.items()],
 )
 def test_ranks_of_an_accepted_layout_train(undisturbed, make_run, values):
     LlamaWorkload(job(values))

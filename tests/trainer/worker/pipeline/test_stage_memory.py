@@ -1,7 +1,6 @@
 """Ranks of a pipeline hold what the formula says, to the byte, and their peaks are within three hundredths of it."""
 
 import json
-import math
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -117,15 +116,10 @@ def test_every_rank_holds_what_the_formula_says(measured: Callable[..., Any], na
 def test_peaks_are_within_three_hundredths_of_the_formula(
     measured: Callable[..., Any], name: str, record_property: Callable[[str, object], None]
 ) -> None:
-    """A buffer that a thread of gloo frees late makes a peak higher: of ranks with the same stages, the least."""
     config = job(LAYOUTS[name])
-    sizes = config.parallel.mesh_sizes(config.cluster.world_size)
-    ratios: dict[int, float] = {}
-    for rank, found in enumerate(measured(name)):
-        place = place_in(sizes, rank)[0]
-        ratios[place] = min(ratios.get(place, math.inf), found["peak"] / due_peak(config, rank))
-    record_property(f"peak of a step, measured / formula, stages, {name}", sorted(ratios.values()))
-    assert ratios == pytest.approx(dict.fromkeys(ratios, 1.0), abs=0.03)
+    ratios = [found["peak"] / due_peak(config, rank) for rank, found in enumerate(measured(name))]
+    record_property("peak of a step, measured / formula, stages", f"{name} {min(ratios):.3f} to {max(ratios):.3f}")
+    assert ratios == pytest.approx([1.0] * len(ratios), abs=0.03)
 
 
 def test_stages_of_all_ranks_are_the_whole_model_once() -> None:

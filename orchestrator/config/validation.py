@@ -76,7 +76,7 @@ def _named(what: str) -> set[tuple[str, ...]]:
 
 def _usual(what: str, origins: Origins) -> str:
     """A preset may need another value than the default, and has one; what is typed can be left out."""
-    key = re.match(r"[a-z_]+\.[a-z_]+", what)
+    key = re.match(r"[a-z_]+(?:\.[a-z_]+)+", what)
     if key is None:
         return "`orch config show CONFIG` shows all values"
     typed = origins.get(tuple(key[0].split(".")), "").startswith("override")

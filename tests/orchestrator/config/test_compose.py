@@ -240,14 +240,14 @@ WRONG_OVERRIDES = [
     ("checkpoint.every=-1", "checkpoint.every=-1: must be 0", "leave checkpoint.every out"),
     ("checkpoint.evry=auto", "unknown key `checkpoint.evry`", "did you mean `checkpoint.every`?"),
     ("checkpoint.auto.last=5", "unknown key `checkpoint.auto.last`", "did you mean `checkpoint.auto.least`?"),
-    ("checkpoint.auto.least=0", "checkpoint.auto.least=0: must be from 1", "~checkpoint.auto"),
+    ("checkpoint.auto.least=0", "checkpoint.auto.least=0: must be from 1", "leave checkpoint.auto.least out"),
     (
         "checkpoint.max_unsaved_steps=5",
         "must be 0 or at least checkpoint.every=10,",
         "leave checkpoint.max_unsaved_steps out",
     ),
     ("checkpoint.stagin.mode=lazy", "unknown key `checkpoint.stagin`", "did you mean `checkpoint.staging.mode`?"),
-    ("checkpoint.staging.mode=lasy", "must be block or lazy", "~checkpoint.staging"),
+    ("checkpoint.staging.mode=lasy", "must be block or lazy", "leave checkpoint.staging.mode out"),
     ("checkpoint.tiers=[{pth: /a}]", "unknown key `checkpoint.tiers.pth`", "did you mean `checkpoint.tiers.path`?"),
     ("checkpoint.tiers=[{path: /a, keep: many}]", "checkpoint.tiers: `keep`", "an entry reads {path: "),
     ("checkpoint.tiers=[{path: /a, keep: 1}]", "/a: keep=1: keep at least 2", "leave checkpoint.tiers out"),
@@ -286,6 +286,7 @@ WRONG_OVERRIDES = [
     ("recovery.backoff=1e300", "recovery.backoff=1e+300: must be at most 604800 seconds", "~recovery.backoff"),
     ("recovery.backoff_max=1e9", "recovery.backoff_max=1e+09: must be at most 604800", "~recovery.backoff_max"),
     ("data.text=['']", "`data.text`=: is empty", "~data.text takes its default"),
+    ("model.experts.count=-1", "model.experts.count=-1: must be at least 0", "leave model.experts.count out"),
     ("data.text=[/nowhere.txt]", "no such file or folder /nowhere.txt", "python-stdlib"),
 ]
 

@@ -23,7 +23,8 @@ class ExpertsConfig:
                 raise ValueError(f"model.experts.{name}={size}: must be at least {least}")
         if 0 < self.count < self.per_token:
             raise ValueError(
-                f"model.experts.per_token={self.per_token}: must be at most model.experts.count={self.count}"
+                f"model.experts.per_token={self.per_token}: must be at most model.experts.count={self.count}: "
+                f"type model.experts.per_token={self.count}"
             )
         if not 0 <= self.balance_rate < float("inf"):
             raise ValueError(f"model.experts.balance_rate={self.balance_rate}: must be 0 or more")

@@ -153,7 +153,8 @@ _FINAL = {
     FailureKind.DESYNC: (
         Action.HOLD,
         "ranks called different collectives: ",
-        "; that is a bug of the program: see that every rank takes the same way through it",
+        "; that is a bug of the program, or of orch where the model is the built-in one: see that every rank takes the "
+        "same way through it",
     ),
     FailureKind.NUMERIC: (
         Action.HOLD,

@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from trainer.agent.control import unix_transport
 from trainer.agent.fork_server.server import _import_workload
@@ -17,6 +18,7 @@ from trainer.contract.messages.fork_server import FROM_FORK_SERVER, ImportFailed
         ("import sys\nsys.exit(0)\n", "SystemExit", "it called sys.exit(0)"),
         ("raise SystemExit\n", "SystemExit", "it called sys.exit(None)"),
         ("raise ValueError('bad data')\n", "ValueError", "bad data"),
+        ("from torch.optim import NoSuchThing\n", "WorkloadError", f"; torch here is {torch.__version__}: a version"),
         ("import nothing_of_that_name\n", "WorkloadError", "No module named 'nothing_of_that_name'"),
     ],
 )

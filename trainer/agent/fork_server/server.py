@@ -202,7 +202,7 @@ def _import_workload(config: JobConfig, link: socket.socket) -> RankMain:
     except BaseException as error:  # noqa: BLE001  # outermost edge
         text = in_use().text
         message = str(traceback.TracebackException(type(error), error, None))  # whatever its own `__str__` does
-        said = f"it called sys.exit({error.code!r})" if isinstance(error, SystemExit) else message
+        said = f"it called sys.exit({error.code!r})" if isinstance(error, SystemExit) else message + _torch_words(error)
         failed = ImportFailed(
             exception=type(error).__name__, message=text(said)[:4000], traceback=text(traceback.format_exc())[-16000:]
         )
@@ -211,6 +211,14 @@ def _import_workload(config: JobConfig, link: socket.socket) -> RankMain:
     gc.freeze()
     main: RankMain = rank_main
     return main
+
+
+def _torch_words(error: BaseException) -> str:
+    """Which torch this is, where it lacks what is imported from it."""
+    torch, cause = sys.modules.get("torch"), error.__cause__ or error
+    if torch is None or not isinstance(cause, ImportError) or (cause.name or "").partition(".")[0] != "torch":
+        return ""
+    return f"; torch here is {torch.__version__}: a version that has it is needed"
 
 
 def main(arguments: list[str]) -> None:

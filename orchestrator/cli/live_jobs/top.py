@@ -13,7 +13,7 @@ import click
 from orchestrator.cli.access.run_folder import existing_folder
 from orchestrator.cli.live_jobs.live_attempt import newest_ranks
 from orchestrator.cli.live_jobs.training_speed import TrainingSpeed, training_speed
-from orchestrator.cli.runs.event_text import EventTeller
+from orchestrator.cli.runs.event_text import EventDescriber
 from orchestrator.cli.runs.follow import is_over
 from orchestrator.cli.runs.run_reader import EventFeed, StepMetrics, newest_heartbeat
 from orchestrator.cli.runs.status import one_row, warn_without_controller
@@ -87,7 +87,7 @@ class Reader:
 
     def __init__(self, run: str, run_dir: Path) -> None:
         self._run, self._folder, self._feed = run, RunDir(run_dir), EventFeed(run_dir, recent_only=True)
-        self._teller = EventTeller()
+        self._describer = EventDescriber()
         self._told: deque[tuple[float, str]] = deque(maxlen=EVENTS)
         self._saved: tuple[int, float] | None = None
 
@@ -95,7 +95,7 @@ class Reader:
         for event in self._feed.poll():
             if event.kind in (EventKind.CHECKPOINT_COMMITTED, EventKind.CHECKPOINT_SEEN) and "step" in event.data:
                 self._saved = max(self._saved or (0, 0.0), (int(event.data["step"]), event.time))
-            text = self._teller.describe(event)
+            text = self._describer.describe(event)
             if text is not None:
                 self._told.append((event.time, text))
         attempts = self._folder.all_attempts()

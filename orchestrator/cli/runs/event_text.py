@@ -35,7 +35,7 @@ def describe_event(event: Event) -> str | None:
     return f"{where}: {text}" if text else None
 
 
-class EventTeller:
+class EventDescriber:
     """Describes events to somebody who watches; of saves that fail again and again for one reason only the first."""
 
     def __init__(self) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from orchestrator.cli.access import run_location
 from orchestrator.cli.access.run_location import START
-from orchestrator.cli.runs.event_text import EventTeller, progress_line
+from orchestrator.cli.runs.event_text import EventDescriber, progress_line
 from orchestrator.cli.runs.next_commands import after_end, look_closer
 from orchestrator.cli.runs.run_reader import EventFeed
 from orchestrator.cli.runs.status import one_row
@@ -66,7 +66,7 @@ class RunFollower:
     def __init__(self, screen: Screen, ticker: Ticker, run: str, follow: bool) -> None:
         self._screen, self._ticker, self._run, self._follow = screen, ticker, run, follow
         self._feed: EventFeed | None = None
-        self._teller = EventTeller()
+        self._describer = EventDescriber()
         self._next_tick = 0.0
         self._unreachable, self._acts = "", False
         self._reasons: set[str] = set()  # for which it has waited, as far as they were told
@@ -104,7 +104,7 @@ class RunFollower:
         fresh = self._feed.poll()
         self.events += fresh
         for event in fresh:
-            text = self._teller.describe(event)
+            text = self._describer.describe(event)
             if text is not None:
                 self._ticker.print_above(f"{self._screen.when(event.time)}  {text}")
         known = {key: row[key] for key in ("step", "loss")}

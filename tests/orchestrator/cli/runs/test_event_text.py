@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.cli.runs.event_text import EventTeller, describe_event, progress_line
+from orchestrator.cli.runs.event_text import EventDescriber, describe_event, progress_line
 from trainer.contract.events import Event, EventKind
 
 SAID: list[tuple[EventKind, dict[str, Any], str]] = [
@@ -132,12 +132,12 @@ def test_the_first_step_says_what_a_rank_holds(data: dict[str, Any], text: str) 
 
 
 def test_saves_that_fail_for_one_reason_are_told_once_and_counted_when_one_works() -> None:
-    teller = EventTeller()
+    describer = EventDescriber()
 
     def told(kind: EventKind, step: int, reason: str = "", generation: int = 1) -> str | None:
         data = {"step": step, "reason": reason} if reason else {"step": step, "bytes": 1 << 20, "seconds": 0.5}
         event = Event(time=1.0, source="r", seq=1, kind=kind, attempt=1, generation=generation, data=data)
-        return teller.describe(event)
+        return describer.describe(event)
 
     full = "OSError: [Errno 28] No space left on device: '/runs/a/checkpoints/step-{:08}.001-x/0'"
     assert told(EventKind.CHECKPOINT_RETRIED, 20, full.format(20))

@@ -11,9 +11,9 @@ from tests.trainer.agent.job import LocalJob
 from tests.trainer.agent.test_torch_ranks import TINY, data  # noqa: F401  # a fixture
 from trainer.contract.events import EventKind
 
-pytestmark = [pytest.mark.multi, pytest.mark.proof, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.multi, pytest.mark.proof, pytest.mark.timeout(1200)]
 
-SECONDS = 200.0
+SECONDS = 600.0
 MODEL = {"dim": 32, "layers": 4, "heads": 4, "kv_heads": 4, "ffn_dim": 64}
 EXPERTS = {"experts": {"count": 8, "per_token": 1, "ffn_dim": 48, "balance_rate": 0.0}}
 TRAIN = {**TINY["train"], "steps": 1_000_000, "batch_size": 16, "dtype": "float32"}

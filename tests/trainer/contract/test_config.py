@@ -16,7 +16,7 @@ from trainer.contract.config_sections.parallel_config import (
     place_in,
     place_words,
 )
-from trainer.contract.pipeline.pipeline_config import PipelineConfig
+from trainer.contract.config_sections.pipeline_config import PipelineConfig
 from trainer.contract.run_dir import RunDir
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
-from trainer.contract.pipeline.pipeline_config import PipelineConfig
+from trainer.contract.config_sections.pipeline_config import PipelineConfig
 
 
 class Strategy(StrEnum):

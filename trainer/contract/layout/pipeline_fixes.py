@@ -6,9 +6,9 @@ from itertools import product
 from typing import Any
 
 from trainer.contract.config import JobConfig, TrainConfig
+from trainer.contract.config_sections.pipeline_config import PipelineConfig
 from trainer.contract.pipeline.layer_costs import measured
 from trainer.contract.pipeline.micro_batches import MicroBatchError, micro_batch_count, takes
-from trainer.contract.pipeline.pipeline_config import PipelineConfig
 from trainer.contract.pipeline.stage_fit import problems
 
 Fix = dict[str, Any]

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 
 from trainer.contract.config import JobConfig
+from trainer.contract.config_sections.pipeline_config import PipelineConfig
 from trainer.contract.pipeline.layer_costs import measured, modelled
-from trainer.contract.pipeline.pipeline_config import PipelineConfig
 from trainer.contract.pipeline.stage_split import Split, split
 
 

@@ -1,6 +1,6 @@
 """PURE: which rank of a pipeline has which stages."""
 
-from trainer.contract.pipeline.pipeline_config import PipelineConfig, Schedule
+from trainer.contract.config_sections.pipeline_config import PipelineConfig, Schedule
 
 
 def rank_of_stage(config: PipelineConfig, stage: int) -> int:

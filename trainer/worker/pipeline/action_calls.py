@@ -5,7 +5,7 @@ from functools import partial
 
 import torch
 
-from trainer.contract.pipeline.pipeline_config import PipelineConfig
+from trainer.contract.config_sections.pipeline_config import PipelineConfig
 from trainer.contract.pipeline.schedule_table import Action, Kind
 from trainer.contract.pipeline.stage_ranks import rank_of_stage
 from trainer.worker.pipeline.activities import Activity, Call, Moment, Watched, Watcher

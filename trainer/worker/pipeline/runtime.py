@@ -5,7 +5,7 @@ from functools import partial
 
 import torch
 
-from trainer.contract.pipeline.pipeline_config import PipelineConfig
+from trainer.contract.config_sections.pipeline_config import PipelineConfig
 from trainer.contract.pipeline.schedule_table import Kind
 from trainer.worker.pipeline.action_calls import ActionCalls
 from trainer.worker.pipeline.activities import Activity, Watcher

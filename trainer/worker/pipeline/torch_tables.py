@@ -20,7 +20,7 @@ from torch.distributed.pipelining.schedules import (
     _PipelineScheduleRuntime,
 )
 
-from trainer.contract.pipeline.pipeline_config import PipelineConfig, Schedule
+from trainer.contract.config_sections.pipeline_config import PipelineConfig, Schedule
 from trainer.contract.pipeline.schedule_table import Action, Kind, Table
 from trainer.contract.pipeline.stage_ranks import stages_of_rank
 

@@ -4,7 +4,7 @@ import pytest
 
 from trainer.contract.config import JobConfig, ModelConfig, TrainConfig, WorkloadConfig
 from trainer.contract.config_sections.parallel_config import ParallelConfig
-from trainer.contract.pipeline.pipeline_config import PipelineConfig, Schedule
+from trainer.contract.config_sections.pipeline_config import PipelineConfig, Schedule
 from trainer.contract.pipeline.stage_fit import problems, split_of
 from trainer.contract.pipeline.stage_ranks import rank_of_stage, stages_of_rank
 

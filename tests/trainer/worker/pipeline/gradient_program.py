@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from trainer.contract.config import JobConfig, ModelConfig, RecomputeConfig, TrainConfig
 from trainer.contract.config_sections.parallel_config import FsdpConfig, MeshSizes, ParallelConfig
-from trainer.contract.pipeline.pipeline_config import PipelineConfig
+from trainer.contract.config_sections.pipeline_config import PipelineConfig
 from trainer.contract.pipeline.stage_fit import split_of
 from trainer.contract.pipeline.stage_ranks import stages_of_rank
 from trainer.contract.pipeline.stage_split import StagePart

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from trainer.contract.config_sections.pipeline_config import PipelineConfig
 from trainer.contract.pipeline.bubble import RankSeconds
-from trainer.contract.pipeline.pipeline_config import PipelineConfig
 from trainer.contract.pipeline.stage_ranks import stages_of_rank
 from trainer.worker.device_clock import HostClock
 from trainer.worker.pipeline.bubble_meter import BubbleMeter

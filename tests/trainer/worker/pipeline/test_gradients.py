@@ -9,7 +9,7 @@ import pytest
 
 from tests.trainer.worker.pipeline.gradient_program import MICRO_BATCHES, STAGES_PER_RANK
 from tests.warm_programs import WarmPrograms
-from trainer.contract.pipeline.pipeline_config import PipelineConfig
+from trainer.contract.config_sections.pipeline_config import PipelineConfig
 from trainer.contract.pipeline.schedule_table import COMPUTES, Kind
 from trainer.worker.pipeline.activities import EXPOSED_SENDS, WAITS, Activity
 from trainer.worker.pipeline.torch_tables import with_communication

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from trainer.contract.config import JobConfig, ModelConfig, TrainConfig
-from trainer.contract.pipeline.pipeline_config import PipelineConfig
+from trainer.contract.config_sections.pipeline_config import PipelineConfig
 from trainer.contract.pipeline.stage_fit import split_of
 from trainer.worker.llama import Llama
 from trainer.worker.parallel.fsdp_units import chosen_units

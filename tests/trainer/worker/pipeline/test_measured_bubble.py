@@ -8,8 +8,8 @@ import pytest
 
 from tests.trainer.worker.set_clock import SetClock
 from tests.warm_programs import WarmPrograms
+from trainer.contract.config_sections.pipeline_config import PipelineConfig, Schedule
 from trainer.contract.pipeline.bubble import RankSeconds, bubbles, formula
-from trainer.contract.pipeline.pipeline_config import PipelineConfig, Schedule
 from trainer.contract.pipeline.simulation import StageSeconds, simulate
 from trainer.worker.pipeline.activities import Activity, Moment, Watched
 from trainer.worker.pipeline.bubble_meter import BubbleMeter

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from trainer.contract.config import JobConfig, ModelConfig, TrainConfig
-from trainer.contract.pipeline.pipeline_config import PipelineConfig
+from trainer.contract.config_sections.pipeline_config import PipelineConfig
 from trainer.contract.pipeline.stage_fit import split_of
 from trainer.worker.llama import Llama
 from trainer.worker.pipeline.activities import Activity, Call, Moment

@@ -4,9 +4,9 @@ from collections import Counter
 
 import pytest
 
+from trainer.contract.config_sections.pipeline_config import PipelineConfig, Schedule
 from trainer.contract.pipeline.bubble import bubbles, formula
 from trainer.contract.pipeline.micro_batches import takes
-from trainer.contract.pipeline.pipeline_config import PipelineConfig, Schedule
 from trainer.contract.pipeline.schedule_table import COMPUTES, Kind, activations_held
 from trainer.contract.pipeline.simulation import StageSeconds, Timeline, simulate
 from trainer.contract.pipeline.stage_ranks import stages_of_rank

@@ -10,7 +10,7 @@ from typing import Any
 
 from checkpointing.config import RUN, TierConfig
 from checkpointing.storage.durable import canonical
-from orchestrator.config import keys, layers, plain_secrets, validation
+from orchestrator.config import keys, layers, plain_secrets, validation, wrong_types
 from orchestrator.config.layers import Assignment
 from orchestrator.config.run_config import RunConfig
 from orchestrator.errors import ConfigError
@@ -209,7 +209,8 @@ def _resolved(values: dict[str, Any], origins: dict[keys.Path, str]) -> dict[str
         merged = OmegaConf.merge(schema, values)
         data: dict[str, Any] = _plain(OmegaConf.to_container(merged, resolve=True))
     except OmegaConfBaseException as error:
-        raise _refusal(error, values, origins) from error
+        what, path, hint = wrong_types.complaint(error, values, _FOLDERS)
+        raise ConfigError(what, where=_where(path, origins), hint=hint) from error
     for path, kind, example in _LISTS:
         _typed_entries(data[path[0]][path[1]], kind, path, example, origins)
     return data
@@ -237,26 +238,6 @@ def _typed_entries(
             name, what = keys.dotted(path), str(error).splitlines()[0]
             hint = f"an entry reads {example}"
             raise ConfigError(f"{name}: `{error.full_key}`: {what}", where=_where(path, origins), hint=hint) from error
-
-
-def _refusal(error: Any, values: dict[str, Any], origins: dict[keys.Path, str]) -> ConfigError:
-    """OmegaConf's complaint in our words: key, value, place, what to write."""
-    path = tuple(str(error.full_key or "").split("."))
-    given: Any = values
-    for name in path:
-        given = given.get(name) if isinstance(given, dict) else None
-    what = str(error).splitlines()[0]
-    if "nterpolation" in type(error).__name__ or isinstance(given, str) and "${" in given:
-        hint = "write the full key, as in ${train.steps}; a literal one is \\${"
-        return ConfigError(f"`{keys.dotted(path)}`={given}: {what}", where=_where(path, origins), hint=hint)
-    kind = keys.kind_of(path, "")
-    hint = f"write {keys.dotted(path)}={int(given)}" if kind in (int, int | str) and _is_whole(given) else ""
-    shown = f"`{keys.dotted(path)}`={given}: must be {keys.type_words(kind)}"
-    return ConfigError(shown, where=_where(path, origins), hint=hint or f"its default is {keys.default_of(path)}")
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, float) and value.is_integer()
 
 
 def _where(path: keys.Path, origins: dict[keys.Path, str]) -> str:

@@ -80,12 +80,20 @@ def unknown(path: Path, kind: Any, where: str, whole: Path = ()) -> ConfigError:
 
 
 _ADAMW = "the optimizer is AdamW; another is what the workload's `build_optimizer` returns"
+_INCLUDES = "a configuration file brings others in: `includes: [model/tiny]` at its top"
+_PLACES = (
+    "`checkpoint.tiers=[{path: FOLDER}]` is where orch saves; `checkpoints.path` is where a `command` of yours does"
+)
 _STEPS = "orch counts optimizer steps, not epochs: train.steps=NUMBER"
 _INSTEAD: dict[Path, str] = {
     **{("optimizer", name): _ADAMW for name in ("name", "type", "kind", "class", "algorithm", "target")},
+    **{(name,): _INCLUDES for name in ("includes", "include", "defaults")},
+    **{("checkpoint", name): _PLACES for name in ("path", "dir", "folder", "root", "directory")},
     **{(*section, name): _STEPS for section in ((), ("train",)) for name in ("epochs", "num_epochs", "max_epochs")},
 }
 """Keys of other programs for which there is none here."""
+_SECTION_EVERY = frozenset({"interval", "frequency", "freq", "period", "every_steps", "every_n_steps"})
+"""What other programs call the `every` of a section."""
 _CALLED_HERE: dict[str, str] = {
     word: key
     for key, words in {
@@ -103,6 +111,9 @@ _CALLED_HERE: dict[str, str] = {
         "model.heads": "num_heads n_heads n_head num_attention_heads",
         "model.kv_heads": "num_kv_heads n_kv_heads num_key_value_heads",
         "model.ffn_dim": "intermediate_size d_ff",
+        "checkpoint.every": "save_every save_steps save_interval save_freq checkpoint_interval ckpt_interval",
+        "checkpoint.keep": "save_total_limit max_to_keep keep_last save_top_k",
+        "validation.every": "eval_steps eval_every eval_interval val_interval val_check_interval",
         "cluster.nodes": "num_nodes nnodes",
         "cluster.ranks_per_node": "nproc_per_node ntasks_per_node tasks_per_node",
         "cluster.time": "walltime time_limit timeout",
@@ -126,6 +137,8 @@ def _below_near_section(typed: Path, depth: int) -> str:
 def _nearest(prefix: Path, name: str, there: list[str]) -> str:
     # A slip of the finger in the right section first, then the right word in the wrong section.
     known_here = [*there, *moved_from(prefix)]
+    if name.lower() in _SECTION_EVERY and "every" in there:
+        return dotted((*prefix, "every"))
     if name.lower() in _CALLED_HERE:
         return _CALLED_HERE[name.lower()]
     if match := nearest(name, known_here, 0.8):

@@ -12,7 +12,7 @@ from typing import Any
 
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
-from orchestrator.config import keys, plain_secrets, presets, yaml_text
+from orchestrator.config import keys, open_maps, plain_secrets, presets, yaml_text
 from orchestrator.config.near_files import configs_in, near_file
 from orchestrator.config.run_config import RunConfig
 from orchestrator.errors import ConfigError, NotFound
@@ -187,10 +187,27 @@ def from_file(path: Path, above: tuple[Path, ...] = ()) -> list[Assignment]:
     for included, where in _included(node, path):
         found += from_file(locate(included, path.parent, where), (*above, path))
     pairs = [(key, value) for key, value in node.value if key.value != INCLUDES]
+    _refuse_other_includes(pairs, path)
     rest = MappingNode(node.tag, pairs, node.start_mark, node.end_mark)
     shipped = path.is_relative_to(presets.folder("configs").resolve())
     own = _assignments(rest, RunConfig, (), str(path))
     return found + [replace(item, shipped=shipped, folder=str(path.parent)) for item in own]
+
+
+_OTHER_INCLUDES = ("include", "defaults", "extends", "inherits", "inherit", "imports", "_base_", "base", "presets")
+"""Names under which other programs bring files in."""
+
+
+def _refuse_other_includes(pairs: Sequence[tuple[Node, Node]], path: Path) -> None:
+    """Raise ConfigError for a key that brings files in elsewhere, with the line to write instead."""
+    for key, value in pairs:
+        if key.value not in _OTHER_INCLUDES:
+            continue
+        items = value.value if isinstance(value, SequenceNode) else [value]
+        names = [str(item.value) for item in items if isinstance(item, ScalarNode) and not yaml_text.is_null(item)]
+        line = f"`{INCLUDES}: [{', '.join(names) or 'model/tiny'}]`"
+        where = yaml_text.place_of(key, str(path))
+        raise ConfigError(f"unknown key `{key.value}`", where=where, hint=f"did you mean {line}?")
 
 
 def _text(path: Path) -> str:
@@ -285,6 +302,8 @@ def _value(node: Node, kind: Any, path: keys.Path, where: str) -> Any:
         if not isinstance(node, ScalarNode):
             raise _wrong(path, yaml_text.plain(node), kind, yaml_text.place_of(node, where), "put it in quotes")
         return str(node.value)
+    if kind is Any:
+        return open_maps.value(node, path, where)
     if not is_list or _is_reference(node):
         return yaml_text.plain(node)
     if not isinstance(node, SequenceNode):

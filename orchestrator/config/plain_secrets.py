@@ -15,6 +15,10 @@ _WORDS = frozenset(
     }
 )  # fmt: skip
 """Words in the name of a secret; TOKENIZERS has none of them."""
+_SECRET_NAME = re.compile(
+    r".*(PASSWORD|PASSWD|PASSPHRASE|(^|[^A-Z0-9])(SECRETS?|PWD|PASS)|(API|ACCESS|SECRET)[^A-Z0-9]?KEY)", re.DOTALL
+)
+"""Names that end so hold nothing but a secret, whatever it looks like (SECRET_ACCESS_KEY, PGPASSWORD)."""
 _PLAIN_WORD = re.compile(r"[a-z_-]+")
 _VALUE = re.compile(r"[^\s<>\[\]{}|$/~.][^\s<>\[\]{}|]{7,}")
 """What a secret may look like: no path, no placeholder, no variable of a shell."""
@@ -22,6 +26,7 @@ _NUMBER = re.compile(r"[-+]?[0-9][0-9_.]*([eE][-+]?[0-9]+)?")
 _OPTION = re.compile(r"--?(?P<name>[A-Za-z][\w-]*)(?:=(?P<value>.*))?", re.DOTALL)
 _TYPED = "override "
 """How the origin of a value from the command line begins."""
+_ARGUMENTS = ("workload.args.", "cluster.template_args.")
 _COMMANDS = ("command", "notify.command", "restore_tests.command")
 
 
@@ -87,8 +92,13 @@ def _found(values: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
         if key in SECRET_KEYS:  # it is moved out of the config
             continue
         name = key.removeprefix("env.")
-        if name != key and is_secret_name(name) and _may_be_secret(value):
+        variable = key.rpartition(".")[2]
+        if name != key and is_secret_name(name) and _may_be_secret(value, name):
             yield key, "looks like a secret", name
+        elif (
+            key.startswith(_ARGUMENTS) and _SECRET_NAME.fullmatch(variable.upper()) and _may_be_secret(value, variable)
+        ):
+            yield key, "looks like a secret", re.sub(r"\W", "_", variable.upper())
         for text in _texts(value):
             yield from (
                 (key, f"looks like {form.what}", _variable(name, key, form))
@@ -105,14 +115,28 @@ def _variable(name: str, key: str, form: _Form) -> str:
 
 def is_secret_name(name: str) -> bool:
     """Whether one of the words of a variable's name is a secret's."""
-    return any(word in _WORDS for word in re.split(r"[^A-Z0-9]", name.upper()))
+    return _SECRET_NAME.fullmatch(name.upper()) is not None or any(
+        word in _WORDS for word in re.split(r"[^A-Z0-9]", name.upper())
+    )
 
 
-def _may_be_secret(value: Any) -> bool:
-    text = value if isinstance(value, str) else ""
+def _may_be_secret(value: Any, name: str) -> bool:
+    """Whether a variable of this name, which has a secret's word in it, may hold a secret here."""
+    text = "" if value is None or isinstance(value, bool | dict | list | tuple) else str(value)
+    if _SECRET_NAME.fullmatch(name.upper()):
+        return bool(text.strip()) and text.lower() not in _NO_SECRETS and not _is_elsewhere(name, text)
     return _VALUE.fullmatch(text) is not None and _NUMBER.fullmatch(text) is None and text.lower() not in _BOOLEANS
 
 
+def _is_elsewhere(name: str, text: str) -> bool:
+    """Whether a value is a placeholder or a variable of the shell, the current folder, or the number of a pass."""
+    word = re.split(r"[^A-Z0-9]", name.upper())[-1]
+    is_folder = word == "PWD" and text.startswith(("/", "~", "."))
+    return bool(_PLACEHOLDER.fullmatch(text)) or is_folder or (word == "PASS" and text.isdigit())
+
+
+_PLACEHOLDER = re.compile(r"<[^<>]*>|\$\w+|\$?\{+[^{}]*\}+|\*+")
+_NO_SECRETS = frozenset({"0", "1", "true", "false", "yes", "no", "on", "off", "none", "null", "disabled", "enabled"})
 _BOOLEANS = ("disabled",)
 """Words of 8 letters and more that switch something."""
 
@@ -128,8 +152,14 @@ def _options(words: Sequence[Any]) -> Iterator[tuple[str, str]]:
         *_, last = parts = re.split(r"[_-]", match["name"].upper())
         # `--sort-key=timestamp` sorts.
         plain = parts[-2:] not in (["API", last], ["ACCESS", last], ["SECRET", last]) and _PLAIN_WORD.fullmatch(value)
-        if last in _WORDS and _may_be_secret(value) and not (last == "KEY" and plain) and not value.startswith("-"):
-            yield f"{match[0].partition('=')[0]}", "_".join(parts)
+        name = "_".join(parts)
+        if (
+            is_secret_name(last)
+            and _may_be_secret(value, name)
+            and not (last == "KEY" and plain)
+            and not value.startswith("-")
+        ):
+            yield f"{match[0].partition('=')[0]}", name
 
 
 def _texts(value: Any) -> Iterator[str]:

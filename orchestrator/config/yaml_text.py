@@ -30,6 +30,9 @@ _SCALARS: tuple[tuple[str, str, str], ...] = (
 )
 
 
+_OLD_BOOLEANS = {"yes": "true", "on": "true", "no": "false", "off": "false"}
+
+
 class _Loader(yaml.SafeLoader):
     """Resolves plain scalars by YAML 1.2's core schema."""
 
@@ -119,6 +122,23 @@ def _check_mapping(node: MappingNode, where: str, count: list[None], depth: int)
 
 def is_null(node: Node) -> bool:
     return bool(node.tag == _CORE + "null")
+
+
+def old_boolean(node: Node) -> str:
+    """`true` or `false` for an unquoted word that YAML 1.1 reads so and YAML 1.2 reads as text; empty for others."""
+    is_word = isinstance(node, ScalarNode) and not node.style and node.tag == _CORE + "str"
+    return _OLD_BOOLEANS.get(str(node.value).lower(), "") if is_word else ""
+
+
+def as_typed(node: Node) -> Any:
+    """The value of a node as Python data; a number that Python would write otherwise stays text (`007`, `1e3`)."""
+    if isinstance(node, SequenceNode):
+        return [as_typed(item) for item in node.value]
+    if isinstance(node, MappingNode):
+        return {key.value: as_typed(value) for key, value in node.value}
+    value = plain(node)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return str(node.value) if is_number and str(value) != node.value else value
 
 
 def plain(node: Node) -> Any:

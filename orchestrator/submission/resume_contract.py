@@ -89,7 +89,7 @@ CONFIG: Mapping[str, Term] = {
     "parallel.pipeline.schedule": _SUMS,
     "parallel.pipeline.stages_per_rank": _SUMS,
     "parallel.pipeline.micro_batches": _SUMS,
-    "parallel.pipeline.layer_seconds": HARMLESS,
+    "parallel.pipeline.layer_seconds": _SUMS,
     "parallel.fsdp.reshard_after_forward": HARMLESS,
     "parallel.fsdp.prefetch": HARMLESS,
     "parallel.fsdp.reduce": _SUMS,

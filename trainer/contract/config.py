@@ -52,10 +52,11 @@ class ClusterShape:
     """CPU cores per node, shared by its ranks (Slurm runs one task per node)."""
 
     mem: str = ""
-    """Memory per node in Slurm's notation (`64G`); empty: the partition's default."""
+    """Memory per node in Slurm's notation (`64G`); `0` is all of it; empty: the partition's default."""
 
     time: str = "1:00:00"
-    """Time limit of one attempt in Slurm's notation (`2-00:00:00`); a longer run continues in a new attempt."""
+    """Time limit of one attempt in Slurm's notation (`2-00:00:00`; a bare number is minutes, at most 1440); a longer
+    run continues in a new attempt."""
 
     interface: str = ""
     """Network interface for rendezvous and collectives (`ib0`); empty: the one that the host name leads to."""

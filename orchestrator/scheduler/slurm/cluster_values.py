@@ -1,14 +1,18 @@
 """PURE: could Slurm read the `cluster` part of a configuration? Whether it has that, only Slurm can tell."""
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
 from orchestrator.errors import ConfigError
+from orchestrator.scheduler.slurm.sbatch_options import time_meant
 from orchestrator.scheduler.slurm.sbatch_values import check_field, check_nodes, check_options, check_text, minutes
 
 LONGEST_LEAD = 65535
 """Seconds before the end of a job at which Slurm can signal it at the earliest."""
+_MEMORY = ("mem", "mem-per-cpu", "mem-per-gpu", "tmp")
+_TIMES = ("time", "time-min")
 _SIZES = ("mem", "mem-per-cpu", "mem-per-gpu")
 
 
@@ -21,10 +25,15 @@ def faults(section: str, values: Mapping[str, Any]) -> Iterator[ConfigError]:
         try:
             if values.get(name) not in (None, "") or (name == "time" and name in values):
                 check(f"{section}.{name}", values[name])
+                _check_unit(f"{section}.{name}", name, values[name])
         except ConfigError as error:
             yield error
     try:
         options = check_options(values.get("sbatch") or {}, section)
+        for name, value in options.items():
+            _check_unit(f"{section}.sbatch.{name}", name, value)
+        if "nodelist" in options:
+            _hosts(f"{section}.sbatch.nodelist", options["nodelist"])
     except ConfigError as error:
         yield error
         return
@@ -34,6 +43,28 @@ def faults(section: str, values: Mapping[str, Any]) -> Iterator[ConfigError]:
         yield ConfigError(
             f"{' and '.join(keys)}: Slurm takes one of them", where=keys[0], hint=" or ".join(f"~{key}" for key in keys)
         )
+
+
+_FEWEST_MEGABYTES = 1024
+"""Below it, memory without a unit was more probably meant in GB than in Slurm's MB."""
+_MOST_MINUTES = 1440
+"""Above it, a time without a unit was more probably meant in seconds than in Slurm's minutes."""
+
+
+def _check_unit(key: str, name: str, value: object) -> None:
+    """Refuse a bare number that Slurm reads in another unit than most people mean."""
+    text = str(value)
+    if not re.fullmatch(r"\d+", text, re.ASCII):
+        return
+    number = int(text)
+    if name in _MEMORY and 0 < number < _FEWEST_MEGABYTES:
+        what, hint = f"Slurm reads this as {number} MB", f"{key}={number}G, or {key}={number}M for {number} MB"
+    elif name in _TIMES and number > _MOST_MINUTES:
+        what = f"Slurm reads this as {number} minutes, which are {time_meant(f'{number}m')}"
+        hint = f"{key}={time_meant(f'{number}m')}, or {key}={time_meant(f'{number}s')} for {number} seconds"
+    else:
+        return
+    raise ConfigError(f"{key}={text}: {what}", where=key, hint=hint)
 
 
 def _lead(key: str, value: object) -> None:

@@ -233,8 +233,14 @@ def _offer_partition(error: SubmitRejected, resources: Resources) -> None:
     error.change = f"cluster.partition={near}"
 
 
+_WANTED = "nodelist"
+
+
 def _unknown_named(error: SubmitRejected, resources: Resources) -> SubmitRejected:
     unknown = _unknown_nodes(resources)
+    wanted = _wanted_nodes(resources)
+    if wanted & unknown or (wanted and not resources.exclude):
+        return _unknown_wanted(error, wanted, unknown)
     ours = tuple(node for node in resources.avoided if node in unknown)
     if ours:
         what = f"Slurm does not know {', '.join(ours)} any more, which orch avoided; the next try does without that"
@@ -250,5 +256,19 @@ def _unknown_nodes(resources: Resources) -> set[str]:
     done = run_command(["sinfo", "-h", "-a", "-N", "-o", "%N"])
     if done.returncode != 0 or not done.stdout.strip():
         return set()
-    wanted = {name for text in resources.exclude for name in expand_nodes(text)}
-    return wanted - set(done.stdout.split())
+    excluded = {name for text in resources.exclude for name in expand_nodes(text)}
+    return (excluded | _wanted_nodes(resources)) - set(done.stdout.split())
+
+
+def _wanted_nodes(resources: Resources) -> set[str]:
+    return set(expand_nodes(str(resources.sbatch.get(_WANTED, ""))))
+
+
+def _unknown_wanted(error: SubmitRejected, wanted: set[str], unknown: set[str]) -> SubmitRejected:
+    """The refusal of a node that the job asks for by name."""
+    key, left = f"cluster.sbatch.{_WANTED}", wanted - unknown
+    if wanted & unknown:
+        error.what += f"; {key} names {', '.join(sorted(wanted & unknown))}, which Slurm does not know"
+    is_part = wanted & unknown and left
+    error.change = f"{key}={fold_nodes(tuple(left))}" if is_part else f"{key}=NODES, or ~{key}"
+    return error

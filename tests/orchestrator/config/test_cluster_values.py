@@ -17,6 +17,14 @@ REFUSED = [
     ("cluster.mem=100B", "Slurm cannot read this", "cluster.mem takes a whole number with K, M, G or T: 64G"),
     ("cluster.mem=-1", "Slurm cannot read this", "cluster.mem takes"),
     ("cluster.mem=٣G", "Slurm cannot read this", "cluster.mem takes"),
+    ("cluster.mem=8", "Slurm reads this as 8 MB", "cluster.mem=8G, or cluster.mem=8M for 8 MB"),
+    ("+cluster.sbatch.mem-per-cpu=4", "reads this as 4 MB", "cluster.sbatch.mem-per-cpu=4G, or"),
+    (
+        "cluster.time=3600",
+        "reads this as 3600 minutes, which are 2-12:00:00",
+        "cluster.time=2-12:00:00, or cluster.time=1:00:00 for 3600 seconds",
+    ),
+    ("+restore_tests.cluster.time=7200", "7200 minutes", "or restore_tests.cluster.time=2:00:00 for 7200 seconds"),
     ("cluster.time=1h", "as a time limit", "cluster.time=1:00:00"),
     ("cluster.time=2d 12h", "as a time limit", "cluster.time=2-12:00:00"),
     ("cluster.time=90 min", "as a time limit", "cluster.time=1:30:00"),
@@ -38,6 +46,7 @@ REFUSED = [
     ("cluster.signal_lead=-5", "must be from 0 to 65535 seconds", "cluster.signal_lead=120"),
     (f"cluster.signal_lead={LONGEST_LEAD + 1}", "must be from 0 to 65535 seconds", "cluster.signal_lead=120"),
     ("+cluster.sbatch.gres=gpu:-1", "Slurm cannot read this", "cluster.sbatch.gres takes names with numbers"),
+    ("+cluster.sbatch.nodelist=gpu[1-", "not a host list", "cluster.sbatch.nodelist takes gpu[003,017]"),
     ("+cluster.sbatch.gres=true", "needs a value", "gpu:a100:2"),
     ("+cluster.sbatch.mem-per-cpu=2 GB", "Slurm cannot read this", "cluster.sbatch.mem-per-cpu=2G"),
     ("+cluster.sbatch.time_min=1h", "Slurm cannot read this", "cluster.sbatch.time-min=1:00:00"),
@@ -63,7 +72,8 @@ def test_what_slurm_could_not_read_is_refused_with_what_to_type(override: str, w
 
 @pytest.mark.parametrize(
     "override",
-    ["cluster.mem=64G", "cluster.mem=2g", "cluster.mem=1GB", "cluster.mem=4000", "cluster.mem=0", "cluster.mem=",
+    ["cluster.mem=64G", "cluster.mem=2g", "cluster.mem=1GB", "cluster.mem=4000", "cluster.mem=8M",
+     "cluster.time=1440", "cluster.mem=0", "cluster.mem=",
      "cluster.time=90", "cluster.time=1:30", "cluster.time=36:00:00", "cluster.time=2-0", "cluster.time=2-12:30:00",
      "cluster.partition=gpu,gpu-long", "cluster.qos=", "cluster.account=phys.2@uni", "cluster.constraint=[a*2&b*2]",
      "cluster.exclude=gpu[003,017],login", "cluster.signal_lead=0", "+cluster.sbatch.gres=gpu:a100:2,nvme:1",

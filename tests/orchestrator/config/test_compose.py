@@ -118,6 +118,20 @@ def test_numbers_in_open_maps_keep_their_type(made: Compose) -> None:
     assert composed.config.cluster.sbatch == {"bb": None}
 
 
+def test_options_of_sbatch_stay_as_they_were_typed(made: Compose) -> None:
+    options = "{wckey: 007, extra: 1e3, comment-of-site: 1.10, nice: 5, exclusive: true, licenses: 'a:1', hint: no}"
+    text = f"{READS}cluster: {{sbatch: {options}}}\n"
+    with pytest.raises(ConfigError, match="cluster.sbatch.hint='no': Slurm cannot read this"):
+        made(text)
+    sbatch = made(text, "~cluster.sbatch.hint", "+cluster.sbatch.mcs-label=0x1F").config.cluster.sbatch
+    assert sbatch == {
+        "wckey": "007", "extra": "1e3", "comment-of-site": "1.10", "nice": 5, "exclusive": True, "licenses": "a:1",
+        "mcs-label": "0x1F",
+    }  # fmt: skip
+    tests = made(READS, "+restore_tests.cluster.account=007", "+restore_tests.cluster.sbatch={wckey: 08}").config
+    assert tests.restore_tests.cluster == {"account": "007", "sbatch": {"wckey": "08"}}
+
+
 def test_open_maps_merge_and_entries_can_be_taken_out(made: Compose) -> None:
     text = READS + "env: {A: 1, B: 2}\n"
     composed = made(text, "env.A=3", "~env.B", "+env.C=4")
@@ -239,6 +253,15 @@ WRONG_OVERRIDES = [
     ),
     ("checkpoint.every=-1", "checkpoint.every=-1: must be 0", "leave checkpoint.every out"),
     ("checkpoint.evry=auto", "unknown key `checkpoint.evry`", "did you mean `checkpoint.every`?"),
+    ("checkpoint.interval=5", "unknown key `checkpoint.interval`", "did you mean `checkpoint.every`?"),
+    ("validation.interval=5", "unknown key `validation.interval`", "did you mean `validation.every`?"),
+    ("train.save_steps=5", "unknown key `train.save_steps`", "did you mean `checkpoint.every`?"),
+    ("checkpoint.path=/x", "unknown key `checkpoint.path`", "`checkpoint.tiers=[{path: FOLDER}]` is where orch saves"),
+    ("includes=[demo]", "unknown key `includes`", "a configuration file brings others in"),
+    ("+workload.args.augment=no", "is the word no, which YAML 1.2 reads as text", 'write false, or "no" in quotes'),
+    ("cluster.root=${HOME}/runs", "Interpolation key 'HOME' not found", "did you mean $HOME/runs?"),
+    ("workload.path=[a, '${HOME}/b']", "Interpolation key 'HOME' not found", "did you mean $HOME/b?"),
+    ("+env.CACHE=${HOME}/x", "Interpolation key 'HOME' not found", "write the value of HOME out, or \\${HOME} for"),
     ("checkpoint.auto.last=5", "unknown key `checkpoint.auto.last`", "did you mean `checkpoint.auto.least`?"),
     ("checkpoint.auto.least=0", "checkpoint.auto.least=0: must be from 1", "leave checkpoint.auto.least out"),
     (
@@ -340,6 +363,7 @@ WRONG_FILES = [
     ("train:\n  steps: many\n", "`train.steps`=many", 2),
     ("includes: [model/tinny]\n", "no preset `model/tinny`", 1),
     ("includes: {a: 1}\n", "`includes`", 1),
+    ("workload: {args: {x: 1,\n    augment: [{a: Off}]}}\n", "`workload.args.augment.a` is the word Off", 2),
     ("? [a, b]\n: 1\n", "a key must be a word", 1),
     ("name: \n", "`name` is empty", 1),
     ("env: {A: [1]}\n", "`env.A` is [1], must be text", 1),
@@ -357,6 +381,13 @@ def test_a_wrong_file_is_refused_at_its_line(
     assert where in caught.value.where
     assert line is None or caught.value.where == f"{where}:{line}"
     assert caught.value.hint
+
+
+@pytest.mark.parametrize("key", ["include", "defaults", "extends", "_base_"])
+def test_what_other_programs_call_includes_is_offered_as_such(key: str, made: Compose) -> None:
+    with pytest.raises(ConfigError, match=f"unknown key `{key}`") as caught:
+        made(f"{key}: [model/tiny, demo]\n")
+    assert caught.value.hint == "did you mean `includes: [model/tiny, demo]`?"
 
 
 def test_a_file_that_is_no_text_is_refused(tmp_path: Path, environ: dict[str, str]) -> None:

@@ -74,6 +74,18 @@ REFUSED: list[tuple[str, tuple[str, ...], str, str]] = [
         "type cluster.exclude=n1",
     ),
     (
+        "allocation failure: Invalid node name specified",
+        ("+cluster.sbatch.nodelist=n[1,8]",),
+        "Invalid node name specified; cluster.sbatch.nodelist names n8, which Slurm does not know",
+        "type cluster.sbatch.nodelist=n1",
+    ),
+    (
+        "allocation failure: Invalid node name specified",
+        ("+cluster.sbatch.nodelist=n8", "cluster.exclude=n1"),
+        "Invalid node name specified; cluster.sbatch.nodelist names n8, which Slurm does not know",
+        "type cluster.sbatch.nodelist=NODES, or ~cluster.sbatch.nodelist",
+    ),
+    (
         "sbatch: unrecognized option '--bogus=1'\nTry \"sbatch --help\" for more information",
         ("+cluster.sbatch.bogus=1",),
         "Slurm refused the job: unrecognized option '--bogus=1'",

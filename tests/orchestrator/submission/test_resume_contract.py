@@ -92,6 +92,13 @@ def test_a_changed_key_is_judged_by_its_rule(submitted: dict[str, Any], key: str
             require([change], [change.key])
 
 
+def test_what_moves_work_between_ranks_changes_last_bits() -> None:
+    """Only the keys that are proved to compute the same numbers are harmless; a layout is not one of them."""
+    same_numbers = {"tp_across_nodes", "fsdp.reshard_after_forward", "fsdp.prefetch"}
+    harmless = {key for key in KEYS if key.startswith("parallel.") and CONFIG[key].rule is Rule.HARMLESS}
+    assert harmless == {f"parallel.{name}" for name in same_numbers}
+
+
 @pytest.mark.parametrize("key", sorted(IDENTITY))
 def test_a_changed_identity_is_judged_by_its_rule(key: str) -> None:
     name, _, field = key.partition(".")

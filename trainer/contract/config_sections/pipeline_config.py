@@ -41,7 +41,7 @@ class PipelineConfig:
 
     layer_seconds: tuple[float, ...] = ()
     """Measured seconds of the embedding, of each layer, and of the output with its loss, by which layers are split;
-    empty: by modelled FLOPs."""
+    empty: by modelled FLOPs. Another split changes last bits."""
 
     def __post_init__(self) -> None:
         if self.schedule not in set(Schedule):

@@ -66,6 +66,17 @@ def test_a_run_that_has_trained_for_less_is_not_due_yet() -> None:
     assert found.at == pytest.approx(NOW + 0.25 * DAY)
 
 
+def test_time_in_the_queue_is_no_training() -> None:
+    """A run of a week that has trained for half a day and for a quarter of one: in between it waited."""
+    given = facts(trained=7 * DAY)
+    ended_one = replace(given.attempts[0], state=AttemptState.ENDED, started_at=NOW - 7 * DAY, ended_at=NOW - 6.5 * DAY)
+    queued = replace(given.attempts[0], number=3, state=AttemptState.SUBMITTED, started_at=None)
+    live = replace(given.attempts[0], number=2, started_at=NOW - 0.25 * DAY)
+    found = due(replace(given, attempts=(ended_one, live, queued)))
+    assert found is not None
+    assert found.at == pytest.approx(NOW + 0.25 * DAY)
+
+
 def test_the_interval_counts_from_the_last_test() -> None:
     found = due(facts(tests=(ended(200, "RESTORED", ago=0.5 * DAY - 50),)))
     assert found is not None
@@ -103,6 +114,18 @@ def test_after_a_bad_one_the_next_older_one_at_once(verdict: str) -> None:
     proven = due(replace(given, tests=(ended(200, "RESTORED", ago=9999), bad)))
     assert proven is not None
     assert proven.at > NOW, "an older one is known to be good: the schedule goes on"
+
+
+@pytest.mark.parametrize("trust", [Trust.SUSPECT, Trust.CORRUPT, Trust.DELETED, Trust.WRITING])
+def test_after_a_bad_one_an_older_one_that_nothing_trusts_is_passed_over(trust: Trust) -> None:
+    """A test of it would add nothing to how far back is good."""
+    given = replace(
+        facts(tests=(ended(300, "SUSPECT"),)),
+        checkpoints=(checkpoint(300, Trust.SUSPECT), checkpoint(200, trust), checkpoint(100)),
+    )
+    found = due(given)
+    assert found is not None
+    assert (found.step, found.at) == (100, NOW - 100)
 
 
 def test_doubted_and_deleted_ones_are_not_chosen() -> None:

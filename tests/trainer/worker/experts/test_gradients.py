@@ -21,6 +21,7 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
         "ep 2": {"parallel": {"ep": 2}},
         "ep 2, micro-batches recomputed": {"parallel": {"ep": 2}, "train": RECOMPUTED, "micro": 4},
         "2 stages": {"parallel": {"pipeline": {"stages": 2}}},
+        "ep 2 of tp 2": {"parallel": {"tp": 2, "ep": 2}, "micro": 2, "train": EVEN},
     },
     "2, more": {
         "ep 1": {"parallel": {}},
@@ -37,7 +38,6 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
         },
         "gpipe, plain replicas": {"parallel": {"pipeline": {"stages": 2, "schedule": "gpipe"}, "strategy": "ddp"}},
         "ep 1 of tp 2": {"parallel": {"tp": 2}, "micro": 2, "train": EVEN},
-        "ep 2 of tp 2": {"parallel": {"tp": 2, "ep": 2}, "micro": 2, "train": EVEN},
         "tp 2, plain replicas": {"parallel": {"tp": 2, "strategy": "ddp"}, "train": EVEN},
         "tp 2, recomputed": {"parallel": {"tp": 2}, "train": {**RECOMPUTED, **EVEN}},
         "tp 2, products kept": {

@@ -11,6 +11,7 @@ from typing import Any
 from checkpointing.config import RUN, TierConfig
 from checkpointing.storage.durable import canonical
 from orchestrator.config import keys, layers, plain_secrets, validation, wrong_types
+from orchestrator.config.ineffective_keys import refuse_ineffective
 from orchestrator.config.layers import Assignment
 from orchestrator.config.run_config import RunConfig
 from orchestrator.errors import ConfigError
@@ -55,7 +56,10 @@ def compose(
     own = [item for item in wanted if preset_wins or not item.shipped]
     given = [*layers.from_settings(settings), *layers.from_overrides(overrides)]
     said = f"{path}, which is empty" if not wanted else str(path)
-    return without_secrets(_composed([name, *shipped, *standing, *own, *given], environ, source=said))
+    composed = _composed([name, *shipped, *standing, *own, *given], environ, source=said)
+    if not preset_wins:
+        refuse_ineffective(composed.config, [*own, *layers.from_overrides(overrides)])
+    return without_secrets(composed)
 
 
 def recompose(
@@ -79,7 +83,9 @@ def recompose(
         for path, value in _values(data, RunConfig, ())
         if path not in gone
     ]
-    composed = _composed([*found, *layers.from_overrides(overrides)], environ, checked=checked, may_change=may_change)
+    changes = layers.from_overrides(overrides)
+    composed = _composed([*found, *changes], environ, checked=checked, may_change=may_change)
+    refuse_ineffective(composed.config, changes)
     composed = without_secrets(composed) if overrides else composed
     whole = dict(composed.data)
     for section, name in gone:

@@ -3,7 +3,9 @@
 YAML 1.1, which PyYAML speaks by itself, reads `time: 1:00:00` as 3600, `no` as false and `1e5` as a text.
 """
 
+import json
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import yaml
@@ -158,3 +160,13 @@ def plain(node: Node) -> Any:
         case "float":
             return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
     return text
+
+
+_UNQUOTED = re.compile(r"(?:[A-Za-z./][\w./+-]*|--?[A-Za-z][\w-]*)")
+
+
+def listed(words: Sequence[str]) -> str:
+    """A list of texts as YAML reads it."""
+    return ", ".join(
+        word if _UNQUOTED.fullmatch(word) and word != "null" else json.dumps(word, ensure_ascii=False) for word in words
+    )

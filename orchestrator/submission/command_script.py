@@ -1,6 +1,5 @@
 """The script of a `command:`, looked for before anything is submitted, where it is certain which file that is."""
 
-import json
 import os
 import re
 import shlex
@@ -9,7 +8,9 @@ from pathlib import Path
 
 from orchestrator.config.near_files import near_file
 from orchestrator.config.run_config import RunConfig
+from orchestrator.config.yaml_text import listed
 from orchestrator.errors import ConfigError
+from orchestrator.submission.launchers import refuse_launcher
 from trainer.contract.config_sections.scheduler_kinds import traits
 from trainer.contract.user_command.command_folder import FOLDER_VARIABLE
 
@@ -17,14 +18,18 @@ _INTERPRETER = re.compile(r"(?:.*/)?(?:python[\d.]*|bash|sh)")
 _PLAIN = re.compile(r"(?:-[uOBEsSIqv]+|--)")
 """Options of an interpreter that take no value, and after which its script may stand."""
 _SCRIPT = re.compile(r"[^$~*?]+\.(?:py|sh)")
-_UNQUOTED = re.compile(r"(?:[A-Za-z./][\w./+-]*|--?[A-Za-z][\w-]*)")
 _KEEP_FILES = frozenset({"default", "modules", "conda", "nccl"})
 """Templates of jobs that see the files of this machine; in a container, or after a script of somebody's own, nobody
 knows."""
 
 
 def check_command(config: RunConfig, beside: Path) -> None:
-    """Raise ConfigError for a script that is certain not to be there; `beside`: where the run is submitted from."""
+    """Raise ConfigError for a script that is certain not to be there, and for one that would be started twice.
+
+    `beside`: the folder from which the run is submitted.
+    """
+    _refuse_one_text(config.command, beside)
+    refuse_launcher(config, _shell_text(config.command, beside))
     for word in config.command[1:]:
         if word.endswith(".py") and word.startswith("/") and not Path(word).is_file():
             raise _missing(config.command, word, Path(word))
@@ -41,6 +46,36 @@ def check_command(config: RunConfig, beside: Path) -> None:
         raise _missing(config.command, script, beside / script)
 
 
+def _refuse_one_text(command: tuple[str, ...], beside: Path) -> None:
+    """Raise ConfigError for a program with its arguments in one text (`["python train.py"]`)."""
+    program, *arguments = command
+    if len(program.split()) < 2 or (beside / program).exists() or shutil.which(program):
+        return
+    try:
+        words = shlex.split(program)
+    except ValueError:
+        words = program.split()
+    is_shell = re.search(r"[&|;<>$`(){}*?]", program) is not None
+    meant = ["bash", "-c", program] if is_shell and not arguments else [*words, *arguments]
+    what = f"command: no program `{program}`: the program and each argument are texts of their own"
+    raise ConfigError(what, where="command", hint=shlex.quote(f"command=[{listed(meant)}]"))
+
+
+_LARGEST_SCRIPT = 1 << 20
+
+
+def _shell_text(command: tuple[str, ...], beside: Path) -> str:
+    """The text of the shell script that the command starts; empty without one that can be read here."""
+    script = _script(command)
+    try:
+        path = beside / (script or "")
+        if script is None or path.suffix != ".sh" or not path.is_file() or path.stat().st_size > _LARGEST_SCRIPT:
+            return ""
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""
+
+
 def _check_program(command: tuple[str, ...], beside: Path) -> None:
     """Raise ConfigError for a script that is there as the program itself, and that nothing starts."""
     program = command[0]
@@ -51,7 +86,7 @@ def _check_program(command: tuple[str, ...], beside: Path) -> None:
     if not (beside / program).is_file() or (shutil.which(program) if on_path else os.access(beside / program, os.X_OK)):
         return
     why = "is no program on PATH" if on_path else "may not be executed"
-    words = shlex.quote(f"command=[{_listed([starter, *command])}]")
+    words = shlex.quote(f"command=[{listed([starter, *command])}]")
     raise ConfigError(f"command: {program} {why}", where="command", hint=f"name what starts it: {words}")
 
 
@@ -74,12 +109,5 @@ def _missing(command: tuple[str, ...], script: str, path: Path) -> ConfigError:
     else:
         meant = script.removesuffix(path.name) + near
         words = [meant if word == script else word for word in command]
-        hint = f"did you mean {shlex.quote(f'command=[{_listed(words)}]')}?"
+        hint = f"did you mean {shlex.quote(f'command=[{listed(words)}]')}?"
     return ConfigError(f"command: no file {path}", where="command", hint=hint)
-
-
-def _listed(words: list[str]) -> str:
-    """A list of texts as YAML reads it."""
-    return ", ".join(
-        word if _UNQUOTED.fullmatch(word) and word != "null" else json.dumps(word, ensure_ascii=False) for word in words
-    )

@@ -1,0 +1,50 @@
+"""Keys of workloads that somebody sets for a `command:`, where they would have no effect. Pure."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from orchestrator.config import keys, plain_secrets
+from orchestrator.config.layers import Assignment
+from orchestrator.config.run_config import RunConfig
+from orchestrator.errors import ConfigError
+
+_PROGRAM = 'give the program an option of its own: command=[python, train.py, --epochs, "3"]'
+_CHECKPOINTS = "the program saves by itself; checkpoints.path=FOLDER shows orch its checkpoints"
+_OF_WORKLOADS: dict[keys.Path, str] = {
+    ("workload", "args"): _PROGRAM,
+    ("parallel",): "the program makes its own mesh of the ranks",
+    ("model",): _PROGRAM,
+    ("train",): _PROGRAM,
+    ("optimizer",): _PROGRAM,
+    ("validation",): _PROGRAM,
+    ("checkpoint",): _CHECKPOINTS,
+    ("detection", "spike"): "orch sees no loss of the program's",
+}
+"""Sections that nothing reads for a command, and what takes their place."""
+
+
+def refuse_ineffective(config: RunConfig, assignments: Sequence[Assignment]) -> None:
+    """Raise ConfigError for the first of these assignments that does nothing for a `command`.
+
+    `assignments`: what is written for this run; a site's file and presets are for all runs. A key that another value
+    refers to (`${train.steps}`) has an effect.
+    """
+    if not config.command:
+        return
+    texts = [text for item in assignments for text in _texts(item.value)]
+    for item in assignments:
+        instead = next((what for path, what in _OF_WORKLOADS.items() if item.path[: len(path)] == path), "")
+        key = keys.dotted(item.path)
+        if not instead or item.clears or any(f"${{{key}}}" in text for text in texts):
+            continue
+        hint = f"leave it out: {instead}"
+        raise ConfigError(
+            f"{key}: has no effect on a `command`", where=plain_secrets.place(item.origin) or item.origin, hint=hint
+        )
+
+
+def _texts(value: Any) -> list[str]:
+    if isinstance(value, str):
+        return [value]
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return [text for item in items for text in _texts(item)]

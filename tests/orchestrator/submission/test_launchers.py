@@ -1,0 +1,108 @@
+"""Launchers in a `command:`: refused where orch starts more than one rank, with the command that needs none."""
+
+from pathlib import Path
+
+import pytest
+
+from orchestrator.config.run_config import ClusterConfig, RunConfig
+from orchestrator.errors import ConfigError
+from orchestrator.submission import user_code
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    return tmp_path
+
+
+def check(command: tuple[str, ...], nodes: int = 2, ranks: int = 1, gpus: int = 0) -> None:
+    cluster = ClusterConfig(kind="local", nodes=nodes, ranks_per_node=ranks, gpus_per_node=gpus)
+    user_code.check(RunConfig(command=command, cluster=cluster))
+
+
+DOUBLED = [
+    ("torchrun --nproc_per_node=2 train.py --x 1", "'command=[python, train.py, --x, \"1\"]' cluster.ranks_per_node=2"),
+    ("/opt/bin/torchrun --standalone train.py", "'command=[python, train.py]'"),
+    ("torchrun --nproc-per-node gpu -m pkg.train --y", "'command=[python, -m, pkg.train, --y]'"),
+    ("torchrun --no-python ./train.sh", "'command=[./train.sh]'"),
+    ("torchrun --nnodes=1 train.py", "'command=[python, train.py]'"),
+    ("python -m torch.distributed.run --nproc_per_node 4 train.py", "cluster.ranks_per_node=4"),
+    ("python3.11 -u -m torch.distributed.launch train.py", "'command=[python, train.py]'"),
+    ("accelerate launch --multi_gpu --mixed_precision bf16 train.py", "'command=[python, train.py]'; what its"),
+    ("python -m accelerate.commands.launch train.py", "'command=[python, train.py]'; what its"),
+    ("deepspeed --num_gpus 8 train.py --deepspeed ds.json", "--deepspeed, ds.json]' cluster.ranks_per_node=8; what"),
+    ("srun -n 4 --overlap python train.py", "'command=[python, train.py]'"),
+    ("mpirun -np 2 -x PATH python train.py", "'command=[python, train.py]'"),
+    ("env -u A OMP_NUM_THREADS=1 torchrun train.py", "'command=[python, train.py]'"),
+    ("nice -n 5 uv run torchrun train.py", "'command=[python, train.py]'"),
+    ("srun", "'command=[python, YOUR_SCRIPT.py]'"),
+]
+
+
+@pytest.mark.parametrize(("command", "hint"), DOUBLED)
+def test_a_launcher_on_each_of_several_ranks_is_refused(command: str, hint: str) -> None:
+    with pytest.raises(ConfigError, match="would train a model of its own") as refused:
+        check(tuple(command.split()))
+    assert hint in refused.value.hint
+    assert "orch starts 2 ranks (2 x 1)" in refused.value.what
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["python train.py", "python train.py torchrun", "python -c torchrun", "python train.py -m torch.distributed.run",
+     "accelerate test", "torchrun --nnodes=2 --rdzv_endpoint=a:1 train.py", "bash -c ls"],
+)  # fmt: skip
+def test_other_programs_and_one_world_over_all_nodes_pass(command: str) -> None:
+    check(tuple(command.split()))
+
+
+def test_one_rank_may_start_the_others_itself() -> None:
+    check(("torchrun", "--nproc_per_node=4", "train.py"), nodes=1)
+    with pytest.raises(ConfigError, match="2 ranks"):
+        check(("torchrun", "--nnodes=2", "train.py"), nodes=1, ranks=2)
+    with pytest.raises(ConfigError) as refused:
+        check(("torchrun", "--nproc_per_node=4", "train.py"), nodes=2, ranks=2, gpus=2)
+    assert refused.value.hint.endswith("cluster.ranks_per_node=4 cluster.gpus_per_node=4")
+
+
+SHELL = [
+    ("cd x && torchrun --nproc_per_node=2 train.py", True),
+    ("A=1 torchrun \\\n  train.py", True),
+    ("for i in 1 2; do srun python train.py; done", True),
+    ("if true; then\n  exec accelerate launch train.py\nfi", True),
+    ("torchrun --nnodes=2 --node_rank=$RANK train.py", False),
+    ('if [ "$SLURM_NODEID" = 0 ]; then torchrun train.py; fi', False),
+    ("# torchrun train.py\npython train.py", False),
+    ("echo torchrun train.py", False),
+    ("echo 'not closed\npython train.py", False),
+]
+
+
+@pytest.mark.parametrize(("text", "refused"), SHELL)
+def test_the_text_of_a_shell_is_read_too(text: str, refused: bool, here: Path) -> None:
+    (here / "go.sh").write_text(f"#!/bin/bash\n{text}\n")
+    (here / "go.sh").chmod(0o755)
+    for command in (("bash", "-c", text), ("bash", "go.sh"), ("./go.sh", "1")):
+        if refused:
+            with pytest.raises(ConfigError, match="would train a model of its own"):
+                check(command)
+        else:
+            check(command)
+
+
+@pytest.mark.parametrize(
+    ("command", "meant"),
+    [
+        (("python train.py",), "'command=[python, train.py]'"),
+        (("python train.py --x 1", "--y"), "'command=[python, train.py, --x, \"1\", --y]'"),
+        (("python train.py && echo done",), "'command=[bash, -c, \"python train.py && echo done\"]'"),
+    ],
+)
+def test_a_program_and_its_arguments_in_one_text_are_refused(command: tuple[str, ...], meant: str, here: Path) -> None:
+    with pytest.raises(ConfigError, match="no program `python train.py") as refused:
+        check(command)
+    assert refused.value.hint == meant
+    (here / "my program").write_text("#!/bin/sh\n")
+    (here / "my program").chmod(0o755)
+    check(("./my program",))

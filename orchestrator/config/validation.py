@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from orchestrator.config import elastic_checks, keys
+from orchestrator.config import elastic_checks, keys, program_size_checks
 from orchestrator.config.restore_layouts import with_layout
 from orchestrator.config.restore_tests_config import OFF, SAME
 from orchestrator.config.run_config import ClusterConfig, RunConfig
@@ -88,6 +88,7 @@ def _complaints(config: RunConfig, may_change: MayChange) -> Iterator[Complaint]
     yield from _no_text(asdict(config), ())
     yield from _names(config)
     yield from _program(config)
+    yield from program_size_checks.complaints(config)
     if misfit := refusal(config, may_change):
         yield misfit.what, misfit.hint
     yield from _ranks(config)

@@ -23,6 +23,7 @@ from trainer.agent.coordination.launch_gate import Refused, wait_for_go
 from trainer.agent.node_agent import NodeAgent
 from trainer.agent.processes import agent_report, process_tree
 from trainer.agent.processes.log_pipes import LogPipes
+from trainer.agent.processes.supervised_tasks import report_exceptions
 from trainer.agent.processes.watchdog_client import WatchdogClient
 from trainer.agent.processes.write_behind import WriteBehind, settle
 from trainer.agent.watch.root_cause import signal_name
@@ -125,6 +126,7 @@ class Agent:
     async def live(self) -> int:
         """From the gate to the exit code."""
         self._main = asyncio.current_task()
+        report_exceptions(self._on_error)
         self._listen()
         process_tree.become_subreaper()
         try:
@@ -188,6 +190,11 @@ class Agent:
         elif self._main is not None:
             # Nothing has begun, so there is nothing to save.
             self._main.cancel()
+
+    def _on_error(self, error: BaseException) -> None:
+        """A task, a callback or a thread of this process has raised: the attempt ends with that cause."""
+        if self._node is not None:
+            self._node.fail(error)
 
     def _follow_job(self, identity: NodeIdentity) -> None:
         """On one machine the job is submitit's process: when it is gone, so is the job, and nothing else notices."""

@@ -4,10 +4,9 @@ import asyncio
 import signal
 import sys
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from functools import partial
-from typing import Any
 
 from trainer.agent.control.peer_timeout import AGENT_TIMEOUT_SECONDS, POLL_SECONDS, PeerTimeout
 from trainer.agent.control.tcp_transport import CoordinatorPeer, WireError
@@ -20,6 +19,7 @@ from trainer.agent.nodes import machine_identity, preflight
 from trainer.agent.processes import agent_report, detached_thread
 from trainer.agent.processes.checkpoint_writers import CheckpointWriters
 from trainer.agent.processes.log_pipes import LogPipes
+from trainer.agent.processes.supervised_tasks import SupervisedTasks, describe_error
 from trainer.agent.ranks import fault_injection, kill_generation, kill_orphaned_ranks
 from trainer.agent.ranks.exit_reports import ExitReports
 from trainer.agent.ranks.local_ranks import LocalRank, LocalRanks
@@ -56,10 +56,10 @@ class NodeAgent:
         self._sockets = FlightSockets()
         self._writers: CheckpointWriters | None = None
         self._node_rank: int | None = None  # of a spare: none
-        self._startup_failures, self._sigterm_sent = 0, False
+        self._startup_failures, self._sigterm_sent, self._failed = 0, False, False
         self._reports = ReportSchedule(identity.node, config.cluster.all_nodes, time.monotonic())
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._exit_reports = ExitReports(self._spawn)
+        self._tasks = SupervisedTasks()
+        self._exit_reports = ExitReports(self._tasks.spawn)
         self._early: list[int] = []
         self._peer: CoordinatorPeer
         self._launcher: RankLauncher
@@ -76,13 +76,22 @@ class NodeAgent:
             self.on_signal(number)
         try:
             # A silent agent is lost, and a driver or a file system may delay the preflight for longer.
-            self._spawn(self._report_progress())
-            self._spawn(self._run_preflight())
+            self._tasks.spawn(self._report_progress())
+            self._tasks.spawn(self._run_preflight())
             return await self._listen()
+        except Exception as error:  # noqa: BLE001  # outermost edge: the coordinator gets the cause
+            self.fail(error)
+            raise
         finally:
-            for task in self._tasks:
-                task.cancel()
+            self._tasks.cancel()
             await self._shut_down()
+
+    def fail(self, error: BaseException) -> None:
+        """Report an exception of this agent, once: an agent that goes on without a part of it would only look alive."""
+        if not self._failed:
+            self._failed = True
+            reason = f"the agent of {self._node.name} failed: {describe_error(error)}"
+            self._peer.send(agents.AgentFailed(reason=reason))
 
     async def _run_preflight(self) -> None:
         """Report the faults of this node; without any it gets its fork server."""
@@ -145,7 +154,7 @@ class NodeAgent:
             case agents.ExpectStop() if ranks is not None:
                 ranks.expect_stop(time.monotonic() + message.seconds)
             case agents.QueryFlights() | agents.CollectEvidence() if ranks is not None and self._sampler is not None:
-                self._spawn(self._evidence.collect(message, ranks, self._sampler, self._peer))
+                self._tasks.spawn(self._evidence.collect(message, ranks, self._sampler, self._peer))
             case agents.InjectFault() if ranks is not None and fault_injection.is_here(message, ranks, self._node_rank):
                 self._inject(message, ranks)
 
@@ -208,7 +217,7 @@ class NodeAgent:
         died = {"warm": False, "reason": f"died: {reason}", "seconds": 0.0}
         self._events.write(EventKind.FORK_SERVER, node=self._node.node, **died)
         self._peer.send(agents.Unready(reason=reason))
-        self._spawn(self._replace_fork_server(reason))
+        self._tasks.spawn(self._replace_fork_server(reason))
 
     async def _replace_fork_server(self, reason: str) -> None:
         """Ranks of a dead fork server are this process's children now: kill and collect them, then start a new one."""
@@ -224,7 +233,7 @@ class NodeAgent:
             self._start_fork_server()
         elif self._startup_failures == _MAX_STARTUP_FAILURES:
             again = f"its fork server died {_MAX_STARTUP_FAILURES} times in a row: {reason}"
-            self._peer.send(agents.ForkServerFailed(reason=again))
+            self._peer.send(agents.AgentFailed(reason=again))
 
     def _pids_of_helpers(self) -> tuple[int, ...]:
         return (*self.other_children, *(self._writers.pids() if self._writers is not None else ()))
@@ -342,7 +351,7 @@ class NodeAgent:
         ranks.killed = True
         if self._link is not None:  # without one they are being killed as orphans
             politely = bool(self._config.command) and not self._sigterm_sent
-            self._spawn(kill_generation.kill_all(ranks, self._link, politely=politely))
+            self._tasks.spawn(kill_generation.kill_all(ranks, self._link, politely=politely))
 
     async def _shut_down(self) -> None:
         """Leave no process behind."""
@@ -382,17 +391,6 @@ class NodeAgent:
             reported = ranks.generation if first else reported
             if self._reports.due(now, closely=sampler.sees_halted(), at_once=first):
                 self._peer.send(sampler.report(summary))
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._finished)
-        return task
-
-    def _finished(self, task: "asyncio.Task[None]") -> None:
-        self._tasks.discard(task)
-        if not task.cancelled():
-            task.result()  # our own bug: the loop's handler reports it
 
 
 def _log(text: str) -> None:

@@ -16,6 +16,7 @@ from trainer.agent.control import peer_timeout
 from trainer.agent.node_agent import NodeAgent
 from trainer.agent.nodes import preflight
 from trainer.agent.processes.log_pipes import LogPipes
+from trainer.agent.processes.supervised_tasks import report_exceptions
 from trainer.agent.ranks import rank_exit
 from trainer.agent.ranks.local_ranks import LocalRanks
 from trainer.contract.config import ClusterShape, JobConfig
@@ -25,6 +26,7 @@ from trainer.contract.messages import agents
 from trainer.contract.messages.agents import Fault
 from trainer.contract.messages.ranks import ReportedEnd, Store
 from trainer.contract.node_identity import NodeIdentity
+from trainer.contract.ranks.progress import StopReason
 from trainer.contract.ranks.rank_messages import send_message
 from trainer.contract.ranks.rank_outcomes import append_outcome
 from trainer.contract.run_dir import RunDir
@@ -281,3 +283,46 @@ def test_who_ended_before_its_fork_server_is_told_of_before_it(alone):
 
     asyncio.run(asyncio.wait_for(scene(), 5))
     assert alone.told.names() == ["Unready", "RankExit", "ForkServerDied", "RankExit", "GenerationGone"]
+
+
+def test_a_fork_server_that_cannot_be_started_ends_the_attempt_with_the_cause(alone, monkeypatch):
+    """A variable of 128 KiB is more than Linux passes on; an agent that only lived on would wait for ever."""
+    monkeypatch.setattr(preflight, "examine", lambda *_: [])
+    monkeypatch.setattr(alone.agent, "_environ", {"LONG": "x" * (1 << 17)})
+
+    async def scene() -> agents.AgentFailed:
+        report_exceptions(alone.agent.fail)
+        line, alone.agent._ranks = Line(), None
+        serving = asyncio.create_task(alone.agent.serve(line))
+        async with asyncio.timeout(20):
+            while not line.of(agents.AgentFailed):
+                await asyncio.sleep(0.01)
+        line.say(agents.End(code=0))
+        assert await serving == 0
+        return line.of(agents.AgentFailed)[0]
+
+    before = threading.excepthook
+    try:
+        reason = asyncio.run(scene()).reason
+    finally:
+        threading.excepthook, alone.agent._ranks = before, alone.ranks
+    assert reason.startswith("the agent of n0 failed: OSError: [Errno 7] Argument list too long")
+
+
+def test_an_order_that_an_agent_cannot_carry_out_is_reported_before_it_leaves(alone, monkeypatch):
+    monkeypatch.setattr(preflight, "examine", lambda *_: [Fault(check="GPUs", reason="0 GPU(s)", shared=False)])
+
+    async def scene() -> Line:
+        line, alone.agent._ranks = Line(), None
+        serving = asyncio.create_task(alone.agent.serve(line))
+        line.say(agents.AskStop(reason=StopReason.CANCEL, seconds="soon"))  # type: ignore[arg-type]
+        alone.agent._ranks = alone.ranks
+        await asyncio.wait([serving])
+        assert isinstance(serving.exception(), TypeError)
+        return line
+
+    line = asyncio.run(scene())
+    alone.agent._ranks = LocalRanks(1, range(2))  # the agent has closed the first ones
+    assert [one.reason.split(" (")[0] for one in line.of(agents.AgentFailed)] == [
+        "the agent of n0 failed: TypeError: unsupported operand type(s) for +: 'float' and 'str'"
+    ]

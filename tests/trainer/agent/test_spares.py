@@ -150,7 +150,7 @@ def test_a_node_that_cannot_start_ranks_is_replaced(tmp_path, how):
         peers = [await scene.join(node, ready=node != 1) for node in (0, 1, 2)]
         assert (await hear(peers[1], agents.NodeRank)).node_rank == 1
         if how == "fork_server_failed":
-            peers[1].send(agents.ForkServerFailed(reason="its fork server died 3 times in a row"))
+            peers[1].send(agents.AgentFailed(reason="its fork server died 3 times in a row"))
         assert (await hear(peers[2], agents.StartGeneration)).node_rank == 1
         (used,) = scene.events(EventKind.SPARE_USED)
         assert (used.data["name"], used.data["instead"]) == ("n2", "n1")

@@ -1,13 +1,18 @@
-"""Packets between an agent and its fork server: one JSON object each, with file descriptors beside it."""
+"""Messages between an agent and its fork server: one JSON object each, with file descriptors beside it."""
 
+import os
 import socket
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import TypeVar
 
 from trainer.contract.messages.codec import Direction, encode
 
-_LARGEST = 1 << 17
-_MOST_DESCRIPTORS = 8
+_MAX_PACKET = 1 << 16
+"""Bytes that travel in the packet itself. The kernel limits packets, so longer messages travel in a memfd."""
+_IN_MEMORY_FILE = b"m"
+"""Packet whose message is in the memfd that is its last descriptor; a JSON object begins with a brace."""
+_MAX_DESCRIPTORS = 8
 
 M = TypeVar("M")
 
@@ -18,12 +23,16 @@ def pair() -> tuple[socket.socket, socket.socket]:
 
 
 def send(link: socket.socket, message: object, descriptors: Sequence[int] = ()) -> None:
-    """Send one message; raises OSError when the other side is gone or does not read."""
+    """Send one message of any length; raises OSError when the other side is gone or does not read."""
     # A lone surrogate (of a file name in an exception, say) must not suppress the rest.
     data = encode(message).encode(errors="replace")
-    if len(data) > _LARGEST:
-        raise OSError(f"packet of {len(data)} bytes is larger than {_LARGEST}")
-    socket.send_fds(link, [data], list(descriptors))
+    with ExitStack() as stack:
+        packet, attached = data, list(descriptors)
+        if len(data) > _MAX_PACKET:
+            file = stack.enter_context(open(os.memfd_create("orch-message"), "wb", buffering=0))
+            _write_all(file.fileno(), data)
+            packet, attached = _IN_MEMORY_FILE, [*attached, file.fileno()]
+        socket.send_fds(link, [packet], attached)
 
 
 def receive(link: socket.socket, direction: Direction[M]) -> tuple[M | None, list[int]]:
@@ -31,5 +40,15 @@ def receive(link: socket.socket, direction: Direction[M]) -> tuple[M | None, lis
 
     Raises MessageError.
     """
-    data, descriptors, _, _ = socket.recv_fds(link, _LARGEST, _MOST_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
+    data, descriptors, _, _ = socket.recv_fds(link, _MAX_PACKET, _MAX_DESCRIPTORS + 1, socket.MSG_CMSG_CLOEXEC)
+    if data == _IN_MEMORY_FILE:
+        with open(descriptors.pop(), "rb") as file:
+            file.seek(0)
+            data = file.read()
     return (direction.read(data) if data else None), descriptors
+
+
+def _write_all(descriptor: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(descriptor, view) :]

@@ -2,9 +2,11 @@
 
 import secrets
 import time
+import traceback
 from dataclasses import replace
 from typing import Any
 
+from checkpointing.storage.disk_errors import is_disk_error
 from trainer.agent.attempt_state.attempt_state import AttemptState
 from trainer.agent.control.control_server import ControlServer
 from trainer.agent.control.own_messages import AgentRefused
@@ -17,9 +19,10 @@ from trainer.agent.coordination.timers import Timers
 from trainer.agent.fork_server.torchrun_command import free_port
 from trainer.agent.ladder import in_job_policy
 from trainer.agent.ladder.in_job_policy import Action, Decision
+from trainer.agent.processes.supervised_tasks import describe_error
 from trainer.agent.user_command.command_run import CommandRun
 from trainer.contract.events import EventKind
-from trainer.contract.failures.outcome import AttemptOutcome, FailureKind
+from trainer.contract.failures.outcome import AttemptOutcome, Failure, FailureKind
 from trainer.contract.heartbeat import Stage
 from trainer.contract.messages.agents import End, StartGeneration
 from trainer.contract.messages.greeting import Hello
@@ -62,13 +65,23 @@ class Coordinator:
         """Lead the attempt to its end; returns the exit code of every agent."""
         self._timers.start()
         try:
-            decision = await self._startup.run()
-            while decision is None:
-                decision = await self._run_generation()
-            return await self._end_attempt(decision)
+            return await self._end_attempt(await self._lead())
         finally:
             self._timers.stop()
             await self._control_server.close()
+
+    async def _lead(self) -> Decision:
+        """Run generation after generation; an exception ends the attempt, and its outcome names it."""
+        try:
+            decision = await self._startup.run()
+            while decision is None:
+                decision = await self._run_generation()
+        except Exception as error:  # noqa: BLE001  # outermost edge: the outcome keeps the cause
+            traceback.print_exception(error)
+            reason = f"the coordinator failed: {describe_error(error)}"
+            kind = FailureKind.STORAGE if is_disk_error(error) else FailureKind.UNKNOWN
+            return in_job_policy.end(reason, Failure(kind=kind, reason=reason, step=self._state.progress.step))
+        return decision
 
     # -- the life of a generation ------------------------------------------------------------------------------------
 

@@ -90,8 +90,8 @@ class MessageLoop:
                 state.roster.members[node].ready = isinstance(message, agents.Ready)
             case agents.Unloadable():
                 self._node_failures.unloadable(node, message)
-            case agents.ForkServerFailed():
-                self._node_failures.fork_server_failed(node, message.reason)
+            case agents.AgentFailed():
+                self._node_failures.agent_failed(node, message.reason)
             case agents.SignalReceived():
                 state.request_stop(state.stopping.heard(message.name, time.monotonic()))
             case _ if message.generation == state.generation.number:

@@ -22,7 +22,9 @@ class NodeFailures:
         member.peer.drop()
         self._state.events.write(EventKind.AGENT_LOST, node=node, name=member.name, reason=reason)
         if self._roster.is_needed(node):
-            self._fail(FailureKind.AGENT_LOST, node, f"the agent of {member.name} is lost: {reason}")
+            # An agent that has reported its own failure ends a moment later: that failure is the cause.
+            why = member.excluded or reason
+            self._fail(FailureKind.AGENT_LOST, node, f"the agent of {member.name} is lost: {why}")
 
     def foreign(self, node: int, refused: AgentRefused) -> None:
         """An agent of another protocol was refused: unless another one has joined, its node never will."""
@@ -47,8 +49,8 @@ class NodeFailures:
         else:
             self._fail(FailureKind.USER_ERROR, node, member.excluded)
 
-    def fork_server_failed(self, node: int, reason: str) -> None:
-        """An agent has given up starting fork servers."""
+    def agent_failed(self, node: int, reason: str) -> None:
+        """An agent cannot serve its node."""
         self._roster.members[node].excluded = reason
         if self._roster.is_needed(node):
             self._fail(FailureKind.UNKNOWN, node, reason)

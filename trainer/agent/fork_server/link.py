@@ -37,8 +37,13 @@ class ForkServerLink:
         self._socket, theirs = unix_transport.pair()
         # A fork server that does not listen for so long is as good as dead.
         self._socket.settimeout(5.0)
-        self._process = self._start(theirs, attempt, environ, output)
-        theirs.close()
+        try:
+            self._process = self._start(theirs, attempt, environ, output)
+        except BaseException:
+            self._socket.close()
+            raise
+        finally:
+            theirs.close()
         self._death = os.pidfd_open(self._process.pid)
         self._loop.add_reader(self._socket, self._read)
         self._loop.add_reader(self._death, self._died)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from trainer.agent.processes import watchdog
 from trainer.agent.processes.process_tree import block_slurm_signals
+from trainer.agent.processes.supervised_tasks import SupervisedTasks
 
 BEAT_SECONDS = 0.5
 
@@ -24,7 +25,8 @@ class WatchdogClient:
         with block_slurm_signals():  # Slurm signals every process of a step
             self._process = subprocess.Popen(command, pass_fds=[theirs], stdin=subprocess.DEVNULL)
         os.close(theirs)
-        self._task = asyncio.get_running_loop().create_task(self._beat())
+        self._tasks = SupervisedTasks()
+        self._tasks.spawn(self._beat())
 
     @property
     def pid(self) -> int:
@@ -39,7 +41,7 @@ class WatchdogClient:
 
     def close(self) -> None:
         """The agent ends in good order: the watchdog is not needed any more."""
-        self._task.cancel()
+        self._tasks.cancel()
         os.close(self._ours)
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(2.0)

@@ -60,8 +60,8 @@ class Unloadable:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ForkServerFailed:
-    """The agent has given up starting fork servers."""
+class AgentFailed:
+    """The agent cannot serve its node: a task of it raised, or no fork server stays alive."""
 
     reason: str
 
@@ -175,7 +175,7 @@ AboutGeneration = (
     ProgressReport | GenerationStore | RankSpeeds | RankSaves | RankExit | ForkServerDied | GenerationGone
     | FlightRecords | EvidenceCollected
 )  # fmt: skip
-AboutNode = PreflightReport | SignalReceived | Ready | Unready | Unloadable | ForkServerFailed
+AboutNode = PreflightReport | SignalReceived | Ready | Unready | Unloadable | AgentFailed
 FromAgent = AboutNode | AboutGeneration
 FROM_AGENT = Direction[FromAgent](*get_args(FromAgent))
 

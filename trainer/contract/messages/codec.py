@@ -18,7 +18,7 @@ from checkpointing.storage.durable import dump_line
 
 KEY = "say"
 LONGEST_ROWS = 4096
-"""Rows, or names, in one field: a few for each rank of a node. `Annotated[tuple[X, ...], LONGEST]` allows others."""
+"""Rows, or names, in one field: a few for each rank of a node. `Annotated` with a number allows others."""
 _DIGITS, _LONG, _EXPONENT = bytes.maketrans(b"123456789E", b"000000000e"), b"0" * 19, b"e000"
 _SHOWN = 60
 """Characters of a value that a refusal shows."""
@@ -199,15 +199,22 @@ def _reader(annotation: Any) -> Read:
     if origin in (Union, UnionType) and len(inner) == 2 and inner[1] is NoneType:
         return _optional(_reader(inner[0]))
     if origin is Annotated:
-        return _rows(get_args(inner[0])[0], longest=inner[1])
-    if origin is tuple:
-        return _rows(inner[0]) if inner[-1] is Ellipsis else _row(inner)
-    if origin is dict and inner[0] is str:
-        return _by_name(_scalar_types(inner[1]))
+        return _container(inner[0], longest=inner[1])
+    if origin in (tuple, dict):
+        return _container(annotation)
     if isinstance(annotation, type) and issubclass(annotation, Enum):
         return _member(annotation)
     if isinstance(annotation, type) and is_dataclass(annotation):
         return _nested(annotation)
+    raise TypeError(f"a message cannot have a field of type {annotation}")
+
+
+def _container(annotation: Any, longest: int = LONGEST_ROWS) -> Read:
+    origin, inner = get_origin(annotation), get_args(annotation)
+    if origin is dict and inner[0] is str:
+        return _by_name(_scalar_types(inner[1]), longest)
+    if origin is tuple:
+        return _rows(inner[0], longest) if inner[-1] is Ellipsis else _row(inner)
     raise TypeError(f"a message cannot have a field of type {annotation}")
 
 
@@ -263,9 +270,9 @@ def _rows(annotation: Any, longest: int = LONGEST_ROWS) -> Read:
     return read
 
 
-def _by_name(types: frozenset[type]) -> Read:
+def _by_name(types: frozenset[type], longest: int) -> Read:
     def read(value: Any) -> Any:
-        if type(value) is not dict or len(value) > LONGEST_ROWS or not types.issuperset(map(type, value.values())):
+        if type(value) is not dict or len(value) > longest or not types.issuperset(map(type, value.values())):
             raise _Unfit
         return value
 

@@ -6,8 +6,8 @@ from typing import Annotated, get_args
 from trainer.contract.messages.codec import Direction
 from trainer.contract.ranks.rank_messages import RankSpec
 
-_LONGEST_COMMAND = 1 << 17
-"""Words: a packet has no room for more."""
+_MOST_WORDS = 1 << 22
+"""Arguments, or variables, of a program: Linux has no room for more in the 6 MiB that it allows."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -17,8 +17,8 @@ class StartRank:
     rank: int
     generation: int
     cores: tuple[int, ...] = ()  # that it is bound to; none: not bound
-    env: dict[str, str]
-    command: Annotated[tuple[str, ...], _LONGEST_COMMAND] = ()  # of a user's own program
+    env: Annotated[dict[str, str], _MOST_WORDS]
+    command: Annotated[tuple[str, ...], _MOST_WORDS] = ()  # of a user's own program
     folder: str = ""  # in which the command runs
     spec: RankSpec | None = None  # of a rank of ours
 

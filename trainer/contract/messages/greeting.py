@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from trainer.contract.messages.codec import Direction
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Counts up with every change of the messages but new fields that have a default; 0: a process that tells none."""
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from checkpointing.storage.durable import write_durably
 from trainer.contract.config import JobConfig
+from trainer.contract.program_limits import excess_bytes
 from trainer.contract.run_dir import RunDir
 from trainer.contract.secrets.secret_redaction import LISTED
 
@@ -121,6 +122,9 @@ def read_list(path: Path, taken: dict[str, str] | None = None) -> dict[str, str]
     for name in found:
         if name in (taken or {}):
             raise SecretsRefused(f"secrets_file={path}: {name} stands in the configuration, too", "keep one of them")
+        if excess := excess_bytes(f"{name}={found[name]}"):
+            what = f"secrets_file={path}: {name} is {excess} bytes longer than Linux allows a variable to be"
+            raise SecretsRefused(what, "let the program read that value from a file of its own")
     return found
 
 

@@ -313,7 +313,7 @@ def test_a_node_that_gets_no_fork_server_after_a_restart_was_decided_ends_the_at
         await leave(peers, 1)
         while not scene.events(EventKind.GENERATION_ENDED):
             await hear(peers[0], agents.Ping)
-        peers[1].send(agents.ForkServerFailed(reason="its fork server died 3 times in a row"))
+        peers[1].send(agents.AgentFailed(reason="its fork server died 3 times in a row"))
         assert await asyncio.wait_for(scene.leading, 15) == 75
         failure = AttemptOutcome.read(scene.attempt.outcome).failure
         assert failure is not None
@@ -395,3 +395,41 @@ def test_a_blamed_node_whose_rank_cannot_be_killed_does_not_hold_up_the_spare(pl
         assert (used.data["name"], used.data["instead"]) == ("n2", "n1")
 
     play(script, spares=1)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"), [(ZeroDivisionError("its own"), "unknown"), (OSError(28, "full"), "storage")]
+)
+def test_an_exception_of_the_coordinator_ends_the_attempt_and_is_its_cause(play, monkeypatch, error, kind):
+    async def script(scene: Scene) -> None:
+        def fail() -> None:
+            raise error
+
+        peers = [await scene.join(node) for node in range(2)]
+        monkeypatch.setattr(scene.leader._monitor, "check", fail)
+        end = await hear(peers[1], agents.End)
+        for peer in peers:
+            await peer.close()
+        await asyncio.wait_for(scene.leading, 10)
+        outcome = AttemptOutcome.read(scene.attempt.outcome)
+        assert outcome.failure.kind == kind
+        assert outcome.reason == end.reason
+        assert f"the coordinator failed: {type(error).__name__}: " in outcome.reason
+
+    play(script)
+
+
+def test_an_agent_that_reports_its_own_failure_and_leaves_is_lost_for_that_cause(play):
+    async def script(scene: Scene) -> None:
+        peers = [await scene.join(node) for node in range(2)]
+        await hear(peers[1], agents.StartGeneration)
+        peers[1].send(agents.AgentFailed(reason="the agent of n1 failed: KeyError: 7"))
+        await peers[1].close()
+        await hear(peers[0], agents.KillGeneration)
+        peers[0].send(agents.GenerationGone(generation=1))
+        end = await hear(peers[0], agents.End)
+        await peers[0].close()
+        assert "the agent of n1 failed: KeyError: 7" in end.reason
+        await asyncio.wait_for(scene.leading, 10)
+
+    play(script)

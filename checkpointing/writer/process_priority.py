@@ -14,7 +14,7 @@ _BEST_EFFORT_LAST = (2 << 13) | 7
 _WHOLE_PROCESS = 1
 _SET_PDEATHSIG = 1
 
-_IGNORED = (signal.SIGUSR2, signal.SIGTERM, signal.SIGCONT, signal.SIGINT)
+_IGNORED = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
 
 
 def ignore_slurm_signals() -> None:
@@ -52,5 +52,7 @@ def exit_with_parent(parent: int, *, by_signal: bool) -> None:
 
 
 def _wait_and_exit(handle: int) -> None:
-    select.select([handle], [], [])
+    poll = select.poll()
+    poll.register(handle, select.POLLIN)
+    poll.poll()
     os._exit(0)

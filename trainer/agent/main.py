@@ -36,11 +36,11 @@ from trainer.contract.logs.line_file import LineFile
 from trainer.contract.logs.log_rotation import LogsConfig
 from trainer.contract.messages.greeting import PROTOCOL, Hello, installed_release
 from trainer.contract.node_identity import NodeIdentity, discover
+from trainer.contract.ranks.step_signals import STEP_SIGNALS
 from trainer.contract.run_dir import AttemptDir, RunDir
 from trainer.contract.secrets import run_secrets
 from trainer.contract.secrets.secret_redaction import in_use
 
-_HANDLED_SIGNALS = (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
 _CONNECT_SECONDS = 60.0
 _DRILL_SECONDS = 1.0
 _STDERR_SECONDS = 1.0
@@ -81,9 +81,9 @@ def run_agent(run_dir: str, attempt: str) -> NoReturn:
     agent: Agent | None = None
     try:
         # At once: submitit's handlers would requeue the job by themselves.
-        for number in _HANDLED_SIGNALS:
+        for number in STEP_SIGNALS:
             signal.signal(number, lambda received, _: early.append(received))
-        signal.signal(signal.SIGCONT, signal.SIG_IGN)
+        signal.signal(signal.SIGCONT, signal.SIG_DFL)  # its default continues the process, with no other effect
         # Titles must not cover the environment, by which the processes of a job are found.
         os.environ.setdefault("SPT_NOENV", "1")
         setproctitle("orch-agent")
@@ -178,7 +178,7 @@ class Agent:
 
     def _listen(self) -> None:
         loop = asyncio.get_running_loop()
-        for number in _HANDLED_SIGNALS:
+        for number in STEP_SIGNALS:
             loop.add_signal_handler(number, self._on_signal, number)
         for early in self._early:
             loop.call_soon(self._on_signal, early)

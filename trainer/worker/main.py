@@ -21,7 +21,7 @@ from trainer.contract.config import JobConfig, load
 from trainer.contract.failures.outcome import ExitCode
 from trainer.contract.launch_token import LaunchToken, holds
 from trainer.contract.ranks.progress import Phase, ProgressCell
-from trainer.contract.ranks.rank_messages import SPEC_VARIABLE, RankSpec, report_saves
+from trainer.contract.ranks.rank_messages import RankSpec, report_saves
 from trainer.contract.restore_test import read_order
 from trainer.contract.run_dir import RunDir
 from trainer.contract.secrets.secret_redaction import in_use
@@ -40,6 +40,7 @@ from trainer.worker.session import Session, new_train_state, skipped_positions, 
 from trainer.worker.shutdown_budget import seconds_left
 from trainer.worker.startup import device as devices
 from trainer.worker.startup import node_benchmark, rendezvous
+from trainer.worker.startup.data_loader_workers import protect_data_loader_workers
 from trainer.worker.train_objects import TrainObjects
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ def rank_main(spec: RankSpec) -> int:
     """Train as the rank that `spec` describes; returns its exit code and never raises."""
     started = time.monotonic()
     setproctitle.setproctitle(f"orch-rank-{spec.rank}")
+    protect_data_loader_workers()
     in_use()  # before a program may delete what it has read from its environment
     cell, control = ProgressCell(spec.cell_fd), socket.socket(fileno=spec.control_fd)
     control.settimeout(None)  # the user's module may have called `socket.setdefaulttimeout`
@@ -190,8 +192,3 @@ def _agent_writer(spec: RankSpec) -> "WriterLink | None":
     except WriterLost as error:
         write_stderr(f"orch: the agent's checkpoint writer cannot be used, starting another: {error}")
         return None
-
-
-if __name__ == "__main__":
-    # Threads of a process group that lost its peers must not hold up the exit.
-    os._exit(rank_main(RankSpec.from_json(os.environ[SPEC_VARIABLE])))

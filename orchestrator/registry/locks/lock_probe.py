@@ -72,9 +72,10 @@ def _words(launcher: Sequence[str], command: list[str]) -> list[str]:
 
 def _answer(process: "subprocess.Popen[bytes]", patience: float) -> str:
     assert process.stdout is not None
-    give_up, heard = time.monotonic() + patience, b""
+    give_up, heard, poll = time.monotonic() + patience, b"", select.poll()
+    poll.register(process.stdout, select.POLLIN)
     while not heard.endswith(b"\n") or ANSWER.encode() not in heard:
-        if not select.select([process.stdout], [], [], max(0.0, give_up - time.monotonic()))[0]:
+        if not poll.poll(1000 * max(0.0, give_up - time.monotonic())):
             raise ProbeFailed(f"no answer within {patience:.0f} s")
         data = os.read(process.stdout.fileno(), 4096)
         if not data:

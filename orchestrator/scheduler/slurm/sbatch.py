@@ -1,7 +1,6 @@
 """The sbatch script of one attempt, and its submission: submitit's SlurmExecutor with our options."""
 
 import contextlib
-import io
 import os
 import re
 import shlex
@@ -30,6 +29,8 @@ from orchestrator.scheduler.slurm.sbatch_values import check_field, check_nodes,
 
 _SUBMITTED = re.compile(r"^Submitted batch job (\d+)", re.MULTILINE)
 SBATCH_TIMEOUT_S = 60
+_MAX_MESSAGES = 1 << 16
+"""Bytes of sbatch's messages that are read."""
 _NO_FILES = ("--output=/dev/null", "--error=/dev/null")
 """Slurm opens a job's output by its name and follows links: where others can put one there, the agents open it."""
 TEST_TIMEOUT_S = 10
@@ -187,22 +188,34 @@ def submit(spec: JobSpec, entry: str) -> str:
     executor(spec)  # what cannot stand in a script is refused before anything is looked for
     require("sbatch")
     function = submitit_payload.load_entry(entry)
+    messages = b""
     try:
         with (
             submitit_payload.own_folder(spec) as folder,
-            contextlib.redirect_stderr(io.StringIO()),  # submitit prints what it then raises
             with_environment(spec.submitter.environ(os.environ), _bounded_sbatch(SBATCH_TIMEOUT_S)) as words,
+            open(os.memfd_create("orch-sbatch"), "r+b") as errors,
         ):
             made = executor(spec, folder)
-            made.words = words
-            return str(made.submit(function, *submitit_payload.arguments(spec)).job_id)
+            made.words = _with_errors_in(errors.fileno(), words)
+            try:
+                return str(made.submit(function, *submitit_payload.arguments(spec)).job_id)
+            finally:
+                messages = os.pread(errors.fileno(), _MAX_MESSAGES, 0)
     except FailedJobError as error:
-        refused = submit_error(str(error))
+        refused = submit_error(messages.decode(errors="replace").strip() or str(error))
         raise named(refused, spec.resources) if isinstance(refused, SubmitRejected) else refused from error
     except (OSError, RuntimeError) as error:  # submitit could not read sbatch's answer, or the files behind it
         raise SubmitAmbiguous(
             f"sbatch ended, but not as expected: {error}", hint="the job is looked up by its name"
         ) from error
+
+
+def _with_errors_in(descriptor: int, words: Sequence[str]) -> list[str]:
+    """Words that write the messages of `words` into this file.
+
+    submitit prints what it gets, and sys.stderr belongs to all threads of a controller: one must not replace it.
+    """
+    return ["sh", "-c", 'exec "$@" 2>"$0"', f"/proc/{os.getpid()}/fd/{descriptor}", *words]
 
 
 def named(error: SubmitRejected, resources: Resources) -> SubmitRejected:

@@ -3,13 +3,15 @@
 import os
 import shlex
 import shutil
+import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from orchestrator.errors import ConfigError, Precondition, SlurmUnreachable, SubmitAmbiguous
+from orchestrator.errors import ConfigError, Precondition, SlurmUnreachable, SubmitAmbiguous, SubmitRejected
 from orchestrator.scheduler.available_schedulers import resolve, usable
 from orchestrator.scheduler.interface import UNREADABLE, JobSpec, Resources
 from orchestrator.scheduler.job_environment import Submitter
@@ -255,6 +257,32 @@ def test_an_sbatch_that_does_not_say_no_is_ambiguous(program: Program, tmp_path:
     program("sbatch", sbatch)
     with pytest.raises(SubmitAmbiguous):
         SlurmScheduler(entry="os:getpid").submit(spec(tmp_path))
+
+
+def test_a_submission_leaves_stderr_to_the_other_threads(
+    program: Program, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    begun, go_on = tmp_path / "begun", tmp_path / "go_on"
+    words = "sbatch: error: Batch job submission failed: Access denied"
+    program("sbatch", f": > {begun}; read line < {go_on}; echo '{words}' >&2; exit 1")
+    os.mkfifo(go_on)
+    before, refused = sys.stderr, []
+
+    def submit() -> None:
+        with pytest.raises(SubmitRejected) as caught:
+            SlurmScheduler(entry="os:getpid").submit(spec(tmp_path))
+        refused.append(str(caught.value))
+
+    thread = threading.Thread(target=submit)
+    thread.start()
+    while thread.is_alive() and not begun.exists():
+        time.sleep(0.01)
+    during = sys.stderr
+    go_on.write_text("\n")
+    thread.join()
+    assert during is before
+    assert ["Access denied" in one for one in refused] == [True]
+    assert capfd.readouterr().err == "", "the caller prints the refusal"
 
 
 def test_sbatch_sees_no_variable_that_overrides_the_script(

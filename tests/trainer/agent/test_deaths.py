@@ -96,6 +96,6 @@ def test_ranks_are_deaf_to_slurm_but_a_command_hears_sigterm(job):
     work.go()
     assert work.wait() == [0, 0], work.story()
     for note in wait_for_notes(work, 4):
-        assert {"SIGUSR2", "SIGCONT"} <= set(note["ignored"])
-        assert "SIGTERM" not in note["ignored"]
+        assert {"SIGUSR1", "SIGUSR2"} <= set(note["ignored"])
+        assert not {"SIGTERM", "SIGINT", "SIGCONT"} & set(note["ignored"])
         assert note["group"]

@@ -70,16 +70,70 @@ def test_a_sigkilled_rank_comes_back_warm_and_the_run_finishes(training):
     assert isinstance(beat["loss"], float)
 
 
-def test_usr2_to_every_process_stops_all_ranks_after_one_agreed_save(training):
-    work = training(train={"steps": 100_000}, checkpoint={"every": 0, "keep": 2}).start()
+LOADED = """
+import multiprocessing, time
+import torch
+from torch.utils.data import DataLoader
+from trainer.worker.workload import BaseWorkload
+
+
+class Rows(torch.utils.data.Dataset):
+    def __len__(self):
+        return 1_000_000
+
+    def __getitem__(self, at):
+        return torch.full((4,), float(at % 7))
+
+
+class Batches:
+    def __init__(self):
+        self.consumed, self.rows = 0, iter(DataLoader(Rows(), batch_size=4, num_workers=2))
+
+    def take(self):
+        self.consumed += 8
+        return [next(self.rows)]
+
+    def seek(self, consumed):
+        self.consumed = consumed
+
+
+class Loaded(BaseWorkload):
+    def build_model(self):
+        context = multiprocessing.get_context("fork")
+        with context.Pool(2) as pool:  # left early: its processes die of SIGTERM
+            pool.apply_async(time.sleep, (60,))
+        helper = context.Process(target=time.sleep, args=(60,))
+        helper.start()
+        helper.terminate()
+        helper.join()
+        return torch.nn.Linear(4, 1)
+
+    def build_data(self, layout):
+        return Batches()
+
+    def loss(self, model, batch):
+        time.sleep(0.01)
+        return model(batch).square().mean()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+def test_a_signal_to_every_process_stops_all_ranks_after_one_agreed_save(training, tmp_path, number):
+    """Workers of a DataLoader go on until then, although other children of a rank die of SIGTERM."""
+    (tmp_path / "loaded_workload.py").write_text(LOADED)
+    workload = {"target": "loaded_workload:Loaded", "path": [str(tmp_path)]}
+    work = training(workload=workload, train={"steps": 100_000}, checkpoint={"every": 0, "keep": 2}).start()
     work.go()
     until(lambda: work.attempt.metrics.exists() and len(work.attempt.metrics.read_text()) > 2000, 60, work.story)
     # As Slurm does it: not only the agents get it.
-    for pid in work.processes():
-        os.kill(pid, signal.SIGUSR2)
+    processes = work.processes()
+    assert len(processes) >= 2 + 2 + 2 + 4 + 2, work.story()  # agents, fork servers, ranks, workers, writers
+    for sent in (signal.SIGCONT, number):
+        for pid in processes:
+            os.kill(pid, sent)
     assert work.wait(30) == [76, 76], work.story()
     outcome = work.outcome()
-    assert (outcome.result, outcome.reason) == (AttemptResult.STOPPED, "an agent got SIGUSR2")
+    assert (outcome.result, outcome.reason) == (AttemptResult.STOPPED, f"an agent got {number.name}")
     assert {event.data["exit_code"] for event in work.events(EventKind.RANK_EXITED)} == {76}
     (agreed,) = work.events(EventKind.STOP_AGREED)
     assert agreed.data["step"] == outcome.step

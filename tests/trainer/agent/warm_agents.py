@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.warm_programs import as_program
-from trainer.agent.processes.process_tree import block_slurm_signals
+from trainer.contract.ranks.step_signals import block_step_signals
 from trainer.contract.run_dir import AttemptDir
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -196,7 +196,7 @@ def start_fork_server(
         take_over({**environ, **quiet}, output, kept=theirs.fileno())
         server.main(words)
 
-    with block_slurm_signals():
+    with block_step_signals():
         if (pid := os.fork()) == 0:
             as_program(begin)
     return ForkServerProcess(pid)

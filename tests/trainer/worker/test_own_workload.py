@@ -227,7 +227,7 @@ def test_a_rank_started_cold_does_the_same(make_run):
         node=0, node_name="n0", cell_fd=cell.descriptor, control_fd=theirs.fileno(), host="127.0.0.1",
     )  # fmt: skip
     done = subprocess.run(
-        [sys.executable, "-P", "-m", "trainer.worker.main"],
+        [sys.executable, "-P", "-m", "trainer.worker.cold_rank"],
         env={**os.environ, SPEC_VARIABLE: spec.to_json(), "PYTHONPATH": str(HERE.parents[2])},
         pass_fds=(cell.descriptor, theirs.fileno()), capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip

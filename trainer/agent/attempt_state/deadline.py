@@ -8,6 +8,8 @@ from trainer.contract.ranks.progress import StopReason
 
 PRESSING = ("SIGTERM", "SIGINT")
 """Signals that SIGKILL follows soon."""
+WARNINGS = ("SIGUSR1", "SIGUSR2")
+"""Signals before the end of a job: orch asks Slurm for USR2; sites, submitit and Lightning are used to USR1."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +40,7 @@ def reason_of(signal_name: str, *, kind: str, left: float | None, lead_seconds: 
     scheduler = traits(kind)
     if left is not None and left <= lead_seconds + scheduler.signal_early:
         return StopReason.TIME_LIMIT
-    if signal_name == "SIGUSR2" or scheduler.preempts:
+    if signal_name in WARNINGS or scheduler.preempts:
         return StopReason.PREEMPTION
     # Nothing preempts a job on this machine: a person ends it.
     return StopReason.CANCEL

@@ -15,6 +15,7 @@ from trainer.agent.processes.process_tree import AGENT_DIED_SIGNAL, set_pdeathsi
 from trainer.contract.failures.outcome import ExitCode
 from trainer.contract.messages.fork_server import StartRank
 from trainer.contract.ranks.rank_messages import SPEC_VARIABLE, RankSpec, generation_mark
+from trainer.contract.ranks.step_signals import WARNINGS, outlive_step_signals, unblock_step_signals
 
 RankMain = Callable[[RankSpec], int]
 
@@ -27,6 +28,8 @@ def become_rank(
     main: RankMain | None,
 ) -> NoReturn:
     """Turn the calling, just forked process into the rank that `order` describes; never returns.
+
+    The fork was made within `block_step_signals`.
 
     The first of `descriptors` is where it prints to. `main` is the warm entry point; without one the rank is executed
     cold, or is the user's own command.
@@ -44,6 +47,7 @@ def become_rank(
         spec = _with_descriptors(order.spec, others)
         if main is None:
             _run_cold(spec)
+        outlive_step_signals()
         setproctitle(f"orch-rank-{spec.rank}")
         code = main(spec)
     except BaseException:  # noqa: BLE001  # outermost edge
@@ -75,8 +79,10 @@ def _redirect(output: int, generation: int) -> None:
 
 
 def _run_command(command: Sequence[str], folder: str) -> NoReturn:
-    # A user's program knows nothing of cells: SIGTERM is how it is asked to stop, so it must hear it.
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    # The agent answers warnings. SIGTERM is how a user's program is asked to stop.
+    for number in WARNINGS:
+        signal.signal(number, signal.SIG_IGN)
+    unblock_step_signals()
     os.chdir(folder)
     try:
         os.execvpe(command[0], list(command), os.environ)
@@ -100,7 +106,7 @@ def _run_cold(spec: RankSpec) -> NoReturn:
         if descriptor >= 0:
             os.set_inheritable(descriptor, True)
     os.environ[SPEC_VARIABLE] = spec.to_json()
-    os.execve(sys.executable, [sys.executable, "-P", "-m", "trainer.worker.main"], os.environ)
+    os.execve(sys.executable, [sys.executable, "-P", "-m", "trainer.worker.cold_rank"], os.environ)
 
 
 def _with_descriptors(spec: RankSpec, descriptors: Sequence[int]) -> RankSpec:

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from trainer.agent.control import unix_transport
 from trainer.agent.processes.proc import read_activity
-from trainer.agent.processes.process_tree import block_slurm_signals
 from trainer.contract.messages.fork_server import FROM_FORK_SERVER, FromForkServer, SignalRanks, StartRank, ToForkServer
+from trainer.contract.ranks.step_signals import block_step_signals
 from trainer.contract.run_dir import AttemptDir
 
 
@@ -55,7 +55,7 @@ class ForkServerLink:
         command = [sys.executable, "-P", "-m", "trainer.agent.fork_server.server"]
         command += [str(theirs.fileno()), str(os.getpid()), str(attempt.path)]
         quiet = {"OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-        with block_slurm_signals():
+        with block_step_signals():
             return subprocess.Popen(
                 command,
                 env={**environ, **quiet},

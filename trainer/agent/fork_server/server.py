@@ -37,6 +37,7 @@ from trainer.contract.messages.fork_server import (
     ToForkServer,
 )
 from trainer.contract.process_identity import process_state
+from trainer.contract.ranks.step_signals import block_step_signals, outlive_step_signals
 from trainer.contract.run_dir import AttemptDir
 from trainer.contract.secrets.secret_redaction import in_use
 
@@ -50,6 +51,9 @@ class ForkServer:
         self._groups: dict[int, int] = {}  # process group whose leader is reaped and that may have members -> rank
         self._empty: dict[int, int] = {}  # process group without members, not yet reported gone -> rank
         self._wake_in, self._wake_out = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._poll = select.poll()  # `select` refuses descriptors above 1,023, which a workload's import may have used
+        for descriptor in (link.fileno(), self._wake_in):
+            self._poll.register(descriptor, select.POLLIN)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._wake_out, warn_on_full_buffer=False)
         signal.signal(process_tree.AGENT_DIED_SIGNAL, self._on_agent_died)
@@ -70,8 +74,8 @@ class ForkServer:
     def _serve_once(self) -> bool:
         """Wait for something and handle it; False when the agent is gone."""
         # Members of a group that are nobody's child die without a signal to us: look again soon.
-        patience = 0.01 if self._groups or self._empty else None
-        ready, _, _ = select.select([self._link.fileno(), self._wake_in], [], [], patience)
+        patience = 10 if self._groups or self._empty else None  # ms
+        ready = {descriptor for descriptor, _ in self._poll.poll(patience)}
         if self._wake_in in ready:
             os.read(self._wake_in, 4096)
         self._reap()
@@ -96,7 +100,10 @@ class ForkServer:
         rank, parent = order.rank, os.getpid()
         ends = (self._link.fileno(), self._wake_in, self._wake_out)
         try:
-            pid = os.fork()
+            with block_step_signals():
+                pid = os.fork()
+                if pid == 0:
+                    become_rank(order, descriptors, parent, ends, self._main)
         except OSError as error:
             self._say(SpawnFailed(rank=rank, reason=f"fork failed: {error.strerror}"))
             return
@@ -104,8 +111,6 @@ class ForkServer:
             if os.getpid() == parent:
                 for descriptor in descriptors:
                     os.close(descriptor)
-        if pid == 0:
-            become_rank(order, descriptors, parent, ends, self._main)
         self._leaders[pid] = rank
         handle = os.pidfd_open(pid)
         try:
@@ -223,7 +228,7 @@ def _torch_words(error: BaseException) -> str:
 
 def main(arguments: list[str]) -> None:
     """Become the fork server of the agent that started this process."""
-    process_tree.ignore_slurm_signals()
+    outlive_step_signals()
     descriptor, agent, attempt = int(arguments[0]), int(arguments[1]), AttemptDir(Path(arguments[2]))
     cold = arguments[3] if len(arguments) > 3 else ""
     # While it imports there are no ranks to take along, and a handler would have to wait for the import.

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator, Mapping
 
 from trainer.agent.control import unix_transport
-from trainer.agent.processes.process_tree import block_slurm_signals
+from trainer.contract.ranks.step_signals import block_step_signals
 
 _LEAVE_SECONDS = 1.0
 
@@ -34,7 +34,7 @@ class CheckpointWriter:
         # Its module is named, not imported: agents do without what it needs.
         command = [sys.executable, "-P", "-m", "checkpointing.writer.process", "many"]
         command += [str(theirs.fileno()), str(self._memory), str(os.getpid()), str(self._rank)]
-        with theirs, block_slurm_signals():
+        with theirs, block_step_signals():
             self._process = subprocess.Popen(
                 command,
                 env=dict(self._environ),

@@ -1,16 +1,12 @@
-"""Parent-death signals, adopted orphans, and which processes handle Slurm's signals."""
+"""Parent-death signals, process groups and adopted orphans."""
 
 import ctypes
 import os
 import signal
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
 from pathlib import Path
 
 from trainer.contract.failures.outcome import ExitCode
-
-SLURM_SIGNALS = (signal.SIGUSR2, signal.SIGTERM, signal.SIGCONT)
-"""What Slurm sends to every process of a step; only the agent listens."""
 
 AGENT_DIED_SIGNAL = signal.SIGRTMIN + 5
 """Parent-death signal of a fork server that has ranks: it kills their process groups before it goes."""
@@ -30,23 +26,6 @@ def set_pdeathsig(parent: int, number: int = signal.SIGKILL) -> None:
 def become_subreaper() -> None:
     """Descendants whose parent dies become children of this process, so that it can wait for them."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-
-
-@contextmanager
-def block_slurm_signals() -> Iterator[None]:
-    """Hold Slurm's signals back while a child is started: it inherits the mask."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, SLURM_SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def ignore_slurm_signals() -> None:
-    """Ignore Slurm's signals from now on, across exec too; ends what `block_slurm_signals` began."""
-    for number in SLURM_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SLURM_SIGNALS)
 
 
 def kill_group(group: int, number: int = signal.SIGKILL) -> bool:

@@ -8,8 +8,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from trainer.agent.processes import watchdog
-from trainer.agent.processes.process_tree import block_slurm_signals
 from trainer.agent.processes.supervised_tasks import SupervisedTasks
+from trainer.contract.ranks.step_signals import block_step_signals
 
 BEAT_SECONDS = 0.5
 
@@ -22,7 +22,7 @@ class WatchdogClient:
         os.set_blocking(self._ours, False)
         words = [str(theirs), str(os.getpid()), str(seconds), str(report), str(node), name]
         command = [sys.executable, "-I", "-S", watchdog.__file__, *words]
-        with block_slurm_signals():  # Slurm signals every process of a step
+        with block_step_signals():  # Slurm signals every process of a step
             self._process = subprocess.Popen(command, pass_fds=[theirs], stdin=subprocess.DEVNULL)
         os.close(theirs)
         self._tasks = SupervisedTasks()

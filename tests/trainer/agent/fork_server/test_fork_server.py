@@ -1,0 +1,34 @@
+"""The fork server by itself, with a test for its agent."""
+
+import subprocess
+import sys
+
+PROGRAM = """
+import os, resource, sys
+from trainer.agent.control import unix_transport
+from trainer.agent.fork_server.server import ForkServer
+from trainer.contract.messages.fork_server import FROM_FORK_SERVER, RankEnded, RankGone, RankSpawned, StartRank
+
+resource.setrlimit(resource.RLIMIT_NOFILE, (4096, max(4096, resource.getrlimit(resource.RLIMIT_NOFILE)[1])))
+held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+ours, theirs = unix_transport.pair()
+order = StartRank(rank=0, generation=1, env={}, command=("sh", "-c", "exit 7"), folder="/")
+unix_transport.send(ours, order, [os.dup(2)])
+if os.fork() == 0:
+    ours.close()
+    ForkServer(theirs, None).serve()
+    os._exit(0)
+theirs.close()
+for kind in (RankSpawned, RankEnded, RankGone):
+    message, descriptors = unix_transport.receive(ours, FROM_FORK_SERVER)
+    assert isinstance(message, kind), message
+    if kind is RankEnded:
+        assert message.exit_code == 7, message
+ours.close()
+os.wait()
+"""
+
+
+def test_it_works_when_the_workload_has_opened_a_thousand_files() -> None:
+    ended = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "--- generation 1 ---\n")

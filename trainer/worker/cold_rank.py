@@ -1,0 +1,19 @@
+"""The program of a rank that is not forked warm: it outlives Slurm's signals before it imports torch."""
+
+import os
+
+from trainer.contract.ranks.rank_messages import SPEC_VARIABLE, RankSpec
+from trainer.contract.ranks.step_signals import outlive_step_signals
+
+
+def main() -> int:
+    """Train as the rank in the environment; returns its exit code."""
+    outlive_step_signals()
+    from trainer.worker.main import rank_main  # torch takes seconds, in which a signal may come
+
+    return rank_main(RankSpec.from_json(os.environ[SPEC_VARIABLE]))
+
+
+if __name__ == "__main__":
+    # Threads of a process group that lost its peers must not hold up the exit.
+    os._exit(main())

@@ -13,9 +13,9 @@ def protect_data_loader_workers() -> None:
     Each worker begins with torch's `_set_worker_signal_handlers`, by which a SIGTERM of any process but its rank ends
     it; and a lost worker ends the rank before it has saved.
     """
-    original = signal_handling._set_worker_signal_handlers
+    original = signal_handling._set_worker_signal_handlers  # type: ignore[attr-defined]
     if not isinstance(original, _Protected):
-        signal_handling._set_worker_signal_handlers = _Protected(original)
+        signal_handling._set_worker_signal_handlers = _Protected(original)  # type: ignore[attr-defined]
 
 
 class _Protected:

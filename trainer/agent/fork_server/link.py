@@ -39,7 +39,7 @@ class ForkServerLink:
         self._socket.settimeout(5.0)
         try:
             self._process = self._start(theirs, attempt, environ, output)
-        except BaseException:
+        except OSError:
             self._socket.close()
             raise
         finally:

@@ -91,11 +91,13 @@ def verify(path: Path, level: int, progress: Progress | None = None) -> Report:
 
 
 def verify_in(
-    storage: Storage, name: str, level: int, progress: Progress | None = None, before: PageCacheState | None = None
-) -> Report:
+    storage: Storage, name: str, level: int, progress: Progress | None = None, before: PageCacheState | None = None,
+    choose: Callable[[Sequence[Chunk]], Sequence[Chunk]] | None = None,
+) -> Report:  # fmt: skip
     """Like `verify`, on any storage; `progress` is called with (bytes done, bytes in all) after every chunk.
 
-    `before` records what was in the page cache, and may keep what is read there for a second reading.
+    `before` records what was in the page cache, and may keep what is read there for a second reading. `choose` selects
+    the chunks that are read here, where several readers divide them.
     """
     if level not in LEVELS:
         raise ValueError(f"verify level {level}: must be one of {sorted(LEVELS)}")
@@ -105,6 +107,7 @@ def verify_in(
     if sealed is not None:
         bad = {fault.file for fault in faults}
         wanted = [chunk for chunk in _chosen(sealed, level) if chunk.file.name not in bad]
+        wanted = list(choose(wanted)) if choose else wanted
         faults = named(storage, sealed, faults + check_chunks(storage, name, wanted, progress, before))
         done = sum(chunk.length for chunk in wanted)
     return Report(ok=not faults, level=level, bytes=done, seconds=time.monotonic() - start, faults=tuple(faults))

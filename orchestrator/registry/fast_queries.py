@@ -18,7 +18,7 @@ _UNUSABLE = (Trust.WRITING, Trust.CORRUPT, Trust.DELETED)
 """A checkpoint that is one of these is not what a run would resume from."""
 
 _BAD, _FINISHED = "('SUSPECT', 'CORRUPT')", "('RESTORED', 'SUSPECT', 'CORRUPT')"
-"""Words of trainer.contract.restore_test.Outcome, which takes 10 ms to import. NOT_FINISHED says nothing."""
+"""Words of trainer.contract.restore_test.Outcome, which takes 10 ms to import. The other two are no verdicts."""
 
 _SAVED_AT = "SELECT coalesce(max(committed_at), 0) FROM checkpoints WHERE run = {0}.run AND name = {0}.checkpoint"
 _TESTED_AT = f"({_SAVED_AT}), {{0}}.step, {{0}}.ended_at"

@@ -1,6 +1,6 @@
 """PURE: which restore test of a run is due, why, and what keeps it from being begun."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from datetime import datetime
 from random import Random
@@ -10,7 +10,7 @@ from orchestrator.config.restore_tests_config import NIGHTLY, OFF, RestoreTestsC
 from orchestrator.config.run_config import RunConfig
 from orchestrator.registry.records import Attempt, Checkpoint, RestoreTest, Run
 from orchestrator.states import LIVE_RUNS, RunState, Trust
-from trainer.contract.restore_test import Outcome
+from trainer.contract.restore_test import FOUND_BAD, UNDECIDED, Outcome
 
 NIGHT = "0 3 * * *"
 ASSUMED_SECONDS = 180.0
@@ -19,7 +19,6 @@ AGAIN_AFTER = 900.0
 """Seconds before a test that was not finished is due again; doubled each time in a row."""
 MOST_PAUSE = 86400.0
 _NO = frozenset({Trust.WRITING, Trust.SUSPECT, Trust.CORRUPT, Trust.DELETED})
-_FOUND_BAD = frozenset({Outcome.SUSPECT, Outcome.CORRUPT})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,15 +81,19 @@ def _proven(facts: RunFacts) -> set[tuple[str, str]]:
 
 def _found_bad(facts: RunFacts) -> set[str]:
     """Checkpoints whose newest verdict is a bad one: only a person has them tested again."""
-    newest = {test.checkpoint: test.verdict for test in facts.tests if test.verdict != Outcome.NOT_FINISHED}
-    return {name for name, verdict in newest.items() if verdict in _FOUND_BAD}
+    newest = {test.checkpoint: test.verdict for test in facts.tests if test.verdict not in UNDECIDED}
+    return {name for name, verdict in newest.items() if verdict in FOUND_BAD}
 
 
-def _lacking(facts: RunFacts, checkpoint: Checkpoint) -> str:
-    """The first layout on which it was not restored yet; empty when there is none."""
-    proven = _proven(facts)
+def _lacking(facts: RunFacts, checkpoint: Checkpoint, known: Collection[tuple[str, str]]) -> str:
+    """The first layout on which the checkpoint is not among the `known` ones; empty when there is none."""
     layouts = facts.config.restore_tests.layouts
-    return next((layout for layout in layouts if (checkpoint.name, layout) not in proven), "")
+    return next((layout for layout in layouts if (checkpoint.name, layout) not in known), "")
+
+
+def _unproven(facts: RunFacts, checkpoint: Checkpoint) -> str:
+    """The first layout on which it was not restored yet; empty when there is none."""
+    return _lacking(facts, checkpoint, _proven(facts))
 
 
 def _due(facts: RunFacts, checkpoint: Checkpoint, layout: str, why: str, at: float) -> Due:
@@ -105,7 +108,7 @@ def _last_finished(facts: RunFacts) -> RestoreTest | None:
 def _after_a_bad_one(facts: RunFacts) -> Due | None:
     """The next older one at once, so that somebody knows how far back is good."""
     last = _last_finished(facts)
-    if last is None or last.verdict not in _FOUND_BAD or last.ended_at is None:
+    if last is None or last.verdict not in FOUND_BAD or last.ended_at is None:
         return None
     for checkpoint in facts.checkpoints:
         if checkpoint.step < last.step and checkpoint.trust not in _NO and checkpoint.name not in _found_bad(facts):
@@ -122,7 +125,9 @@ def _after_success(facts: RunFacts, now: float) -> Due | None:
     newest = facts.checkpoints[0]
     if facts.run.state is not RunState.SUCCEEDED or newest.trust in _NO or newest.name in _found_bad(facts):
         return None
-    layout = _lacking(facts, newest)
+    # Code or data that has changed stays so: a run that is over is not tested again and again for it.
+    tried = {(test.checkpoint, test.layout) for test in facts.tests if test.verdict != Outcome.NOT_FINISHED}
+    layout = _lacking(facts, newest, tried)
     return _due(facts, newest, layout, "the run has succeeded", facts.run.updated_at) if layout else None
 
 
@@ -132,7 +137,7 @@ def _other_layouts(facts: RunFacts) -> Due | None:
     if last is None or last.verdict != Outcome.RESTORED or last.ended_at is None or last.forced:
         return None
     same = [checkpoint for checkpoint in facts.checkpoints if checkpoint.name == last.checkpoint]
-    layout = _lacking(facts, same[0]) if same else ""
+    layout = _unproven(facts, same[0]) if same else ""
     return (
         _due(facts, same[0], layout, f"restored on {last.layout}, the next layout", last.ended_at) if layout else None
     )
@@ -145,7 +150,7 @@ def _scheduled(facts: RunFacts, now: float, rng: Random) -> Due | None:
     if at is None or chosen is None:
         return None
     every = facts.config.restore_tests.every
-    return _due(facts, chosen, _lacking(facts, chosen) or facts.config.restore_tests.layouts[0], f"every {every}", at)
+    return _due(facts, chosen, _unproven(facts, chosen) or facts.config.restore_tests.layouts[0], f"every {every}", at)
 
 
 def _when(facts: RunFacts, now: float) -> float | None:
@@ -175,7 +180,7 @@ def _sampled(facts: RunFacts, rng: Random) -> Checkpoint | None:
     if sample == "random":
         return rng.choice(good)
     if sample == "unproven":
-        return next((checkpoint for checkpoint in good if _lacking(facts, checkpoint)), None)
+        return next((checkpoint for checkpoint in good if _unproven(facts, checkpoint)), None)
     return good[0] if sample == "newest" else good[-1]
 
 

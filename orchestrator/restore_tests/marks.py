@@ -14,7 +14,7 @@ from checkpointing.storage.backends import LocalStorage, storage_at
 from checkpointing.tiers.catalog import Catalog
 from checkpointing.verification.verdicts import RESTORE_TESTED, Verdict, forget, manifest_of, record, withdraw
 from orchestrator.registry.records import RestoreTest, Run
-from trainer.contract.restore_test import Outcome
+from trainer.contract.restore_test import UNDECIDED, Outcome
 from trainer.contract.run_dir import RunDir
 
 _NOTE = "restore test"
@@ -39,7 +39,7 @@ def release(run: Run, checkpoint: str, tests: Collection[str]) -> None:
 
 def write_verdict(run: Run, test: RestoreTest, place: str, outcome: Outcome, reason: str, now: float) -> None:
     """Beside the checkpoints, where retention reads it, in place of those on copies that are gone; raises OSError."""
-    if outcome is Outcome.NOT_FINISHED or not _is_ours(test):
+    if outcome in UNDECIDED or not _is_ours(test):
         return
     if outcome is Outcome.SUSPECT:  # its bytes are good: it only is no proven one any more
         withdraw(_own(run), test.checkpoint, place)

@@ -17,7 +17,7 @@ from orchestrator.scheduler.slurm.sbatch_values import minutes
 from orchestrator.states import LIVE_RUNS, RunState, Trust, may_move
 from trainer.contract.config import build
 from trainer.contract.events import EventKind
-from trainer.contract.restore_test import Outcome
+from trainer.contract.restore_test import FOUND_BAD, UNDECIDED, Outcome
 from trainer.contract.run_dir import RunDir
 
 log = logging.getLogger("orch.controller")
@@ -116,8 +116,8 @@ class VerdictRecorder:
         told = [notice.data for notice in self.store.notices(run.name) if notice.kind == EventKind.RESTORE_TESTED]
         if not told:
             return Found(Outcome.NOT_FINISHED, run.reason, {})
-        # Ranks of a user's own program speak each for themselves: one that failed decides.
-        said = max(told, key=lambda data: data["verdict"] != Outcome.RESTORED)
+        # Each rank of a user's own program reports for itself: a bad checkpoint decides, then one that was not judged.
+        said = max(told, key=lambda data: (data["verdict"] in FOUND_BAD, data["verdict"] != Outcome.RESTORED))
         outcome = Outcome(said["verdict"])
         if outcome is Outcome.RESTORED and run.state is not RunState.SUCCEEDED:
             return Found(Outcome.NOT_FINISHED, run.reason, dict(said["evidence"]))  # another rank did not get so far
@@ -159,7 +159,7 @@ class VerdictRecorder:
 
     def _judge(self, source: Run, test: RestoreTest, found: Found, epoch: int, now: float) -> None:
         known = [row for row in self.store.checkpoints(source.name) if row.name == test.checkpoint]
-        if found.outcome is Outcome.NOT_FINISHED or not known:
+        if found.outcome in UNDECIDED or not known:
             return
         row, trust = known[0], _TRUST[found.outcome]
         why = f"{OURS}{test.test} on {test.layout}: {found.reason}"

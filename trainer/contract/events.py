@@ -16,7 +16,7 @@ from trainer.contract.logs.line_file import LineFile, Lines, read_new_lines
 class EventKind(StrEnum):
     """Every event a job may write; the comment names the keys of `data`."""
 
-    ATTEMPT_STARTED = "attempt.started"  # job_id, nodes [names], world
+    ATTEMPT_STARTED = "attempt.started"  # job_id, nodes [names], world, began (of its first process)
     AGENT_JOINED = "agent.joined"  # node (index), name
     AGENT_LOST = "agent.lost"  # node, name, reason
     PREFLIGHT = "preflight"  # node, name, ok, reason; or of all nodes together: ok, reason, speeds

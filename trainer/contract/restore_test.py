@@ -22,9 +22,15 @@ class Outcome(StrEnum):
     """How a restore test ends."""
 
     RESTORED = "RESTORED"  # it was restored, and trains as it should
-    SUSPECT = "SUSPECT"  # it loads, and trains otherwise than its run did
+    SUSPECT = "SUSPECT"  # it loads, and trains otherwise than its run did, although all else is equal
     CORRUPT = "CORRUPT"  # bytes, structure or values are not what was saved
+    NOT_COMPARABLE = "NOT_COMPARABLE"  # something else than the checkpoint is not as it was: code, data, software
     NOT_FINISHED = "NOT_FINISHED"  # nothing is known of the checkpoint
+
+
+FOUND_BAD = frozenset({Outcome.SUSPECT, Outcome.CORRUPT})
+UNDECIDED = frozenset({Outcome.NOT_COMPARABLE, Outcome.NOT_FINISHED})
+"""Outcomes that are no verdict on the checkpoint: they change no trust."""
 
 
 @dataclass(frozen=True, kw_only=True)

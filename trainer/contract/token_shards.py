@@ -71,6 +71,16 @@ class Index:
             _check_size(folder / shard.name, shard.tokens)
         return index
 
+    def changed_shards(self, folder: Path, reader: int = 0, readers: int = 1) -> list[str]:
+        """Names of shards whose bytes have another digest now; of several readers each reads some. Raises OSError."""
+        changed = []
+        for shard in self.shards[reader::readers]:
+            with (folder / shard.name).open("rb") as stream:
+                found = hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=32)).hexdigest()
+            if found != shard.digest:
+                changed.append(shard.name)
+        return changed
+
     def write(self, folder: Path) -> None:
         write_durably(folder / INDEX_NAME, dump_line({"schema": SCHEMA, **asdict(self)}).encode(), mode=0o644)
 

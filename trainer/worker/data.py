@@ -118,7 +118,7 @@ class TokenStream:
     """The shards of one folder as one long row of tokens, mapped read-only."""
 
     def __init__(self, folder: Path) -> None:
-        self.index = Index.read(folder)
+        self.folder, self.index = folder, Index.read(folder)
         self._parts = [
             torch.from_file(str(folder / shard.name), shared=False, size=shard.tokens, dtype=torch.uint16)
             for shard in self.index.shards
@@ -168,6 +168,12 @@ class TokenData:
             raise ValueError(
                 f"{folder} holds {len(self._stream)} tokens, too few for one sequence of {self._seq_len} + 1{rest}"
             )
+
+    def changed_shards(self, reader: int = 0, readers: int = 1) -> list[str]:
+        """Names of the files whose bytes are not those of the index; of several readers each reads some. May raise
+        OSError.
+        """
+        return self._stream.index.changed_shards(self._stream.folder, reader, readers)
 
     def number(self, position: int) -> int:
         """Which sequence stands at `position` of the endless global order: one permutation for every epoch."""

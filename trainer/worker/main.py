@@ -146,7 +146,7 @@ def _train_from_newest(session: Session, journal: Journal) -> ExitCode:
     token = session.launch_token()
     saver = _checkpointer(session, token, journal.checkpoint)
     skip = skipped_positions(session.spec, session.run_dir)
-    state = new_train_state(session, journal, skip)
+    state = new_train_state(session, journal)
     state.restore(saver)
     code = train_on(session, state, saver, journal, token, skip)
     session.cell.update(phase=Phase.CHECKPOINT)

@@ -63,9 +63,7 @@ class Session:
         return token
 
 
-def new_train_state(
-    session: Session, journal: Journal, skip: frozenset[int], on_software: OnSoftware | None = None
-) -> TrainState:
+def new_train_state(session: Session, journal: Journal, on_software: OnSoftware | None = None) -> TrainState:
     """The state of step 0, with the generators of this rank; `on_software` instead of an event."""
     config, rank = session.config, session.spec.rank
     state = TrainState(
@@ -74,7 +72,6 @@ def new_train_state(
         seed=config.train.seed,
         loss_scale=LossScale(config.train.dtype),
         lazy=config.checkpoint.staging.mode == "lazy",
-        skip=skip,
         warn=_warner(journal, rank),
         on_other_software=on_software or _on_other_software(journal, rank),
     )

@@ -8,7 +8,7 @@ from typing import TypeVar
 from torch.distributed.checkpoint.api import CheckpointException
 
 from checkpointing.engine.ranks.peer_codec import peer_message
-from checkpointing.errors import CheckpointError, FencedOff, Refused, SaveFailed, Unsound
+from checkpointing.errors import CheckpointError, FencedOff, ManifestError, Refused, SaveFailed, Unsound
 from checkpointing.storage.disk_errors import FULL
 
 T = TypeVar("T")
@@ -32,9 +32,6 @@ FAILURES = (
     ValueError,
 )
 
-# torch says with a RuntimeError that there is no memory, and that a peer is gone.
-_OF_THE_MOMENT = (OSError, MemoryError, RuntimeError)
-
 
 def explain(error: BaseException) -> str:
     """One line for people: a full disk is called that, whatever torch raised."""
@@ -49,8 +46,8 @@ def explain(error: BaseException) -> str:
 
 
 def is_damage(error: BaseException) -> bool:
-    """Whether the error of a load says something about the checkpoint, not only about this moment or this machine."""
-    return error.damaged if isinstance(error, Refused) else not isinstance(error, _OF_THE_MOMENT)
+    """Whether the error of a load is about the bytes of the checkpoint: not about a program, a moment or a machine."""
+    return error.damaged if isinstance(error, Refused) else isinstance(error, ManifestError)
 
 
 def is_misfit(error: BaseException) -> bool:

@@ -1,12 +1,11 @@
 """Levels 3 and 4 of verification: is the structure sound, and are the values what they should be?"""
 
-import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -20,63 +19,95 @@ from checkpointing.format.manifest import MANIFEST, METADATA, Manifest
 from checkpointing.storage.backends import LocalStorage, Storage
 from checkpointing.storage.disk_errors import error_words
 from checkpointing.verification.digest_scan import PageCacheState
-from checkpointing.verification.verify import Fault, Progress, Report, read_listed, read_sealed, verify_in
+from checkpointing.verification.verify import Chunk, Fault, Progress, Report, read_listed, read_sealed, verify_in
 
+T = TypeVar("T")
 AUDITS = {3: "structure", 4: "every value"}
 _WANTED = {3: (INDEX,), 4: (INDEX, FINGERPRINTS)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Expected:
-    """What the owner of a checkpoint knows of it beyond its bytes."""
-
-    facts: Mapping[str, Any] = field(default_factory=dict)
-    """Values that `extra` must have."""
-
-    counts: tuple[str, ...] = ()
-    """Keys of `extra` that must be whole numbers, 0 or more."""
-
-    steps: str = ""
-    """Pattern of keys whose values count optimizer steps: none is beyond the checkpoint's, one at least is at it."""
-
-    left_out: int = 0
-    """Steps that the optimizer was not asked to make: its counters are that far behind the checkpoint's step."""
+    """What the owner of a checkpoint knows of its tensors beyond their bytes."""
 
     required: tuple[str, ...] = ()
     """Tensors that must be there."""
 
     readable: Mapping[str, Callable[[str, Tensor], str]] = field(default_factory=dict)
-    """By the beginning of a key: says, of a key and its tensor, what is wrong; nothing when it can be used."""
+    """By the beginning of a key: returns the fault of a key and its tensor, or an empty string."""
 
-    finite: tuple[str, ...] = ("",)
-    """Beginnings of keys whose values must be numbers; elsewhere NaN and infinities may be meant, as in a mask."""
+    trained: Callable[[Index], Collection[str]] = lambda index: ()
+    """Keys whose values must not be NaN. Infinities are legal everywhere: masks contain them."""
 
 
+@dataclass(frozen=True)
+class AuditShare:
+    """One reader's part of an audit: of all items, those that begin in its share of their bytes."""
+
+    rank: int = 0
+    size: int = 1
+
+    @property
+    def leads(self) -> bool:
+        return self.rank == 0
+
+    def take(self, items: Sequence[T], weight: Callable[[T], int]) -> list[T]:
+        """Return this reader's contiguous run of items; every item belongs to exactly one reader."""
+        total, before, taken = max(1, sum(weight(item) for item in items)), 0, []
+        for item in items:
+            if before * self.size // total == self.rank:
+                taken.append(item)
+            before = min(before + weight(item), total - 1)
+        return taken
+
+    def take_chunks(self, chunks: Sequence[Chunk]) -> list[Chunk]:
+        return self.take(chunks, lambda chunk: chunk.length)
+
+    def take_files(self, names: Sequence[str], manifest: Manifest) -> list[str]:
+        return self.take(names, lambda name: entry.size if (entry := manifest.file(name)) else 0)
+
+
+WHOLE = AuditShare()
 Expect = Callable[[Manifest], Expected]
 
 
 def audit_in(
-    storage: Storage, name: str, level: int, progress: Progress | None = None, expect: Expect | None = None
-) -> Report:
+    storage: Storage, name: str, level: int, progress: Progress | None = None, expect: Expect | None = None,
+    share: AuditShare = WHOLE,
+) -> Report:  # fmt: skip
     """Verify at level 3 or 4, after level 2 has found every byte as it was written.
 
-    Levels build on each other: one that finds faults is the last. Values pass through memory shard by shard.
+    Levels build on each other: one that finds faults is the last. Values pass through memory shard by shard. Several
+    readers with one `share` each read every byte once between them; `merge_reports` joins their reports.
     """
     if level not in AUDITS:
         raise ValueError(f"audit level {level}: must be one of {sorted(AUDITS)}")
     start = time.monotonic()
     with _read_twice(storage, name) as before:
-        report = verify_in(storage, name, 2, progress, before)
+        report = verify_in(storage, name, 2, progress, before, share.take_chunks)
         faults, size, notes = list(report.faults), report.bytes, list[str]()
         if not faults:
             manifest, faults = read_sealed(storage, name)
             if manifest is not None and not faults:
-                faults, read, seen = _audited(storage, manifest, level, progress, expect)
+                faults, read, seen = _audited(storage, manifest, level, progress, expect, share)
                 size += read
-                notes = [f"it has no {file}" for file in _WANTED[level] if manifest.file(file) is None] + seen
+                lacking = [file for file in _WANTED[level] if manifest.file(file) is None]
+                absent = [f"it has no {file}: that part was not looked at" for file in lacking]
+                notes = [*(absent if share.leads else []), *seen]
     return Report(
         ok=not faults, level=level, bytes=size, seconds=time.monotonic() - start, faults=tuple(faults),
         notes=tuple(notes),
+    )  # fmt: skip
+
+
+def merge_reports(reports: Sequence[Report]) -> Report:
+    """Join the reports of all readers of one checkpoint; faults that name a chunk come first."""
+    faults = list(dict.fromkeys(fault for report in reports for fault in report.faults))
+    return Report(
+        ok=not faults, level=reports[0].level, bytes=sum(report.bytes for report in reports),
+        seconds=max(report.seconds for report in reports),
+        faults=tuple(sorted(faults, key=lambda fault: fault.chunk is None)),
+        notes=tuple(dict.fromkeys(note for report in reports for note in report.notes)),
     )  # fmt: skip
 
 
@@ -108,35 +139,22 @@ def _available() -> int:
 
 
 def _audited(
-    storage: Storage, manifest: Manifest, level: int, progress: Progress | None, expect: Expect | None
-) -> tuple[list[Fault], int, list[str]]:
+    storage: Storage, manifest: Manifest, level: int, progress: Progress | None, expect: Expect | None,
+    share: AuditShare,
+) -> tuple[list[Fault], int, list[str]]:  # fmt: skip
     try:
-        index, faults = structure_faults(storage, manifest)
+        index, faults = structure_faults(storage, manifest, choose_files=share.take_files)
         if level < 4 or index is None or faults:
             return faults, 0, []
         expected = expect(manifest) if expect else Expected()
-        faults = fact_faults(manifest, expected) + _absent(index, manifest, expected)
-        found, read, notes = value_faults(storage, manifest, index, expected, progress)
+        faults = _absent(index, manifest, expected) if share.leads else []
+        found, read, notes = value_faults(storage, manifest, index, expected, progress, share)
         return faults + found, read, notes
     except Refused as refusal:
         return [Fault(file=MANIFEST, chunk=None, reason=refusal.reason)], 0, []
     except OSError as error:
         file = str(error.filename or manifest.name).rpartition("/")[2]
         return [Fault(file=file, chunk=None, reason=f"unreadable: {error_words(error)}")], 0, []
-
-
-def fact_faults(manifest: Manifest, expected: Expected) -> list[Fault]:
-    """Plain facts that are absent, of the wrong kind, or not what they should be."""
-    reasons = []
-    for key in expected.counts:
-        value = manifest.extra.get(key)
-        if type(value) is not int or value < 0:
-            reasons.append(f"`{key}` is {value!r}, not a whole number")
-    for key, wanted in expected.facts.items():
-        value = manifest.extra.get(key)
-        if value != wanted:
-            reasons.append(f"`{key}` is {value!r}, where step {manifest.step} should have {wanted!r}")
-    return [Fault(file=MANIFEST, chunk=None, reason=reason) for reason in reasons]
 
 
 def _absent(index: Index, manifest: Manifest, expected: Expected) -> list[Fault]:
@@ -146,59 +164,52 @@ def _absent(index: Index, manifest: Manifest, expected: Expected) -> list[Fault]
 
 
 def value_faults(
-    storage: Storage, manifest: Manifest, index: Index, expected: Expected, progress: Progress | None = None
-) -> tuple[list[Fault], int, list[str]]:
-    """Load every value once and judge it; the faults, how many bytes were loaded, and what else was seen."""
+    storage: Storage, manifest: Manifest, index: Index, expected: Expected, progress: Progress | None = None,
+    share: AuditShare = WHOLE,
+) -> tuple[list[Fault], int, list[str]]:  # fmt: skip
+    """Load every value of the share once; return the faults, the bytes loaded, and what else was seen."""
     known, faults = _fingerprints(storage, manifest, index)
     with Values(storage, manifest, index) as values:
+        keys = share.take(values.in_file_order(), lambda key: sum(piece.nbytes for piece in values.pieces(key)))
         judge = _Judge(manifest, values, expected, known, progress)
-        for key in values.in_file_order():
+        judge.total = sum(piece.nbytes for key in keys for piece in values.pieces(key))
+        for key in keys:
             faults += judge.tensor(key)
-        faults += judge.counters()
         return faults, judge.done, judge.notes
 
 
 class _Judge:
-    """Fingerprints, NaN and infinities, counters of steps, and what the owner can read: tensor by tensor."""
+    """Fingerprints, NaN and infinities, and what the owner can read: tensor by tensor."""
 
     def __init__(
         self, manifest: Manifest, values: Values, expected: Expected, known: Mapping[str, str] | None,
         progress: Progress | None,
     ) -> None:  # fmt: skip
         self._manifest, self._values, self._expected, self._known = manifest, values, expected, known
-        self._progress, self.done = progress, 0
-        self._total = sum(piece.nbytes for piece in values.index.pieces)
-        self._counts = re.compile(expected.steps or r"(?!)")
-        self._steps: dict[str, float] = {}
+        self._progress, self.done, self.total = progress, 0, 0
+        self._trained = frozenset(expected.trained(values.index))
         self.notes: list[str] = []
 
     def tensor(self, key: str) -> Iterator[Fault]:
         """What is wrong with one tensor."""
         examined = _Examined(self._values.index.tensors[key].shape)
         for piece in self._values.pieces(key):
-            before = examined.wild
+            before = examined.nans
             for block, offsets in self._values.blocks(piece):
                 examined.take(block, offsets)
                 self.done += block.nbytes
                 if self._progress:
-                    self._progress(self.done, self._total)
-            if examined.wild > before and key.startswith(self._expected.finite):
-                yield self._fault(key, f"{examined.wild - before} values are NaN or infinite", piece)
-        if examined.wild and not key.startswith(self._expected.finite):
-            self.notes.append(f"{key}: {examined.wild} values are NaN or infinite, in a tensor that does not train")
+                    self._progress(self.done, self.total)
+            if examined.nans > before and key in self._trained:
+                yield self._fault(key, f"{examined.nans - before} values are NaN, in a tensor that trains", piece)
+        if examined.wild and not (examined.nans and key in self._trained):
+            self.notes.append(f"{key}: {examined.wild} values are NaN or infinite")
         if self._known is not None and self._known.get(key) != examined.fingerprint:
             yield self._fault(key, f"fingerprint is {examined.fingerprint}, at save it was {self._known.get(key)}")
-        if self._counts.fullmatch(key):
-            self._steps[key] = float(self._values.rows(key, 0, 1).flatten()[0])
         for beginning, judge in self._expected.readable.items():
             if key.startswith(beginning):
                 reason = judge(key, self._values.rows(key, 0, self._values.row_count(key)))
                 yield from [self._fault(key, reason)] if reason else []
-
-    def counters(self) -> Iterator[Fault]:
-        """What is wrong with the optimizer's counters, seen together."""
-        for key, reason in step_reasons(self._steps, self._manifest.step, self._expected.left_out):
-            yield self._fault(key, reason)
 
     def _fault(self, key: str, reason: str, piece: Piece | None = None) -> Fault:
         """With the file and chunk where the values, or the first of them, lie."""
@@ -214,7 +225,7 @@ class _Examined:
 
     def __init__(self, shape: tuple[int, ...]) -> None:
         self._shape, self._parts = shape, list[tuple[int, int]]()
-        self.wild = 0
+        self.wild = self.nans = 0
 
     def take(self, block: Tensor, offsets: tuple[int, ...]) -> None:
         self._parts.append(partial(block, offsets, self._shape))
@@ -222,6 +233,7 @@ class _Examined:
             # float8 has no test of its own for infinities.
             seen = block.float() if block.is_floating_point() and block.itemsize == 1 else block
             self.wild += int(block.numel() - torch.isfinite(seen).sum())
+            self.nans += int(torch.isnan(seen).sum())
 
     @property
     def fingerprint(self) -> str:
@@ -239,16 +251,3 @@ def _fingerprints(storage: Storage, manifest: Manifest, index: Index) -> tuple[d
     extra = sorted(known.keys() - index.tensors.keys())
     reason = "has a fingerprint, but there is no such tensor"
     return known, [Fault(file=FINGERPRINTS, chunk=None, reason=f"{key} {reason}", tensors=(key,)) for key in extra]
-
-
-def step_reasons(steps: Mapping[str, float], step: int, left_out: int = 0) -> list[tuple[str, str]]:
-    """Counters of updates that cannot belong to a checkpoint of `step`; a parameter may have had fewer."""
-    made, told = step - left_out, f", {left_out} of which were left out" if left_out else ""
-    ahead = [(key, value) for key, value in sorted(steps.items()) if not value <= made]
-    if ahead:
-        return [(key, f"counts {value:g} optimizer steps in a checkpoint of step {step}{told}") for key, value in ahead]
-    if steps and max(steps.values()) < made:
-        key = max(steps, key=lambda key: steps[key])
-        least = f"no parameter has had more than {steps[key]:g} optimizer steps"
-        return [(key, f"{least}, the checkpoint is of step {step}{told}")]
-    return []

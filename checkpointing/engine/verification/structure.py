@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 
 from torch.distributed.checkpoint.metadata import Metadata
@@ -22,6 +22,8 @@ from checkpointing.format.torch_record import ReadAt, read_record
 from checkpointing.storage.backends import Storage
 from checkpointing.verification.verify import Fault, Progress
 
+ChooseFiles = Callable[[Sequence[str], Manifest], Sequence[str]]
+
 
 def strays(storage: Storage, manifest: Manifest) -> list[Fault]:
     """Names in the folder that nobody vouches for."""
@@ -31,9 +33,12 @@ def strays(storage: Storage, manifest: Manifest) -> list[Fault]:
 
 
 def structure_faults(
-    storage: Storage, manifest: Manifest, progress: Progress | None = None
+    storage: Storage, manifest: Manifest, progress: Progress | None = None, choose_files: ChooseFiles | None = None
 ) -> tuple[Index | None, list[Fault]]:
-    """What is wrong with the structure of a checkpoint whose bytes are as they were written, and its index."""
+    """What is wrong with the structure of a checkpoint whose bytes are as they were written, and its index.
+
+    `choose_files` selects the files whose frames are read here.
+    """
     faults = strays(storage, manifest)
     try:
         index = read_whole_index(storage, manifest)
@@ -48,7 +53,7 @@ def structure_faults(
     outside = list(_outside(index, {entry.name: entry for entry in manifest.files}))
     faults += outside
     if not outside:
-        faults += record_faults(storage, manifest, index, progress)
+        faults += record_faults(storage, manifest, index, progress, choose_files)
     return index, faults
 
 
@@ -126,11 +131,15 @@ def _outside(index: Index, files: Mapping[str, FileEntry]) -> Iterator[Fault]:
                 yield Fault(file=file, chunk=None, reason=reason, tensors=(piece.key,))
 
 
-def record_faults(storage: Storage, manifest: Manifest, index: Index, progress: Progress | None = None) -> list[Fault]:
+def record_faults(
+    storage: Storage, manifest: Manifest, index: Index, progress: Progress | None = None,
+    choose_files: ChooseFiles | None = None,
+) -> list[Fault]:  # fmt: skip
     """Frames that do not say themselves what the index says of them: plain `torch.load` reads the frame."""
     faults, done = [], 0
-    for file, pieces in _by_file(index.pieces).items():
-        entry = manifest.file(file)
+    by_file = _by_file(index.pieces)
+    for file in choose_files(list(by_file), manifest) if choose_files else by_file:
+        pieces, entry = by_file[file], manifest.file(file)
         assert entry is not None
         with storage.open(f"{manifest.name}/{file}") as stream:
             # By whole chunks: a frame takes many small reads, each of which is a request where the file is far away.

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from orchestrator.config.restore_tests_config import SAME
 from orchestrator.registry.records import RestoreTest
 from orchestrator.states import Trust
-from trainer.contract.restore_test import Outcome
+from trainer.contract.restore_test import UNDECIDED, Outcome
 
 BY_A_TEST = "restore test "
 """How the reason of a trust begins that a restore test has found, and the note of a pin that one holds."""
@@ -31,8 +31,8 @@ def by_checkpoint(tests: Iterable[RestoreTest]) -> dict[str, list[RestoreTest]]:
 
 
 def newest_by_layout(tests: Iterable[RestoreTest]) -> dict[str, RestoreTest]:
-    """Of one checkpoint's tests the newest on each layout; one that was not finished says nothing."""
-    finished = [test for test in tests if test.ended_at is not None and test.verdict != Outcome.NOT_FINISHED]
+    """Of one checkpoint's tests the newest with a verdict on each layout."""
+    finished = [test for test in tests if test.ended_at is not None and test.verdict not in UNDECIDED]
     newest = {test.layout: test for test in sorted(finished, key=_ended)}
     return dict(sorted(newest.items(), key=lambda item: (item[0] != SAME, len(item[0]), item[0])))
 

@@ -91,8 +91,8 @@ def _part(target: Target, level: int, meter: Any, absent: Collection[str], count
 
     report = verify_in(target.storage, target.name, min(level, 2), meter)
     faults = tuple(fault for fault in report.faults if fault.file not in absent)
-    notes = [f"{len(absent)} of {count} files, which other nodes have"]
-    notes += ["structure and values (levels 3 and 4), which need every file"] if level > 2 else []
+    notes = [f"{len(absent)} of {count} files, which other nodes have: that part was not looked at"]
+    notes += ["structure and values (levels 3 and 4), which need every file: not looked at"] if level > 2 else []
     return replace(report, ok=not faults, faults=faults, notes=tuple(notes))
 
 
@@ -106,8 +106,7 @@ def _whole(target: Target, level: int, meter: Any) -> "Report":
     from checkpointing.engine.verification.audit import audit_in
     from trainer.worker.saved_state.expected_contents import expected
 
-    config = target.config
-    report: Report = audit_in(target.storage, target.name, level, meter, lambda manifest: expected(manifest, config))
+    report: Report = audit_in(target.storage, target.name, level, meter, expected)
     return report
 
 
@@ -138,7 +137,7 @@ def _show(screen: Screen, target: Target, report: "Report", rate: float) -> None
     place = f" on {target.tier}" if target.tier not in ("", "run") else ""
     screen.say(f"{target.name}{place}: {word}  (level {report.level}; {read})")
     for note in report.notes:
-        screen.note(f"  {note}: that part was not looked at")
+        screen.note(f"  {note}")
     for fault in report.faults[:SHOWN]:
         screen.say(f"  {_line(fault)}")
     if len(report.faults) > SHOWN:

@@ -7,7 +7,7 @@ from typing import Any
 from orchestrator.cli.terminal.render import Column, Screen, count, iso, size, span
 from orchestrator.errors import CheckpointInvalid, Precondition
 from orchestrator.registry.records import RestoreTest
-from trainer.contract.restore_test import Outcome
+from trainer.contract.restore_test import FOUND_BAD, Outcome
 
 
 def told(test: RestoreTest) -> dict[str, Any]:
@@ -22,7 +22,7 @@ def told(test: RestoreTest) -> dict[str, Any]:
 def exit_code(tests: Sequence[RestoreTest]) -> int:
     """0 when all were restored, 7 for a bad checkpoint, else that of what could not be done."""
     verdicts = {test.verdict for test in tests}
-    if verdicts & {Outcome.CORRUPT, Outcome.SUSPECT}:
+    if verdicts & FOUND_BAD:
         return CheckpointInvalid.exit_code
     return 0 if verdicts <= {Outcome.RESTORED} else Precondition.exit_code
 
@@ -38,7 +38,7 @@ def show_verdict(screen: Screen, test: RestoreTest) -> None:
     if times:
         screen.say(f"  {', '.join(times)}")
     for note in found.get("notes", ()):
-        screen.note(f"  {note}: that part was not looked at")
+        screen.note(f"  {note}")
     screen.note(f"  more:  orch show {test.test}")
 
 

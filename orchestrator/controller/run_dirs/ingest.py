@@ -163,7 +163,8 @@ class _EventWriter:
 
 def _attempt_started(writer: _EventWriter) -> None:
     nodes = tuple(writer.data.get("nodes", ()))
-    writer.note(started_at=writer.event.time, nodes=nodes)
+    began = writer.data.get("began")  # nodes join later, and older versions do not write it
+    writer.note(started_at=float(began) if began else writer.event.time, nodes=nodes)
     for node in nodes:
         writer.store.saw_node(node, writer.view.run.domain, epoch=writer.epoch, now=writer.now)
 

@@ -16,7 +16,7 @@ from orchestrator.registry import fast_queries
 from orchestrator.registry.records import Checkpoint, Generation
 from orchestrator.states import AttemptState, RunState, Trust
 from tests.orchestrator.ordinary_user import folder_of_an_ordinary_user
-from trainer.contract.restore_test import Outcome
+from trainer.contract.restore_test import UNDECIDED, Outcome
 
 Desk = Any
 ROOT = Path(fast_queries.__file__).resolve().parents[2]
@@ -131,7 +131,7 @@ def test_a_checkpoint_of_a_later_attempt_is_newer_than_one_of_a_higher_step(desk
 def test_the_words_of_the_query_are_those_of_the_verdicts() -> None:
     bad, good = {str(Outcome.SUSPECT), str(Outcome.CORRUPT)}, {str(Outcome.RESTORED)}
     assert set(ast.literal_eval(fast_queries._BAD)) == bad
-    assert set(ast.literal_eval(fast_queries._FINISHED)) == bad | good == set(Outcome) - {Outcome.NOT_FINISHED}
+    assert set(ast.literal_eval(fast_queries._FINISHED)) == bad | good == set(Outcome) - UNDECIDED
 
 
 def test_the_lease_tells_how_old_the_answer_is(desk: Desk, tmp_path: Path) -> None:

@@ -184,6 +184,33 @@ def test_a_bad_one_is_told_of_and_the_next_older_one_is_tested_at_once(desk: Des
     assert marks == ([(False, "loss of step 301 is 9.0, the run had 2.0")] if verdict == "CORRUPT" else [])
 
 
+def test_what_is_not_comparable_changes_no_trust_and_begins_no_older_one(desk: Desk) -> None:
+    desk.passes()
+    desk.end(desk.under_way(), "NOT_COMPARABLE", "the model that the program builds is another one")
+    (ended,) = desk.passes()
+    assert "NOT_COMPARABLE" in ended
+    assert [desk.trust(step) for step in (300, 200, 100)] == [Trust.COMMITTED] * 3
+    assert desk.store.notices("r-1") == []
+    assert read_verdicts(LocalStorage(desk.folder.checkpoints)) == []
+    assert desk.passes() == [], "the run is over: it is not tested again and again"
+
+
+@pytest.mark.parametrize("verdicts", [("NOT_COMPARABLE", "SUSPECT"), ("SUSPECT", "NOT_COMPARABLE")])
+def test_a_bad_checkpoint_decides_over_ranks_that_could_not_judge(desk: Desk, verdicts: tuple[str, str]) -> None:
+    desk.passes()
+    test = desk.under_way()
+    for rank, verdict in enumerate(verdicts):
+        notice = Notice(
+            run=test.test, attempt=1, source=f"restore-test-{rank:05d}", seq=1, kind=EventKind.RESTORE_TESTED,
+            generation=1, time=NOW, data={"verdict": verdict, "reason": f"rank {rank}", "evidence": {}},
+        )  # fmt: skip
+        desk.store.put_notice(notice, epoch=desk.epoch)
+    desk.end(test)
+    desk.passes()
+    (ended, *_) = desk.store.restore_tests("r-1")
+    assert ended.verdict == "SUSPECT"
+
+
 def test_without_a_verdict_nothing_is_known(desk: Desk) -> None:
     desk.passes()
     desk.end(desk.under_way())

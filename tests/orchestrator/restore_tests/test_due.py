@@ -231,3 +231,24 @@ def test_a_thousand_failures_in_a_row_are_a_pause_of_a_day_at_most() -> None:
     found = due(facts(tests=tuple(ended(300, "NOT_FINISHED", ago=60.0 + n) for n in range(2000, 0, -1))))
     assert found is not None
     assert found.at == pytest.approx(NOW - 61 + DAY)
+
+
+@pytest.mark.parametrize("state", [RunState.RUNNING, RunState.SUCCEEDED])
+def test_what_was_not_comparable_blames_nothing_and_is_not_repeated_at_once(state: RunState) -> None:
+    """Code was edited: the older checkpoints are no worse for it, and the next test would find the same."""
+    ended_now = ended(300, "NOT_COMPARABLE", ago=60)
+    found = due(facts(state=state, budget=10.0, tests=(ended_now,)))
+    if state is RunState.SUCCEEDED:
+        assert found is None
+        return
+    assert found is not None
+    assert (found.step, found.at) == (300, ended_now.begun_at + DAY)
+    after = facts(state=state, budget=10.0, tests=(ended(300, "SUSPECT", ago=300), replace(ended_now, step=200)))
+    assert due(after).at > NOW, "the search for a good one ends where nothing can be found out"  # type: ignore[union-attr]
+
+
+def test_a_test_that_was_not_comparable_takes_back_no_bad_verdict() -> None:
+    tests = (ended(300, "CORRUPT", ago=900), ended(200, "RESTORED", ago=800), ended(300, "NOT_COMPARABLE", ago=700))
+    found = due(facts(tests=tests))
+    assert found is not None
+    assert found.step == 100, "only a person has a bad one tested again"

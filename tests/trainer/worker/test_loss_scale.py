@@ -113,5 +113,5 @@ def test_a_save_after_nothing_but_overflows_succeeds_also_after_a_restart(make_r
     assert "checkpoint.failed" not in kinds
     assert "checkpoint.doubted" not in kinds
     newest = max(Catalog(run.dir.checkpoints).committed(), key=lambda entry: entry.step)
-    report = audit_in(LocalStorage(run.dir.checkpoints), newest.name, 4, expect=lambda told: expected(told, None))
+    report = audit_in(LocalStorage(run.dir.checkpoints), newest.name, 4, expect=expected)
     assert (newest.step, report.faults) == (12, ())

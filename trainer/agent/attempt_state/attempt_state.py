@@ -4,6 +4,8 @@ import asyncio
 import time
 from dataclasses import replace
 
+import psutil
+
 from trainer.agent.attempt_state.attempt_progress import AttemptProgress
 from trainer.agent.attempt_state.coordinator_timeouts import Timeouts
 from trainer.agent.attempt_state.deadline import Bounds
@@ -38,7 +40,8 @@ class AttemptState:
         """`started` is when the job began, on the monotonic clock."""
         self.run_dir, self.attempt_dir, self.config, self.identity = run, attempt, config, identity
         self.events, self.token, self.timeouts = events, token, timeouts or Timeouts()
-        self.started_at = time.time()
+        self.started_at = psutil.Process().create_time()
+        """When this job's first process began: an interpreter takes a second until it gets here."""
         self.stage = Stage.JOINING
         self.inbox: asyncio.Queue[tuple[int, InboxMessage]] = asyncio.Queue()
         self.roster = Roster(

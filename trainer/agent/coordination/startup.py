@@ -26,7 +26,7 @@ class Startup:
             return decision
         self._state.events.write(
             EventKind.ATTEMPT_STARTED, job_id=self._state.identity.job_id, nodes=self._roster.names(),
-            world=self._state.config.cluster.world_size,
+            world=self._state.config.cluster.world_size, began=self._state.started_at,
         )  # fmt: skip
         decision = await self._wait_preflight()
         if decision is not None:

@@ -3,7 +3,8 @@
     python restore_program.py PROGRAM [ARGUMENT ...]      with $ORCH_CHECKPOINT, the checkpoint's file or folder
 
 Where the kernel allows it, the checkpoint is read-only for the program; everywhere its bytes are digested before and
-after. Exit code 0 of the program is a pass, 75 says that nothing was found out, any other one that it failed.
+after. Exit code 0 of the program is a pass, 7 a bad checkpoint, 75 says that nothing was found out. With any other one
+the program has failed: that is no verdict on the checkpoint.
 """
 
 import hashlib
@@ -23,6 +24,9 @@ from trainer.contract.failures.outcome import ExitCode
 from trainer.contract.restore_test import CHECKPOINT_VARIABLE, Outcome
 from trainer.contract.run_dir import RunDir
 
+BAD = 7
+"""Exit code by which a program reports a bad checkpoint; orch's own commands use it so."""
+_NOT_STARTED = {126: "the program cannot be executed", 127: "there is no such program"}
 _READ_ONLY = 'mount --bind "$0" "$0" && mount -o remount,bind,ro "$0" && exec "$@"'
 
 
@@ -32,19 +36,43 @@ def main(program: list[str]) -> int:
     before = content(checkpoint)
     shielded = can_shield(checkpoint)
     prefix = ["unshare", "-rm", "sh", "-c", _READ_ONLY, str(checkpoint)] if shielded else []
-    code = subprocess.run([*prefix, *program], check=False).returncode
+    code = run([*prefix, *program])
     if code < 0:  # killed: by whom, the agent knows
         os.kill(os.getpid(), signal.Signals(-code))
-    changed = "" if content(checkpoint) == before else "the program changed the checkpoint"
+    changed = content(checkpoint) != before
     if code == ExitCode.RETRY or (changed and shielded):
         # What cannot have been this program was somebody else, who still writes: nothing is known.
         why = f"exit code {code}" if code else "somebody else writes to it"
         sys.stderr.write(f"orch: nothing was found out: {why}\n")
         return ExitCode.RETRY
-    _report(
-        code, changed, {"read_only": shielded, "program_seconds": time.time() - began, "place": str(checkpoint.parent)}
-    )
+    evidence = {"read_only": shielded, "program_seconds": time.time() - began, "place": str(checkpoint.parent)}
+    _report(*judge(code, changed, int(os.environ.get("RANK", "0"))), evidence)
     return code or (1 if changed else 0)
+
+
+def run(words: list[str]) -> int:
+    """Exit code of a program; as a shell's where it cannot be started."""
+    try:
+        return subprocess.run(words, check=False).returncode
+    except FileNotFoundError:
+        return 127
+    except PermissionError:
+        return 126
+
+
+def judge(code: int, changed: bool, rank: int) -> tuple[Outcome, str]:
+    """The outcome of an exit code of the program, and the reason for it."""
+    if code == BAD:
+        return Outcome.SUSPECT, f"the program found it bad: exit code {BAD} of rank {rank}"
+    if code in _NOT_STARTED:
+        where = "restore_tests.command"
+        return Outcome.NOT_COMPARABLE, f"exit code {code} of rank {rank}: {_NOT_STARTED[code]} ({where})"
+    if code:
+        bad = f"{BAD} is for a bad checkpoint"
+        return Outcome.NOT_COMPARABLE, f"the program failed: exit code {code} of rank {rank} ({bad})"
+    if changed:
+        return Outcome.NOT_COMPARABLE, "the checkpoint changed meanwhile: by the program, or by a run that writes to it"
+    return Outcome.RESTORED, "the program restored it: exit code 0"
 
 
 def can_shield(checkpoint: Path) -> bool:
@@ -68,18 +96,14 @@ def content(checkpoint: Path) -> str:
     return total.hexdigest()
 
 
-def _report(code: int, changed: str, evidence: dict[str, object]) -> None:
-    """A pass is rank 0's to tell; what went wrong, any rank's."""
+def _report(outcome: Outcome, reason: str, evidence: dict[str, object]) -> None:
+    """Rank 0 reports a pass, every rank what went wrong."""
     rank = int(os.environ.get("RANK", "0"))
-    wrong = changed or (f"exit code {code} of rank {rank}" if code else "")
-    if rank and not wrong:
+    if rank and outcome is Outcome.RESTORED:
         return
     attempt = RunDir(Path(os.environ["ORCH_RUN_DIR"])).attempt(int(os.environ["ORCH_ATTEMPT"]))
     events = EventLog(attempt.event_file(f"restore-test-{rank:05d}"), f"restore-test-{rank:05d}", attempt.number)
-    events.write(
-        EventKind.RESTORE_TESTED, verdict=str(Outcome.SUSPECT if wrong else Outcome.RESTORED),
-        reason=wrong or "the program restored it: exit code 0", evidence=evidence,
-    )  # fmt: skip
+    events.write(EventKind.RESTORE_TESTED, verdict=str(outcome), reason=reason, evidence=evidence)
     events.close()
 
 

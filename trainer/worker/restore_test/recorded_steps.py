@@ -34,11 +34,13 @@ Three times or more what healthy checkpoints have shown on 1 to 8 ranks, mostly 
 class Comparison:
     """`compared` steps that both have trained; `difference` is the first number that does not agree, in words.
 
-    `largest` is the largest relative difference that was seen.
+    `why_no_verdict`: why that difference proves nothing, as far as the recorded steps show it. `largest` is the largest
+    relative difference that was seen.
     """
 
     compared: int
     difference: str = ""
+    why_no_verdict: str = ""
     largest: float = 0.0
 
 
@@ -123,7 +125,10 @@ def compare(
             for other in known
         ]
         if all(words for words, _ in judged):
-            return Comparison(compared=compared, difference=judged[-1][0], largest=max(size for _, size in judged))
+            other = all(OTHER_SOFTWARE in values for values in known)
+            why = "the run had trained that step with other software" if other else ""
+            largest = max(size for _, size in judged)
+            return Comparison(compared=compared, difference=judged[-1][0], why_no_verdict=why, largest=largest)
         largest = max(largest, min(size for words, size in judged if not words))
     return Comparison(compared=compared, largest=largest)
 

@@ -15,9 +15,11 @@ from checkpointing.engine.ranks.group import World
 from checkpointing.engine.restore.read_only import ReadOnlyCheckpoint
 from checkpointing.engine.restore.restorer import Restored
 from checkpointing.engine.restore.source import TensorsFor
-from checkpointing.errors import NothingVerifies
+from checkpointing.engine.verification.audit import AuditShare, merge_reports
+from checkpointing.errors import NothingFits, NothingVerifies
 from checkpointing.storage.backends import storage_at
 from checkpointing.storage.durable import dump_line
+from checkpointing.verification.verify import Fault, Report
 from trainer.contract.config import JobConfig
 from trainer.contract.events import EventKind
 from trainer.contract.failures.outcome import ExitCode
@@ -25,11 +27,11 @@ from trainer.contract.ranks.progress import Phase
 from trainer.contract.ranks.rank_messages import RankSpec
 from trainer.contract.restore_test import Outcome, RestoreTest, RestoreVerdict
 from trainer.contract.run_dir import AttemptDir, RunDir
+from trainer.worker.data import TokenData, unwrapped
 from trainer.worker.reporting.metrics import Journal
-from trainer.worker.restore_test.examination import examine, require_there, saving_attempt
-from trainer.worker.restore_test.recorded_steps import BOUNDS, compare, recorded_steps
-from trainer.worker.saved_state.checkpoint_contents import shared_tensors
-from trainer.worker.saved_state.data_state import NotReshardable
+from trainer.worker.restore_test.comparability import Conditions, why_no_verdict, why_not_compared
+from trainer.worker.restore_test.examination import audit, find_fault, require_there, saving_attempt
+from trainer.worker.restore_test.recorded_steps import BOUNDS, OTHER_SOFTWARE, compare, recorded_steps
 from trainer.worker.saved_state.rng_state import pack_rng
 from trainer.worker.saved_state.train_state import TrainState
 from trainer.worker.session import Session, new_train_state, skipped_positions, train_on
@@ -107,59 +109,62 @@ class RestoreTestRun:
         `train` trains up to a step. Raises what says nothing about the checkpoint: a place that cannot be read, a peer
         that is gone.
         """
-        fault = self._examined() or self._restored(state)
+        fault = self._examined()
         if fault:
-            return self._concluded(RestoreVerdict(outcome=Outcome.CORRUPT, reason=fault, evidence=self._evidence))
+            return self._concluded(Outcome.CORRUPT, fault)
+        unrestored = self._restored(state)
+        if unrestored is not None:
+            return self._concluded(*unrestored)
         before = pack_rng(self._objects.layout.device)
         try:
             code = train(self._order.last_step(self._config.train.steps))
         except BadStep as error:  # on every rank alike
-            return self._concluded(RestoreVerdict(outcome=Outcome.SUSPECT, reason=str(error), evidence=self._evidence))
+            return self._concluded(*self._bad_step(error))
         if code is not ExitCode.FINISHED:
             return code
-        drawn = not torch.equal(before, pack_rng(self._objects.layout.device))
-        return self._concluded(self._judged(self._not_comparable(any(self._ranks.all_gather(drawn)))))
+        drawn = any(self._ranks.all_gather(not torch.equal(before, pack_rng(self._objects.layout.device))))
+        return self._concluded(*self._judged(self._conditions(drawn)))
 
-    @property
-    def _exact(self) -> bool:
-        """Whether equal bits are to be expected: the same layout, software and code, and kernels that repeat them."""
-        device, made = self._objects.layout.device, self._objects.workload
-        repeats = device.type == "cpu" or getattr(made, "strictly_deterministic", False)
-        return self._order.same_layout and repeats and not self._software and not self._order.differs
-
-    def _not_comparable(self, drawn: bool) -> str:
-        """Why its steps cannot be held to the run's; `drawn`: random numbers were, which differ between layouts."""
-        if "code.user" in self._order.differs:
-            return "the run's own code (code.user) is not what it was trained with: its steps are not compared"
-        if drawn and not self._order.same_layout:
-            return "it draws random numbers, other ones on another layout: its steps are not compared"
-        return ""
+    def _conditions(self, drawn: bool = False) -> Conditions:
+        device, made, config = self._objects.layout.device, self._objects.workload, self._config
+        deterministic = bool(getattr(made, "strictly_deterministic", False))
+        known_data = getattr(unwrapped(self._objects.data), "fingerprint", None) is not None
+        return Conditions(
+            same_layout=self._order.same_layout, repeats=device.type == "cpu" or deterministic,
+            built_in=config.trains_built_in_workload, promises_equality=deterministic and known_data,
+            experts=config.model.experts.count, dtype=config.train.dtype, drawn=drawn, differs=self._order.differs,
+            software=self._software,
+        )  # fmt: skip
 
     def _examined(self) -> str:
-        """Rank 0 reads all of it; the others wait for what it has found."""
-
-        def examined() -> dict[str, Any]:
-            found = examine(self._order, storage_at(self._order.place), shared_tensors(self._objects.model))
-            return asdict(found)
-
-        found = self._on_leader(examined)
-        self._evidence |= {"bytes": found["bytes"], "verify_seconds": found["seconds"], "notes": found["notes"]}
+        """Every rank reads a share of all bytes; rank 0 judges what they have found."""
+        order, ranks, storage = self._order, self._ranks, storage_at(self._order.place)
+        share = AuditShare(ranks.rank, ranks.size)
+        mine = result_or_failed(lambda: dump_line(asdict(audit(order, storage, share))))
+        reports = [_report(text) for text in self._unfailed(ranks.all_gather(mine))]
+        report = merge_reports(reports)
+        found = self._on_leader(lambda: {"fault": find_fault(order, storage, report)})
+        self._evidence |= {"bytes": report.bytes, "verify_seconds": report.seconds, "notes": report.notes}
         return str(found["fault"])
 
-    def _restored(self, state: TrainState) -> str:
-        """Restore as a resume does; empty when what was loaded is what was saved."""
+    def _restored(self, state: TrainState) -> tuple[Outcome, str] | None:
+        """Restore as a resume does; None when what was loaded is what was saved."""
         started = time.monotonic()
+        reason = ""
         try:
             state.restore(self.source)
-        except NothingVerifies as error:
+        except NothingVerifies as error:  # on every rank alike
             require_there(self._order, storage_at(self._order.place))
-            if not any(refusal.damaged for refusal in error.refusals):
-                raise
-            return str(error.refusals[0])
-        except NotReshardable:  # says nothing about the checkpoint
+            if any(refusal.damaged for refusal in error.refusals):
+                return Outcome.CORRUPT, str(error.refusals[0])
+            if isinstance(error, NothingFits):
+                return Outcome.NOT_COMPARABLE, f"the model that the program builds is another one: {error.refusals[0]}"
             raise
         except WorkloadError as error:
-            return str(error)
+            reason = str(error)
+        refused = next((each for each in self._ranks.all_gather(reason) if each), "")
+        if refused:
+            return Outcome.NOT_COMPARABLE, f"the program cannot go on from it: {refused}"
         restored = self.source.restored
         assert restored is not None
         seconds, read = time.monotonic() - started, restored.bytes_read
@@ -167,19 +172,42 @@ class RestoreTestRun:
         self._evidence |= {"restore_seconds": seconds, "bytes_read": read, "bytes_per_second": rate}
         self._evidence["fingerprints"] = self.source.has_fingerprints
         if self.source.faults:
-            return f"what was loaded is not what was saved: {self.source.faults[0]}"
-        if state.step != self._order.step:
-            return f"the model is of step {state.step}, the checkpoint of step {self._order.step}"
-        return ""
+            return Outcome.CORRUPT, f"what was loaded is not what was saved: {self.source.faults[0]}"
+        return None
 
-    def _judged(self, not_comparable: str) -> RestoreVerdict:
+    def _bad_step(self, error: BadStep) -> tuple[Outcome, str]:
+        """A loss that is no number: the checkpoint's fault only where the run has trained that very step."""
+        run, order = RunDir(Path(self._order.run_dir)), self._order
+
+        def judged() -> dict[str, Any]:
+            known = recorded_steps(run, [error.step], order.steps_digest, saving_attempt(order))[error.step]
+            return {"known": any(OTHER_SOFTWARE not in values for values in known)}
+
+        known = self._on_leader(judged)["known"]
+        conditions = self._conditions()
+        why = why_not_compared(conditions) or why_no_verdict(conditions) or self._changed_data()
+        if not known:
+            why = why or "the run has not trained that step, and its batch may be the cause"
+        return (Outcome.NOT_COMPARABLE, f"{error}; {why}") if why else (Outcome.SUSPECT, str(error))
+
+    def _changed_data(self) -> str:
+        """The token shards that are not what they were when they were prepared: each rank reads some of them."""
+        data = unwrapped(self._objects.data)
+        if not isinstance(data, TokenData):
+            return ""
+        ranks = self._ranks
+        mine = result_or_failed(lambda: dump_line(data.changed_shards(ranks.rank, ranks.size)))
+        found = [name for text in self._unfailed(ranks.all_gather(mine)) for name in json.loads(text)]
+        return f"the data has changed since it was prepared: {found[0]} (digest differs)" if found else ""
+
+    def _judged(self, conditions: Conditions) -> tuple[Outcome, str]:
         """Hold the steps to those of the run: rank 0 has both."""
-        order, mine, exact = self._order, self._journal.steps, self._exact
-        bounds = BOUNDS[self._config.train.dtype]
+        order, mine, exact = self._order, self._journal.steps, conditions.exact
+        bounds, not_compared = BOUNDS[self._config.train.dtype], why_not_compared(conditions)
 
         def judged() -> dict[str, Any]:
             known = recorded_steps(RunDir(Path(order.run_dir)), mine, order.steps_digest, saving_attempt(order))
-            found = compare({} if not_comparable else mine, known, bounds, exact=exact)
+            found = compare({} if not_compared else mine, known, bounds, exact=exact)
             evidence = {
                 "compared": found.compared, "exact": exact, "bounds": bounds, "largest_difference": found.largest,
                 "steps": [{"step": step, **values} for step, values in sorted(mine.items())],
@@ -190,19 +218,26 @@ class RestoreTestRun:
             how = "bit for bit" if exact else f"within {bounds['loss']:g} of its loss"
             steps = "1 step agrees" if found.compared == 1 else f"{found.compared} steps agree"
             same = f"{steps} with the run's own {how}"
-            none = not_comparable or "the run has recorded no step after it to compare with"
-            return {"difference": found.difference, "same": same if found.compared else none, "evidence": evidence}
+            none = not_compared or "the run has recorded no step after it to compare with"
+            why = found.why_no_verdict
+            return {
+                "difference": found.difference, "why": why, "same": same if found.compared else none,
+                "evidence": evidence,
+            }  # fmt: skip
 
         told = self._on_leader(judged)
         self._evidence |= told["evidence"]
         if told["difference"]:
-            return RestoreVerdict(outcome=Outcome.SUSPECT, reason=told["difference"], evidence=self._evidence)
+            why = why_no_verdict(conditions) or told["why"] or self._changed_data()
+            if why:
+                return Outcome.NOT_COMPARABLE, f"{told['difference']}; {why}"
+            return Outcome.SUSPECT, told["difference"]
         ranks = "1 rank" if self._ranks.size == 1 else f"{self._ranks.size} ranks"
-        reason = f"restored on {ranks}; {told['same']}"
-        return RestoreVerdict(outcome=Outcome.RESTORED, reason=reason, evidence=self._evidence)
+        return Outcome.RESTORED, f"restored on {ranks}; {told['same']}"
 
-    def _concluded(self, verdict: RestoreVerdict) -> ExitCode:
+    def _concluded(self, outcome: Outcome, reason: str) -> ExitCode:
         """Rank 0 writes it down, first into the test's own folder; an unwritten one must not look like an end."""
+        verdict = RestoreVerdict(outcome=outcome, reason=reason, evidence=self._evidence)
 
         def written() -> dict[str, Any]:
             verdict.write(self._attempt)
@@ -218,16 +253,27 @@ class RestoreTestRun:
     def _on_leader(self, act: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """What rank 0 finds, as plain JSON, on every rank; raises OSError on all of them when it could not."""
         mine: str | Failed | None = result_or_failed(lambda: dump_line(act())) if self._ranks.leads else None
-        told: str | Failed = self._ranks.broadcast(mine)
-        if isinstance(told, Failed):
-            raise OSError(told.reason)
-        found: dict[str, Any] = json.loads(told)
+        found: dict[str, Any] = json.loads(self._unfailed([self._ranks.broadcast(mine)])[0])
         return found
+
+    @staticmethod
+    def _unfailed(answers: Sequence[str | Failed]) -> list[str]:
+        """The answers of ranks; raises OSError when one of them could not give any."""
+        failed = next((each for each in answers if isinstance(each, Failed)), None)
+        if failed is not None:
+            raise OSError(failed.reason)
+        return [each for each in answers if not isinstance(each, Failed)]
 
     def close(self) -> None:
         """Give the process groups back."""
         self.source.close()
         self._ranks.close()
+
+
+def _report(text: str) -> Report:
+    fields = json.loads(text)
+    faults = tuple(Fault(**{**fault, "tensors": tuple(fault["tensors"])}) for fault in fields["faults"])
+    return Report(**{**fields, "faults": faults, "notes": tuple(fields["notes"])})
 
 
 def carry_out(order: RestoreTest, session: Session) -> ExitCode:
@@ -239,7 +285,7 @@ def carry_out(order: RestoreTest, session: Session) -> ExitCode:
     )  # fmt: skip
     test = RestoreTestRun(order, session.config, session.objects, world, journal, session.attempt)
     skip = skipped_positions(session.spec, RunDir(Path(order.run_dir)))
-    state = new_train_state(session, journal, skip, test.other_software)
+    state = new_train_state(session, journal, test.other_software)
     code = test.run(state, lambda until: train_on(session, state, test.source, journal, token, skip, test_until=until))
     session.cell.update(phase=Phase.CHECKPOINT)
     test.close()

@@ -51,19 +51,18 @@ def of_each_rank(buffers: Mapping[str, torch.Tensor], saved: Mapping[str, Any]) 
 
 
 def facts(
-    *, step: int, consumed: int, left_out: int, loss: float, config_digest: str, seed: int, fingerprint: str | None,
+    *, step: int, consumed: int, loss: float, config_digest: str, seed: int, fingerprint: str | None,
     software: Mapping[str, Any], validated: int, metrics: Mapping[str, float],
     loss_scale: Mapping[str, Any],
 ) -> dict[str, Any]:  # fmt: skip
     """The plain part of a checkpoint; `fingerprint` is that of the data, None when the data has none.
 
-    `left_out`: batches before the position `consumed` that no step was trained with. `validated`: the newest step
-    after which the workload has validated. `metrics`: what it has said of this very step. `loss_scale`: of float16.
+    `validated`: the newest step after which the workload has validated. `metrics`: what it has said of this very step.
+    `loss_scale`: of float16.
     """
     return {
         "step": step,
         "consumed": consumed,
-        "left_out": left_out,
         "loss": loss,
         "config_digest": config_digest,
         "seed": seed,

@@ -61,12 +61,12 @@ class TrainState:
     """Everything that a restart must restore: saved into a checkpoint, and restored from one."""
 
     def __init__(
-        self, objects: TrainObjects, *, config_digest: str, seed: int, lazy: bool = False, skip: Collection[int] = (),
+        self, objects: TrainObjects, *, config_digest: str, seed: int, lazy: bool = False,
         loss_scale: LossScale | None = None,
         warn: Callable[[int, str], None] = _ignore_warning,
         on_other_software: Callable[[int, dict[str, Any]], None] = _ignore_warning,
     ) -> None:  # fmt: skip
-        """Make it when model and optimizer are new. `skip`: positions in the data that are skipped.
+        """Make it when model and optimizer are new.
 
         `on_other_software` gets the step of a restored checkpoint and what it was made with that is different now.
         `warn` gets a step and a reason, once each: what of its state is not saved, or could not be restored.
@@ -75,7 +75,7 @@ class TrainState:
         self._model, self._optimizer, self._data = model, optimizer, objects.data
         self._rank, self._rng, self._device = rank, rng_name(rank), device
         self._generator_rank = objects.layout.generator_rank
-        self._config_digest, self._seed, self._skip = config_digest, seed, skip
+        self._config_digest, self._seed = config_digest, seed
         self._software, self._on_other_software = software(device), on_other_software
         self._optimizer_state = OptimizerState(model, optimizer)
         self._workload_state = ObjectState(objects.workload, "workload", model, device)
@@ -111,7 +111,6 @@ class TrainState:
         extra = checkpoint_contents.facts(
             step=self.step,
             consumed=self._data.consumed,
-            left_out=sum(position < self._data.consumed for position in self._skip),
             loss=self.loss,
             config_digest=self._config_digest,
             seed=self._seed,

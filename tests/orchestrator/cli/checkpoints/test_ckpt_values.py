@@ -51,12 +51,25 @@ def test_a_damaged_chunk_names_its_tensors(orch: Type, seeds: Seeds, run: str) -
     assert fault["tensors"] == ["model/b", "model/w", "optimizer/w/step"]
 
 
-def test_a_state_that_does_not_fit_its_step_is_invalid(orch: Type, seeds: Seeds, run: str) -> None:
-    (seeds.root / run / "config.json").write_text(dump_line({"train": {"batch_size": 16}}))
-    assert orch("ckpt", "verify", run, "--level", 3).code == 0
-    bad = orch("ckpt", "verify", f"{run}@50", "--level", 4)
+def test_what_trains_and_is_no_number_is_invalid(orch: Type, seeds: Seeds, run: str) -> None:
+    save(seeds, run, 75, torch.full((8, 4), float("nan")))
+    assert orch("ckpt", "verify", f"{run}@75", "--level", 3).code == 0
+    bad = orch("ckpt", "verify", f"{run}@75", "--level", 4)
     assert bad.code == 7
-    assert "`consumed` is 400, where step 50 should have 800" in bad.out
+    assert "32 values are NaN, in a tensor that trains" in bad.out
+
+
+def test_the_position_in_the_data_is_not_judged(orch: Type, seeds: Seeds, run: str) -> None:
+    """A run that began from one that skipped batches stands elsewhere than its step would say."""
+    (seeds.root / run / "config.json").write_text(dump_line({"train": {"batch_size": 16}}))
+    assert orch("ckpt", "verify", f"{run}@50", "--level", 4).code == 0
+
+
+def test_a_mask_of_infinities_is_a_note(orch: Type, seeds: Seeds, run: str) -> None:
+    save(seeds, run, 75, torch.full((8, 4), float("-inf")))
+    done = orch("ckpt", "verify", f"{run}@75", "--level", 4)
+    assert done.code == 0
+    assert done.err == "  model/w: 32 values are NaN or infinite\n"
 
 
 def test_many_faults_are_cut_short_for_people(orch: Type, seeds: Seeds, run: str) -> None:

@@ -23,6 +23,7 @@ def test_of_one_checkpoint_the_layouts_are_named_on_which_it_was_restored() -> N
     assert layouts_in_words([made(1, SUSPECT, at=9.0), made(1, RESTORED, at=10.0)]) == "same"
     assert layouts_in_words([made(1, "", "same"), made(1, "", "1")]) == "under way on same, 1"
     assert layouts_in_words([made(1, RESTORED), made(1, Outcome.NOT_FINISHED, at=20.0)]) == "same"
+    assert layouts_in_words([made(1, RESTORED), made(1, Outcome.NOT_COMPARABLE, at=20.0)]) == "same"
     assert layouts_in_words([made(1, Outcome.NOT_FINISHED)]) == layouts_in_words([]) == ""
 
 

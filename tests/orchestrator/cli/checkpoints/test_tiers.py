@@ -235,7 +235,9 @@ def nodes(seeds: Seeds, run: str, tmp_path: Path) -> tuple[Path, Path]:
 def test_a_node_s_own_part_is_verified_as_such(orch: Type, run: str, nodes: tuple[Path, Path], level: int) -> None:
     done = orch("ckpt", "verify", run, "--copies", "--level", level, "--json")
     assert (done.code, [row["ok"] for row in done.data]) == (0, [True, True])
-    assert [row["notes"][0] for row in done.data] == ["1 of 3 files, which other nodes have"] * 2
+    assert [row["notes"][0] for row in done.data] == [
+        "1 of 3 files, which other nodes have: that part was not looked at"
+    ] * 2
     assert [row["level"] for row in done.data] == [min(level, 2)] * 2
     assert "1 of 3 files, which other nodes have: that part was not looked at" in orch("ckpt", "verify", run).err
     (nodes[1] / "__1_0.distcp").write_bytes(b"y" * 499 + b"!")

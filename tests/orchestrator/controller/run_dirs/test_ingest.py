@@ -41,6 +41,18 @@ def test_an_event_counts_once_and_a_torn_line_later(tmp_path: Path) -> None:
     assert [node.attempts for node in world.store.nodes()] == [1, 1]
 
 
+@pytest.mark.parametrize("began", [990.0, None])
+def test_an_attempt_begins_with_its_first_process(tmp_path: Path, began: float | None) -> None:
+    """Not when the agents of all nodes have joined: then its first generation might begin before it."""
+    world, log = begun(tmp_path)
+    log.write(
+        EventKind.ATTEMPT_STARTED, job_id="1", nodes=["n1"], world=2, **({} if began is None else {"began": began})
+    )
+    read(world)
+    started = world.store.attempts(world.name)[-1].started_at
+    assert started == began if began is not None else started == world.clock.now
+
+
 def test_events_of_many_ranks_in_one_file_count_once_each(tmp_path: Path) -> None:
     world, _ = begun(tmp_path)
     attempt = world.folder.attempt(1)

@@ -28,20 +28,25 @@ def run(tmp_path: Path) -> RunDir:
     return made
 
 
-def restored(run: RunDir, program: str, rank: int = 0, *, shield: bool = True) -> tuple[int, list[dict[str, Any]]]:
+def restored(
+    run: RunDir, program: str, rank: int = 0, *, shield: bool = True, words: list[str] | None = None
+) -> tuple[int, list[dict[str, Any]]]:
     """The exit code of one rank, and the verdicts that it wrote."""
     programs = os.environ["PATH"] if shield else str(run.path)  # no `unshare` there
     environment = {
         **os.environ, CHECKPOINT_VARIABLE: str(run.path.parent / "checkpoint-7"), "ORCH_RUN_DIR": str(run.path),
         "ORCH_ATTEMPT": "1", "RANK": str(rank), "PATH": programs,
     }  # fmt: skip
-    words = [sys.executable, str(RESTORE_PROGRAM), sys.executable, "-c", program]
-    done = subprocess.run(words, env=environment, check=False, timeout=60)
+    own = words or [sys.executable, "-c", program]
+    done = subprocess.run([sys.executable, str(RESTORE_PROGRAM), *own], env=environment, check=False, timeout=60)
     path = run.attempt(1).event_file(f"restore-test-{rank:05d}")
     return done.returncode, [event.data for event in read_events(path)[0]] if path.exists() else []
 
 
-@pytest.mark.parametrize(("code", "verdict"), [(0, "RESTORED"), (3, "SUSPECT"), (255, "SUSPECT")])
+@pytest.mark.parametrize(
+    ("code", "verdict"),
+    [(0, "RESTORED"), (7, "SUSPECT"), (1, "NOT_COMPARABLE"), (126, "NOT_COMPARABLE"), (255, "NOT_COMPARABLE")],
+)
 def test_the_exit_code_is_the_verdict(run: RunDir, code: int, verdict: str) -> None:
     exit_code, told = restored(run, f"raise SystemExit({code})")
     assert (exit_code, [one["verdict"] for one in told]) == (code, [verdict])
@@ -49,8 +54,22 @@ def test_the_exit_code_is_the_verdict(run: RunDir, code: int, verdict: str) -> N
 
 def test_a_pass_is_told_by_rank_0_and_a_failure_by_any(run: RunDir) -> None:
     assert restored(run, "pass", rank=1) == (0, [])
-    code, told = restored(run, "raise SystemExit(1)", rank=1)
-    assert (code, told[0]["reason"]) == (1, "exit code 1 of rank 1")
+    code, told = restored(run, "raise SystemExit(7)", rank=1)
+    assert (code, told[0]["reason"]) == (7, "the program found it bad: exit code 7 of rank 1")
+
+
+@pytest.mark.parametrize("shield", [True, False])
+def test_a_program_that_is_not_there_is_no_verdict(run: RunDir, shield: bool) -> None:
+    code, told = restored(run, "", shield=shield, words=["no-such-program"])
+    assert (code, [one["verdict"] for one in told]) == (127, ["NOT_COMPARABLE"])
+    assert told[0]["reason"] == "exit code 127 of rank 0: there is no such program (restore_tests.command)"
+
+
+def test_a_program_that_raises_is_no_verdict(run: RunDir) -> None:
+    """As where a package is missing, or the machine has no room."""
+    code, told = restored(run, "import no_such_package")
+    assert (code, told[0]["verdict"]) == (1, "NOT_COMPARABLE")
+    assert "the program failed: exit code 1 of rank 0 (7 is for a bad checkpoint)" in told[0]["reason"]
 
 
 def test_exit_code_75_says_nothing(run: RunDir) -> None:
@@ -68,7 +87,8 @@ WRITES = "open(__import__('os').environ['ORCH_CHECKPOINT'] + '/weights', 'wb').w
 def test_a_program_that_writes_is_found_out_where_nothing_keeps_it_from_it(run: RunDir) -> None:
     code, told = restored(run, WRITES, shield=False)
     assert code == 1
-    assert (told[0]["verdict"], told[0]["reason"]) == ("SUSPECT", "the program changed the checkpoint")
+    reason = "the checkpoint changed meanwhile: by the program, or by a run that writes to it"
+    assert (told[0]["verdict"], told[0]["reason"]) == ("NOT_COMPARABLE", reason)
 
 
 @pytest.mark.skipif(shutil.which("unshare") is None, reason="needs unshare")

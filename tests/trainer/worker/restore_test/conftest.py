@@ -13,7 +13,7 @@ import pytest
 from checkpointing.storage.backends import LocalStorage
 from checkpointing.storage.durable import canonical
 from checkpointing.verification.verdicts import manifest_of
-from tests.trainer.worker.conftest import Ranks, Run
+from tests.trainer.worker.conftest import Ranks, Run, merged
 from trainer.contract.config import digest_of
 from trainer.contract.launch_token import LaunchToken
 from trainer.contract.restore_test import RestoreTest, RestoreVerdict, write_order
@@ -48,14 +48,19 @@ class Subject:
         return target
 
     def begin(
-        self, folder: Path, layout: str = "same", world: int = 0, parallel: dict[str, int] | None = None, **order: Any
-    ) -> Run:
-        """A run that is to restore the checkpoint in `folder`, on a layout of LAYOUTS or on its own."""
+        self, folder: Path, layout: str = "same", world: int = 0, parallel: dict[str, int] | None = None,
+        over: dict[str, Any] | None = None, **order: Any,
+    ) -> Run:  # fmt: skip
+        """A run that is to restore the checkpoint in `folder`, on a layout of LAYOUTS or on its own.
+
+        `over` is laid over the configuration, as code that was edited would be.
+        """
         world, parallel = (world, parallel or {}) if world else LAYOUTS[layout]
         config = json.loads(self.source.dir.config.read_text())
         config["cluster"] = {**config["cluster"], "ranks_per_node": world}
         config["parallel"] = parallel
         config["checkpoint"] = {"every": 0}
+        config = merged(config, over or {})
         run = RunDir(self.place / f"test-{next(self.numbers)}")
         run.make()
         run.config.write_bytes(canonical(config))

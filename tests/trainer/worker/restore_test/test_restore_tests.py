@@ -1,6 +1,9 @@
 """Restore tests on real ranks: healthy checkpoints pass on every layout, and each kind of damage is caught."""
 
+import json
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -55,6 +58,38 @@ def test_a_damaged_one_is_named_by_file_and_tensor(tested: Subject) -> None:
     found = damaged(tested, missing_shard, 0, "same")
     assert found.outcome is Outcome.CORRUPT
     assert sorted(path.name for path in tested.folder().glob("*.distcp"))[0] in found.reason
+
+
+@pytest.mark.parametrize("model", [{"layers": 3}, {"dim": 64}, {"layers": 1}])
+def test_a_model_that_was_edited_since_is_no_verdict(tested: Subject, model: dict[str, int]) -> None:
+    found = tested.verdict(tested.folder(), over={"model": model})
+    if model == {"layers": 1}:  # what the checkpoint has besides is not looked for yet by a restore
+        assert found.outcome in (Outcome.NOT_COMPARABLE, Outcome.SUSPECT), found
+        return
+    assert found.outcome is Outcome.NOT_COMPARABLE, found
+    assert "the model that the program builds is another one" in found.reason
+
+
+def test_data_that_was_overwritten_is_no_verdict(tested: Subject, tmp_path: Path) -> None:
+    """With the same size: the index alone does not show it."""
+    tokens = tmp_path / "tokens"
+    shutil.copytree(json.loads(tested.source.dir.config.read_text())["data"]["path"], tokens)
+    over = {"data": {"path": str(tokens)}}
+    assert tested.verdict(tested.folder(), over=over).outcome is Outcome.RESTORED
+    for shard in tokens.glob("*.bin"):
+        shard.write_bytes(bytes(shard.stat().st_size))
+    found = tested.verdict(tested.folder(), over=over)
+    assert found.outcome is Outcome.NOT_COMPARABLE, found
+    assert "the data has changed since it was prepared" in found.reason
+    assert "loss of step 7 is" in found.reason, "the difference is reported"
+
+
+@pytest.mark.parametrize("differs", [("code.user",), ("code.orch",), ("env.torch",), ("data.fingerprint",)])
+def test_a_difference_beside_another_one_is_no_verdict(tested: Subject, differs: tuple[str, ...]) -> None:
+    """A learning rate of the test's own stands for what the difference may lead to."""
+    found = tested.verdict(tested.folder(), over={"optimizer": {"lr": 3e-2}}, differs=differs)
+    assert found.outcome is (Outcome.RESTORED if "code.user" in differs else Outcome.NOT_COMPARABLE), found
+    assert differs[0] in found.reason
 
 
 def test_what_is_not_there_is_no_verdict(tested: Subject) -> None:

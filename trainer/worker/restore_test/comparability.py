@@ -1,0 +1,64 @@
+"""PURE: whether a difference between a test's steps and those of its run proves anything about the checkpoint."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+CODE = "code.user"
+_SUMS_ONLY = frozenset({"threads", "cpu"})
+"""Facts of the software that change nothing but the order of sums, as another layout does."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conditions:
+    """How a restore test computes, and what is known of how its run did."""
+
+    same_layout: bool
+    repeats: bool
+    """Whether equal inputs give equal bits on this device."""
+    built_in: bool
+    promises_equality: bool
+    """Whether the program's kernels are deterministic by its own word, and its data has a fingerprint."""
+    experts: int = 0
+    dtype: str = "float32"
+    drawn: bool = False
+    """Whether the steps drew random numbers."""
+    differs: Collection[str] = ()
+    """Identity fields (code.user, env.torch) that are not those of the run."""
+    software: Mapping[str, Any] = field(default_factory=dict)
+    """Software that the checkpoint was made with and that is different now."""
+
+    @property
+    def exact(self) -> bool:
+        """Whether equal bits are to be expected."""
+        return self.same_layout and self.repeats and not self.software and not self.differs
+
+
+def why_not_compared(now: Conditions) -> str:
+    """The reason why the steps are not held to the run's at all; empty when they are."""
+    if CODE in now.differs:
+        return "the run's own code (code.user) is not what it was trained with: its steps are not compared"
+    if now.drawn and not now.same_layout:
+        return "it draws random numbers, other ones on another layout: its steps are not compared"
+    return ""
+
+
+def why_no_verdict(now: Conditions) -> str:
+    """The reason why a difference is no verdict on the checkpoint; empty when it is one.
+
+    A difference proves something where equality holds (layout, code, data, software, deterministic kernels), or where
+    its bound was measured: on dense float32 models of the built-in workload, whose layout alone is another one.
+    """
+    if now.differs:
+        return f"{', '.join(sorted(now.differs))} differ from what the run was trained with"
+    if not now.promises_equality:
+        return "the workload does not promise equal steps: strictly_deterministic = True, and data with a fingerprint"
+    if now.exact:
+        return ""
+    other = sorted(set(now.software) - _SUMS_ONLY)
+    if other:
+        return f"the checkpoint was made with other software: {', '.join(other)}"
+    if not (now.built_in and now.dtype == "float32" and not now.experts):
+        kind = "models with experts" if now.experts else "this model" if not now.built_in else now.dtype
+        return f"no bound is known for {kind} where sums are added in another order"
+    return ""

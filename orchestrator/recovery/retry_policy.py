@@ -11,6 +11,7 @@ from typing import Any
 from trainer.contract.config import RecoveryConfig
 from trainer.contract.failures.failure_kinds import TRAITS, Budget
 from trainer.contract.failures.outcome import Failure, FailureKind
+from trainer.contract.user_command.command_progress import PROGRESS_SECONDS
 
 
 class Action(StrEnum):
@@ -73,8 +74,6 @@ SCRIPT_HINT = "; the job's log (attempts/*/submission/*.out, *.err) tells why: s
 LONGEST_GAP = 2 * 3600.0
 """Seconds between two failures that count at most: a longer queue is no outage, nor is a clock that was set."""
 
-COMMAND_PROGRESS = 1800.0
-"""Seconds after which an attempt of a foreign command counts as progress: its checkpoints cannot be seen."""
 FREE_PROGRESS = 300.0
 """Seconds after which one that was taken away, or came to its time limit, does: what it did was not its to lose."""
 
@@ -158,7 +157,7 @@ _FINAL = {
     ),
     FailureKind.NUMERIC: (
         Action.HOLD,
-        "a rollback did not mend the loss: ",
+        "the loss went bad: ",
         "; mend the data or the code, or go on with other settings (optimizer.lr, optimizer.clip_norm, "
         "detection.spike): from the last good checkpoint that `orch ckpt ls {run}` lists with "
         "`orch submit --from {run}@STEP KEY=VALUE`, where it has none with `orch resume {run} KEY=VALUE`",
@@ -187,7 +186,7 @@ def _none_intact(failure: Failure, run: str) -> Decision:
 
 
 def _without_return(failure: Failure, run: str) -> Decision:
-    what = f"to begin again did not mend the loss: {failure.reason}; the run has saved no checkpoint"
+    what = f"the loss went bad: {failure.reason}; the run has saved no checkpoint"
     cure = "mend the data or the code, or begin at step 0 with other settings (optimizer.lr, optimizer.clip_norm)"
     return Decision(action=Action.HOLD, reason=f"{what}: {cure}: `orch resume {run} KEY=VALUE`")
 
@@ -243,7 +242,7 @@ def _advanced(history: Sequence[EndedAttempt], index: int, *, steps_known: bool)
     """Whether this attempt committed a checkpoint newer than all before it."""
     attempt = history[index]
     if not steps_known:
-        return attempt.started and attempt.trained >= (FREE_PROGRESS if attempt.is_free else COMMAND_PROGRESS)
+        return attempt.started and attempt.trained >= (FREE_PROGRESS if attempt.is_free else PROGRESS_SECONDS)
     best = max((past.saved_step for past in history[:index] if past.saved_step is not None), default=0)
     return attempt.saved_step is not None and attempt.saved_step > best
 

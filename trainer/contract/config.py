@@ -265,7 +265,7 @@ class RecoveryConfig:
     """How often orch retries before it stops and asks."""
 
     restarts_in_place: int = 5
-    """Restarts in place (new generations) allowed per attempt."""
+    """Restarts in place (new generations) allowed in an attempt without a new checkpoint."""
     max_failures: int = 10
     """The run is FAILED after this many failures that the program may have caused, without a new checkpoint."""
     no_progress_hours: float = 24.0

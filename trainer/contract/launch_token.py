@@ -22,6 +22,7 @@ class LaunchToken:
     perhaps: tuple[str, ...] = ()  # further ones, on nodes' own disks: inherited where they are found, never missed
     over: tuple[str, ...] = ()  # `<attempt>-<nonce>` of the run's earlier attempts: they write no more
     config_digest: str = ""  # of the config that this attempt was decided with; empty: not known
+    trained: bool = False  # an earlier attempt of the run has reached a step, whether or not it was saved
     mtbf: float = 0.0  # seconds between two failures of a job of this size, as far as is known; 0: not known
 
     def write(self, path: Path) -> None:

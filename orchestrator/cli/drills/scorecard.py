@@ -21,7 +21,7 @@ class Expected:
 
 
 _KILLED = Expected(signs=(EventKind.RANK_EXITED,), failures=("rank_killed",), names="rank", then="restart")
-_RAISED = Expected(signs=(EventKind.RANK_EXITED,), failures=("user_error",), names="rank", then="restart")
+_RAISED = Expected(signs=(EventKind.RANK_EXITED,), failures=("exception",), names="rank", then="restart")
 _HUNG = Expected(signs=(EventKind.INCIDENT,), failures=("hang",), names="rank", then="restart")
 _DESYNC = Expected(
     signs=(EventKind.INCIDENT, EventKind.RANK_EXITED), failures=("desync",), names="rank", then="hold"

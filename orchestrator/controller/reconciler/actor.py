@@ -284,6 +284,7 @@ class Actor:
                 config_digest=attempt.config_digest,
                 **self._inheritable(run, earlier, attempt.number, folder, config),
                 over=tuple(f"{past.number:03d}-{past.nonce}" for past in earlier),
+                trained=any(past.last_step for past in earlier),
                 mtbf=self._time_between_failures(run, config),
             )
             self.files.call(folder.path, lambda: token.write(place.go))

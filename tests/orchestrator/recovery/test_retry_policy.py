@@ -107,6 +107,17 @@ TABLE = {
     "preempted": ([past(1, K.PREEMPTED, 10)], Action.RETRY, "goes on after preempted"),
     "time limit": ([past(1, K.TIME_LIMIT, 10)], Action.RETRY, "goes on after time_limit"),
     "user": ([past(1, K.USER_ERROR, 10)], Action.FAIL, "the training code failed: its reason"),
+    "an exception that is not shown to come back": (
+        [past(1, K.EXCEPTION, None)], Action.RETRY,
+        "exception once without a new checkpoint (try 1 of 10); next try at Jan 12 13:46:50 UTC; the last one: its",
+    ),
+    "exceptions with new checkpoints between them": (
+        [past(n, K.EXCEPTION, n) for n in range(1, 100)], Action.RETRY, "exception once without a new checkpoint",
+    ),
+    "exceptions without": (
+        [past(n, K.EXCEPTION, 5) for n in range(1, 12)], Action.FAIL,
+        "exception 11 times without a new checkpoint: recovery.max_failures is spent; the last one: its reason",
+    ),
     "rejected": ([past(1, K.SUBMIT_REJECTED, None)], Action.HOLD, "the job was refused: its reason"),
     "scancel": ([past(1, K.CANCELLED, 10)], Action.HOLD, "its reason"),
     "hang": ([past(1, K.HANG, 10)], Action.RETRY, "hang once without a new checkpoint (try 1 of 10)"),
@@ -115,7 +126,7 @@ TABLE = {
         "ranks called different collectives: its reason; that is a bug of the program",
     ),
     "numeric": (
-        [past(1, K.NUMERIC, 10)], Action.HOLD, "a rollback did not mend the loss: its reason; mend the data",
+        [past(1, K.NUMERIC, 10)], Action.HOLD, "the loss went bad: its reason; mend the data",
     ),
     "numeric, of which a checkpoint is left": (
         [past(1, K.NUMERIC, None), past(2, K.NODE_LOST, 10), past(3, K.NUMERIC, None)], Action.HOLD,

@@ -17,7 +17,7 @@ from trainer.agent.ladder import node_replacement
 from trainer.agent.ladder.in_job_policy import Decision, Situation
 from trainer.agent.ladder.rollback import record_skip
 from trainer.agent.nodes.roster import Roster
-from trainer.agent.watch.command_errors import CommandPast
+from trainer.agent.watch.command_errors import CommandPast, has_advanced
 from trainer.contract.config import JobConfig
 from trainer.contract.events import EventKind, EventLog
 from trainer.contract.failures.drilled_failures import drill_behind
@@ -122,12 +122,15 @@ class AttemptState:
         """All that `in_job_policy.decide` depends on; `command` is what is known of a user's own program."""
         now, generation, stop = time.monotonic(), self.generation, self.stopping.stop
         failed_at = generation.first_failure
+        ran_for = (failed_at or now) - generation.started
+        if command is not None and has_advanced(command, ran_for):
+            self.history.advanced = True
         return Situation(
             world=self.config.cluster.world_size,
             ends=tuple(generation.ends.values()),
             since_failure=0.0 if failed_at is None else now - failed_at,
             since_end=now - max((end.at for end in generation.ends.values()), default=now),
-            ran_for=(failed_at or now) - generation.started,
+            ran_for=ran_for,
             budget=self.config.recovery.restarts_in_place,
             spike_budget=self.config.detection.spike.roll_backs,
             stopping=StopReason.NONE if stop is None else stop.reason,

@@ -18,7 +18,10 @@ from trainer.contract.skipped_batches import Skip
 class AttemptHistory:
     """What is kept of the generations of this attempt that are over."""
 
-    restarts: int = 0
+    restarts: int = 0  # since the newest progress
+    rollbacks: int = 0  # the same
+    saved: int = 0  # newest step of a checkpoint of this run, when the attempt began or since
+    advanced: bool = False  # the running generation made progress: a checkpoint that is new to the run
     trained: bool = False  # a step of this attempt, or of one before it
     mark: str = ""  # of the newest failure
     failed_generations: list[FailedGeneration] = field(default_factory=list)
@@ -34,9 +37,10 @@ class AttemptHistory:
 
     @classmethod
     def of(cls, token: LaunchToken) -> "AttemptHistory":
-        """The history at the start of an attempt: earlier ones that have written a checkpoint have trained."""
+        """The history at the start of an attempt."""
         found = [parse_name(name) for name in (*token.checkpoints, *token.perhaps)]
-        return cls(trained=any(name is not None and name.step > 0 for name in found))
+        newest = max((name.step for name in found if name is not None), default=0)
+        return cls(trained=token.trained or newest > 0, saved=newest)
 
     @property
     def fruitless(self) -> int:
@@ -50,6 +54,8 @@ class AttemptHistory:
         return {
             "trained": self.trained,
             "restarts": self.restarts,
+            "rollbacks": self.rollbacks,
+            "advanced": self.advanced,
             "last_mark": self.mark,
             "failed_generations": tuple(self.failed_generations),
             "suspects": tuple(self.suspects),
@@ -67,6 +73,9 @@ class AttemptHistory:
 
         `requested`: a drill that somebody requested ended it, so that its restart does not count.
         """
+        if self.advanced:  # as it does between attempts
+            self.restarts = self.rollbacks = 0
+        self.advanced = False
         self.mark = "" if requested else mark
         self.fruitless_before, self.furthest = self.fruitless - requested, max(self.furthest, self.reached)
         self.generations, self.reached = self.generations + 1, 0
@@ -74,6 +83,7 @@ class AttemptHistory:
             self.hung += failure.nodes
         if skip is not None:
             self.skipped.append(skip)
+            self.rollbacks += 1
         one = failed_generation(failure, restored, None) if failure is not None else None
         if one is not None:
             self.failed_generations.append(one)
@@ -86,6 +96,7 @@ class AttemptHistory:
         if report.stepped:
             self.reached = max(self.reached, report.step)
         saved = report.saved
+        self.advanced, self.saved = self.advanced or saved > self.saved, max(self.saved, saved)
         if saved in self.suspects and report.restored < saved:
             # Saved anew from an older checkpoint: the state of this step is not the one that was doubted.
             self.suspects.remove(saved)

@@ -68,8 +68,9 @@ class Situation:
     since_end: float = 60.0  # seconds since the last rank that has ended did
     ran_for: float = 0.0  # seconds since the generation started
     trained: bool = False  # the run has trained a step, as far as is known
-    restarts: int = 0  # made in this attempt so far
+    restarts: int = 0  # in this attempt since its newest progress
     budget: int = 0  # recovery.restarts_in_place
+    advanced: bool = False  # this generation made progress, which gives restarts and rollbacks back
     last_mark: str = ""  # of the failure before this one
     stopping: StopReason = StopReason.NONE
     stop_why: str = ""  # who or what asked for the stop, as far as the job can tell
@@ -84,6 +85,7 @@ class Situation:
     spares: int = 0  # nodes that could replace another
     home: str = ""  # the coordinator's own node, which no spare can replace
     skipped: tuple[Skip, ...] = ()  # batches that rollbacks of this attempt have skipped
+    rollbacks: int = 0  # in this attempt since its newest progress
     spike_budget: int = 0  # detection.spike.roll_backs
     hung: tuple[str, ...] = ()  # nodes blamed for hangs of generations before it
     fruitless: int = 0  # restarts in a row, this one included, without a step that is new to the attempt
@@ -97,6 +99,14 @@ class Situation:
 
     def bad(self) -> list[RankEnd]:
         return [end for end in self.ends if not end.good]
+
+    @property
+    def restarts_used(self) -> int:
+        return 0 if self.advanced else self.restarts
+
+    @property
+    def rollbacks_used(self) -> int:
+        return 0 if self.advanced else self.rollbacks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,8 +219,8 @@ def _bad_while_stopping(now: Situation, cause: Cause, reason: str) -> Decision:
 
 def _not_again(now: Situation) -> str:
     """Why ranks that failed while they stopped are not started once more to save; empty when they are."""
-    if now.restarts >= now.budget and not now.again:
-        return f"with all {now.budget} restarts in place of this attempt used"
+    if now.restarts_used >= now.budget and not now.again:
+        return f"with {_spent(now.budget, 'restart in place', 'restarts in place')}"
     return _no_time(now)
 
 
@@ -271,7 +281,7 @@ def _rung(now: Situation, cause: Cause, reason: str, *, doubted: bool) -> Decisi
 
 def _roll_back(now: Situation, cause: Cause, reason: str, *, doubted: bool) -> Decision:
     """Rung 1: the newest checkpoint again, and the batch of the bad step is skipped; uses no restart."""
-    failure, used = cause.failure, len(now.skipped)
+    failure, used = cause.failure, now.rollbacks_used
     assert cause.position is not None
     assert failure.step is not None
     if cause.position in {skip.position for skip in now.skipped}:
@@ -281,7 +291,7 @@ def _roll_back(now: Situation, cause: Cause, reason: str, *, doubted: bool) -> D
         reason = f"{reason}; step {failure.step} was bad before, and the batch it had then was skipped"
         return end(reason, failure, cause.mark)
     if used >= now.spike_budget:
-        return end(f"{reason}; all {now.spike_budget} rollbacks of this attempt are used", failure, cause.mark)
+        return end(f"{reason}; {_spent(now.spike_budget, 'rollback', 'rollbacks')}", failure, cause.mark)
     return Decision(
         action=Action.ROLL_BACK,
         reason=f"{reason}; rollback {used + 1} of {now.spike_budget}, skipping that batch",
@@ -302,15 +312,23 @@ def _restart(now: Situation, cause: Cause, reason: str) -> Decision:
     # The steps of a command are not known.
     if now.fruitless >= FRUITLESS and now.command is None:
         return end(f"{reason}; {now.fruitless} restarts in a row have trained no new step", failure, cause.mark)
-    if now.restarts >= now.budget:
-        return end(f"{reason}; all {now.budget} restarts in place of this attempt are used", failure, cause.mark)
-    number = now.restarts + 1
+    if now.restarts_used >= now.budget:
+        why = _spent(now.budget, "restart in place", "restarts in place")
+        return end(f"{reason}; {why}", failure, cause.mark)
+    number = now.restarts_used + 1
     return Decision(
         action=Action.RESTART,
         reason=f"{reason}; restart {number} of {now.budget} in place",
         failure=failure,
         mark=cause.mark,
     )
+
+
+def _spent(budget: int, one: str, several: str) -> str:
+    """An exhausted rung in words: it ends the attempt, and is not the cause of that."""
+    if budget == 0:
+        return f"no {several} allowed"
+    return f"{budget} {one if budget == 1 else several} used up without a new checkpoint"
 
 
 def _cause(now: Situation, *, forgive: bool = False) -> Cause:

@@ -14,6 +14,7 @@ from trainer.agent.watch.root_cause import Cause, CommandFailure, RankEnd, find_
 from trainer.contract.failures.failure_kinds import kinds_with
 from trainer.contract.failures.failure_patterns import Meaning, error_says
 from trainer.contract.failures.outcome import FailureKind
+from trainer.contract.user_command.command_progress import PROGRESS_SECONDS
 
 START_SECONDS = 300.0
 """What a program may need to start: one that ran for longer has trained, as far as anybody can tell."""
@@ -72,6 +73,11 @@ class Judgement:
     set_aside: str = ""
 
 
+def has_advanced(past: CommandPast, seconds: float) -> bool:
+    """Whether this generation, started `seconds` ago, made progress: a checkpoint, or time if none is known."""
+    return past.saved or (past.newest is None and seconds >= PROGRESS_SECONDS)
+
+
 def command_cause(ends: Sequence[RankEnd], past: CommandPast, seconds: float) -> Cause:
     """The cause among `ends`, `seconds` after this generation was started."""
     root = root_of(ends)
@@ -79,7 +85,7 @@ def command_cause(ends: Sequence[RankEnd], past: CommandPast, seconds: float) ->
     raised = cause.failure.kind in _OWN_KINDS and cause.retry and root.signal is None
     own = raised and not error_says(_said(root), Meaning.OUTSIDE)
     failure = replace(cause.failure, step=None, lines=root.lines)
-    if cause.failure.kind is FailureKind.USER_ERROR and cause.retry:  # a fault of the program only once that is shown
+    if cause.failure.kind is FailureKind.EXCEPTION:  # most programs turn every error into one
         failure = replace(failure, kind=FailureKind.UNKNOWN)
     cause = replace(cause, failure=failure, mark="")
     # What it wrote of its end may be lost for the same reason.

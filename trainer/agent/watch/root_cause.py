@@ -102,13 +102,15 @@ def find_cause(ends: Sequence[RankEnd], *, trained: bool, last_mark: str = "") -
     root = root_of(ends)
     kind, retry, what = _classify(root)
     mark = f"{root.exception or root.signal or root.exit_code}@{root.step}"
-    own_exception = kind in (FailureKind.USER_ERROR, FailureKind.OUT_OF_MEMORY) and retry
+    own_exception = kind in (FailureKind.EXCEPTION, FailureKind.OUT_OF_MEMORY)
     # Nothing worked yet, so nothing suggests that it would work the next time.
     if own_exception and not trained:
         retry, what = False, f"{what}, before the first step"
     # A deterministic bug comes back at the same place.
     elif own_exception and mark == last_mark:
         retry, what = False, f"{what}, for the second time at step {root.step}"
+    # Without a retry it is shown to come back.
+    kind = FailureKind.USER_ERROR if kind is FailureKind.EXCEPTION and not retry else kind
     # All ranks read the same sums: the first one to report is not to blame.
     nobody = kind is FailureKind.NUMERIC
     failure = Failure(
@@ -179,12 +181,12 @@ def _classify(end: RankEnd) -> tuple[FailureKind, bool, str]:
     if error_says(said, Meaning.NO_RENDEZVOUS):
         return FailureKind.UNKNOWN, True, f"could not meet its peers: {_short(said)}"
     if end.exception is not None:
-        return FailureKind.USER_ERROR, True, f"raised {_short(said)}"
+        return FailureKind.EXCEPTION, True, f"raised {_short(said)}"
     if end.exit_code in GOOD:
-        return FailureKind.USER_ERROR, True, f"exited {end.exit_code} without reporting completion"
+        return FailureKind.EXCEPTION, True, f"exited {end.exit_code} without reporting completion"
     # What did not start at all, or a shell did not find, is in its last line.
     why = f": {_short(end.lines[-1])}" if end.exit_code in _NOT_STARTED and end.lines else ""
-    return FailureKind.USER_ERROR, True, f"ended with exit code {end.exit_code}{why}"
+    return FailureKind.EXCEPTION, True, f"ended with exit code {end.exit_code}{why}"
 
 
 def _memory_hint(end: RankEnd) -> str:

@@ -64,7 +64,7 @@ class SpikeConfig:
     window: int = 50
     """Steps for the median and the deviation; nothing is judged before the window is full."""
     roll_backs: int = 3
-    """Rollbacks allowed per attempt; each skips the batch of its step."""
+    """Rollbacks allowed in an attempt without a new checkpoint; each skips the batch of its step."""
 
     def __post_init__(self) -> None:
         if self.deviations < 0 or self.window < 8 or self.roll_backs < 0:

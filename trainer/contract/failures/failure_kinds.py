@@ -61,6 +61,10 @@ TRAITS: dict[FailureKind, FailureTraits] = {
         budget=Budget.PERSON, losses=Losses.RUN, comes_back=True, of_the_state=True, of_the_program=True,
         seen_inside=True,
     ),
+    FailureKind.EXCEPTION: FailureTraits(
+        budget=Budget.TRIES, losses=Losses.RUN, restarts_in_place=True, of_the_state=True, of_the_program=True,
+        seen_inside=True,
+    ),
     FailureKind.NODE_LOST: FailureTraits(
         budget=Budget.TIME, blame=Blame.NODE, losses=Losses.CLUSTER, asked_by_slurm=True
     ),

@@ -67,8 +67,8 @@ def _mark(failure: Failure) -> str:
     if failure.signal is not None:
         return f"{failure.kind} by {_signal_name(failure.signal)}"
     if failure.exception:
-        return f"{failure.kind} {failure.exception}"
-    return f"{failure.kind} with exit code {failure.exit_code}"
+        return failure.exception
+    return f"exit code {failure.exit_code}"
 
 
 def _signal_name(number: int) -> str:

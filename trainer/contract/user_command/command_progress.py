@@ -5,6 +5,9 @@ from dataclasses import dataclass
 
 GROUPS = ("step", "total", "loss")
 
+PROGRESS_SECONDS = 1800.0
+"""Seconds of running that count as progress of a command whose checkpoints are unknown."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class CommandProgressConfig:

@@ -7,9 +7,10 @@ import pytest
 
 from tests.trainer.agent.ladder.test_in_job_policy import bad_step, echo, end, killed, raised, situation
 from trainer.agent.attempt_state.generation import AttemptHistory, Generation
-from trainer.agent.ladder.in_job_policy import Action, Decision, decide
+from trainer.agent.ladder.in_job_policy import Action, Decision, decide, exit_code
 from trainer.agent.watch.root_cause import find_cause
-from trainer.contract.failures.outcome import Failure, FailureKind
+from trainer.contract.failures.outcome import ExitCode, Failure, FailureKind
+from trainer.contract.launch_token import LaunchToken
 from trainer.contract.messages.agents import ProgressReport
 from trainer.contract.ranks.progress import StopReason
 from trainer.contract.skipped_batches import Skip
@@ -34,7 +35,7 @@ HANGS = [
     ),
     ({"hung": ("n1",), "spares": 2, "home": "n1"}, Action.END, "blamed for a hang for the second time"),
     ({"spares": 2}, Action.RESTART, "restart 1 of 5 in place"),
-    ({"restarts": 5}, Action.END, "all 5 restarts in place of this attempt are used"),
+    ({"restarts": 5}, Action.END, "5 restarts in place used up without a new checkpoint"),
     ({"stopping": StopReason.PREEMPTION}, Action.END, "while stopping (preemption)"),
 ]
 
@@ -105,11 +106,12 @@ def test_a_spare_takes_the_place_of_a_lost_or_suspect_node(fields, action, words
 
 BAD = [
     ({}, Action.ROLL_BACK, "rollback 1 of 3, skipping that batch"),
-    ({"skipped": (OTHER,)}, Action.ROLL_BACK, "rollback 2 of 3"),
+    ({"skipped": (OTHER,), "rollbacks": 1}, Action.ROLL_BACK, "rollback 2 of 3"),
+    ({"skipped": (OTHER,), "rollbacks": 3, "advanced": True}, Action.ROLL_BACK, "rollback 1 of 3"),
     ({"restarts": 5}, Action.ROLL_BACK, "rollback 1 of 3"),
     ({"fruitless": 9}, Action.ROLL_BACK, "rollback 1 of 3"),
-    ({"spike_budget": 0}, Action.END, "all 0 rollbacks of this attempt are used"),
-    ({"skipped": (OTHER,), "spike_budget": 1}, Action.END, "all 1 rollbacks of this attempt are used"),
+    ({"spike_budget": 0}, Action.END, "no rollbacks allowed"),
+    ({"skipped": (OTHER,), "rollbacks": 1, "spike_budget": 1}, Action.END, "1 rollback used up without"),
     (
         {"skipped": (Skip(step=7, position=48, reason=""),)},
         Action.END,
@@ -122,7 +124,7 @@ BAD = [
         "while stopping (time limit); rollback 1 of 3",
     ),
     ({"stopping": StopReason.TIME_LIMIT, "left": 90.0, "restarts": 5}, Action.ROLL_BACK, "rollback 1 of 3"),
-    ({"stopping": StopReason.TIME_LIMIT, "spike_budget": 0}, Action.END, "all 0 rollbacks of this attempt are used"),
+    ({"stopping": StopReason.TIME_LIMIT, "spike_budget": 0}, Action.END, "no rollbacks allowed"),
     (
         {"stopping": StopReason.TIME_LIMIT, "skipped": (Skip(step=7, position=48, reason=""),)},
         Action.END,
@@ -162,11 +164,13 @@ class Attempt:
     def __init__(self, **fields: Any) -> None:
         self.past, self.fields = AttemptHistory(), fields
 
-    def over(self, *ends: Any, restored: int = 100, stepped: int = 0, **fields: Any) -> Decision:
-        """One generation that trained up to step `stepped`, and ended so."""
+    def over(self, *ends: Any, restored: int = 100, stepped: int = 0, saved: int = 0, **fields: Any) -> Decision:
+        """One generation that trained up to step `stepped`, committed one of step `saved`, and ended so."""
         past = self.past
         past.add_report(
-            ProgressReport(generation=1, stepped=stepped > restored, step=stepped or restored, restored=restored)
+            ProgressReport(
+                generation=1, stepped=stepped > restored, step=stepped or restored, restored=restored, saved=saved
+            )
         )
         decision = decide(
             situation(
@@ -187,7 +191,7 @@ def test_two_bad_batches_soon_after_the_same_checkpoint_make_it_suspect():
     assert (first.action, first.suspect) == (Action.ROLL_BACK, None)
     second = attempt.over(bad_step(0, step=105, position=840), stepped=105)
     assert (second.action, second.suspect) == (Action.ROLL_BACK, 100)
-    assert "suspect: numeric BadStep twice soon after loading it, at step 103 and at step 105" in second.reason
+    assert "suspect: BadStep twice soon after loading it, at step 103 and at step 105" in second.reason
     assert [skip.position for skip in attempt.past.skipped] == [816, 840]
 
 
@@ -277,3 +281,56 @@ def test_a_drill_forgives_no_failure_before_it():
 def test_a_drilled_desync_holds_the_run_all_the_same():
     desync = Failure(kind=FailureKind.DESYNC, reason="rank 1 reduced 2 elements, its peers 1", rank=1, node="n1")
     assert Attempt().over(broken=desync, stepped=105, drill="desync-shape").action is Action.END
+
+
+# -- an exhausted rung is not the cause
+
+
+def test_a_program_that_saves_between_its_failures_keeps_its_restarts():
+    attempt = Attempt(budget=2)
+    for step in range(105, 205, 5):
+        decision = attempt.over(raised(1, step=step), restored=step - 5, stepped=step, saved=step - 1)
+        assert (decision.action, decision.failure.kind) == (Action.RESTART, FailureKind.EXCEPTION), decision
+        assert "restart 1 of 2 in place" in decision.reason
+
+
+def test_only_a_checkpoint_that_is_new_to_the_run_gives_restarts_back():
+    attempt = Attempt(budget=2)
+    attempt.past = AttemptHistory.of(
+        LaunchToken(attempt=2, epoch=1, job_id="7", nonce="0badcafe", checkpoints=("step-00000110.001-0badcafe",))
+    )
+    for number, step in enumerate((105, 111, 112)):
+        decision = attempt.over(raised(1, step=step), restored=100, stepped=step, saved=110)
+        assert decision.action is (Action.END if number == 2 else Action.RESTART), decision
+    assert decision.reason.endswith("; 2 restarts in place used up without a new checkpoint")
+
+
+def test_an_exception_after_kills_that_used_up_the_restarts_ends_the_attempt_as_what_it_is():
+    attempt = Attempt(budget=5)
+    for step in range(101, 106):
+        assert attempt.over(killed(1, step=step), stepped=step, failed_generations=()).action is Action.RESTART
+    decision = attempt.over(raised(1, step=120), stepped=120)
+    assert (decision.action, decision.failure.kind) == (Action.END, FailureKind.EXCEPTION)
+    assert exit_code(decision.failure) is ExitCode.RETRY
+
+
+def test_without_restarts_in_place_an_exception_is_for_the_next_job():
+    decision = Attempt(budget=0).over(raised(1, step=120), stepped=120)
+    assert (decision.action, decision.failure.kind) == (Action.END, FailureKind.EXCEPTION)
+    assert decision.reason.endswith("raised ValueError: bad; no restarts in place allowed")
+
+
+def test_rollbacks_are_given_back_by_a_new_checkpoint():
+    attempt = Attempt(spike_budget=1)
+    for step in (150, 250, 350):
+        bad = bad_step(0, step=step, position=step * 8)
+        decision = attempt.over(bad, restored=step - 50, stepped=step, saved=step - 1)
+        assert "rollback 1 of 1" in decision.reason
+    assert attempt.over(bad_step(0, step=380, position=9), restored=349, stepped=380, saved=349).action is Action.END
+
+
+def test_a_run_that_trained_before_is_not_at_its_first_step():
+    token = LaunchToken(attempt=2, epoch=1, job_id="7", nonce="0badcafe")
+    assert not AttemptHistory.of(token).trained
+    assert AttemptHistory.of(replace(token, trained=True)).trained
+    assert AttemptHistory.of(replace(token, perhaps=("step-00000110.001-0badcafe",))).trained

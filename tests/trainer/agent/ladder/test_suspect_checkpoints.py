@@ -9,7 +9,7 @@ from trainer.contract.failures.outcome import Failure, FailureKind
 from trainer.contract.failures.suspect_checkpoints import WITHIN, FailedGeneration, failed_generation, suspect_steps
 from trainer.contract.messages.agents import ProgressReport
 
-RAISED = "user_error NonFinite"
+RAISED = "NonFinite"
 
 
 def fell(restored: int, step: int, mark: str = RAISED) -> FailedGeneration:
@@ -42,7 +42,15 @@ def test_the_same_failure_twice_soon_after_loading_the_same_checkpoint(failed_ge
 @pytest.mark.parametrize("kind", list(FailureKind))
 def test_only_failures_that_a_state_can_cause_count(kind):
     found = failed_generation(Failure(kind=kind, reason="?", step=103, exit_code=1), 100, None)
-    assert (found is not None) == (kind in (FailureKind.RANK_KILLED, FailureKind.USER_ERROR, FailureKind.NUMERIC))
+    assert (found is not None) == (
+        kind
+        in (
+            FailureKind.RANK_KILLED,
+            FailureKind.USER_ERROR,
+            FailureKind.EXCEPTION,
+            FailureKind.NUMERIC,
+        )
+    )
 
 
 @pytest.mark.parametrize("restored", [None, 0])
@@ -87,7 +95,7 @@ def test_an_older_checkpoint_is_tried_before_a_program_is_blamed():
     assert attempt.failed_generations(100, explodes).suspect is None
     second = attempt.failed_generations(100, explodes)
     assert (second.action, second.suspect, attempt.past.suspects) == (Action.RESTART, 100, [100])
-    assert "the checkpoint of step 100 is suspect: user_error NonFinite twice soon after loading it" in second.reason
+    assert "the checkpoint of step 100 is suspect: NonFinite twice soon after loading it" in second.reason
     # From the older one it comes back at the same step: then it is the program.
     third = attempt.failed_generations(90, explodes)
     assert (third.action, third.suspect) == (Action.END, None)

@@ -35,12 +35,12 @@ ENDS: dict[str, tuple[dict[str, Any], FailureKind, str]] = {
     ),
     "a word of a disk": (
         {"exit_code": 1, "exception": "ValueError", "message": "the input/output error tolerance must be positive"},
-        FailureKind.USER_ERROR, "raised ValueError",
+        FailureKind.EXCEPTION, "raised ValueError",
     ),
     "somebody's kill": ({"signal": signal.SIGKILL}, FailureKind.RANK_KILLED, "was killed by SIGKILL"),
     "a word of it": (
         {"exit_code": 1, "exception": "ValueError", "message": "the MemoryError class is not callable"},
-        FailureKind.USER_ERROR, "raised ValueError",
+        FailureKind.EXCEPTION, "raised ValueError",
     ),
 }  # fmt: skip
 

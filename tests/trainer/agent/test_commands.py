@@ -86,7 +86,13 @@ def saving(job, tmp_path, name="state.json", **config):
     (tmp_path / "out").mkdir()
     (tmp_path / "saving.py").write_text(SAVING)
     command = [sys.executable, str(tmp_path / "saving.py"), str(tmp_path / "out"), name]
-    return job(nodes=1, ranks=1, command=command, checkpoints={"path": str(tmp_path / "out")}, **config)
+    return job(
+        nodes=1,
+        ranks=1,
+        command=command,
+        checkpoints={"path": str(tmp_path / "out")},
+        **{"recovery": {"backoff": 0.1}, **config},
+    )
 
 
 def checkpoint(tmp_path, step, text, name="state.json"):
@@ -113,7 +119,7 @@ def test_a_torn_checkpoint_of_a_command_is_set_aside_and_the_older_one_tried(job
     assert work.wait() == [0], work.story()
     (aside,) = work.events(EventKind.CHECKPOINT_SET_ASIDE)
     assert (aside.data["step"], aside.data["damaged"], aside.generation) == (20, True, 2)
-    assert "checkpoint-20, its newest checkpoint, is set aside" in aside.data["reason"]
+    assert "checkpoint-20, its newest checkpoint, is to be moved away" in aside.data["reason"]
     assert "state.json is no whole JSON file" in aside.data["reason"]
     assert (Path(aside.data["path"]) / "state.json").read_text() == '{"ste', "it is never deleted"
     assert "from step 10" in work.attempt.rank_log(0).read_text()
@@ -130,7 +136,7 @@ def test_what_fails_from_an_older_checkpoint_too_gets_its_newest_back(job, tmp_p
     outcome = work.outcome()
     assert (outcome.generations, outcome.failure.kind) == (3, "storage")
     assert "raised JSONDecodeError: Expecting property name" in outcome.reason
-    assert "its newest checkpoint is checkpoint-20, and checkpoint-10 made no difference" in outcome.reason
+    assert "its newest checkpoint was checkpoint-20, and checkpoint-10 made no difference" in outcome.reason
     assert len(work.events(EventKind.CHECKPOINT_SET_ASIDE)) == 1
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["checkpoint-10", "checkpoint-20"]
 
@@ -172,7 +178,7 @@ def test_the_budget_of_restarts_is_kept(job):
     assert work.wait() == [75], work.story()
     outcome = work.outcome()
     assert (outcome.generations, outcome.failure.kind, outcome.failure.signal) == (3, "rank_killed", 9)
-    assert "all 2 restarts in place" in outcome.reason
+    assert "2 restarts in place used up" in outcome.reason
 
 
 def test_reserved_exit_codes_end_the_attempt_at_once(job):

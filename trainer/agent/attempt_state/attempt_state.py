@@ -132,6 +132,7 @@ class AttemptState:
             since_end=now - max((end.at for end in generation.ends.values()), default=now),
             ran_for=ran_for,
             budget=self.config.recovery.restarts_in_place,
+            backoff=(self.config.recovery.backoff, self.config.recovery.backoff_max),
             spike_budget=self.config.detection.spike.roll_backs,
             stopping=StopReason.NONE if stop is None else stop.reason,
             stop_why="" if stop is None else stop.why,

@@ -70,6 +70,7 @@ class Situation:
     trained: bool = False  # the run has trained a step, as far as is known
     restarts: int = 0  # in this attempt since its newest progress
     budget: int = 0  # recovery.restarts_in_place
+    backoff: tuple[float, float] = (0.0, 0.0)  # recovery.backoff and backoff_max
     advanced: bool = False  # this generation made progress, which gives restarts and rollbacks back
     last_mark: str = ""  # of the failure before this one
     stopping: StopReason = StopReason.NONE
@@ -121,6 +122,7 @@ class Decision:
     skip: Skip | None = None  # the batch that is skipped from now on
     own: CommandFailure | None = None  # of a command: how it ended by itself
     set_aside: str = ""  # of a command: why its newest checkpoint is to be set aside
+    pause: float = 0.0  # seconds before the next generation
     lost: tuple[str, ...] = ()  # nodes that spares replace
 
 
@@ -315,13 +317,23 @@ def _restart(now: Situation, cause: Cause, reason: str) -> Decision:
     if now.restarts_used >= now.budget:
         why = _spent(now.budget, "restart in place", "restarts in place")
         return end(f"{reason}; {why}", failure, cause.mark)
-    number = now.restarts_used + 1
+    pause = _pause(now, cause)
+    after = f", in {pause:.0f} s" if pause else ""
     return Decision(
         action=Action.RESTART,
-        reason=f"{reason}; restart {number} of {now.budget} in place",
+        reason=f"{reason}; restart {now.restarts_used + 1} of {now.budget} in place{after}",
         failure=failure,
         mark=cause.mark,
+        pause=pause,
     )
+
+
+def _pause(now: Situation, cause: Cause) -> float:
+    """Seconds before a program reads a checkpoint again that it has just failed to go on from."""
+    if not cause.tries:
+        return 0.0
+    first, most = now.backoff
+    return min(most, first * 2.0 ** min(cause.tries - 1, 60))
 
 
 def _spent(budget: int, one: str, several: str) -> str:

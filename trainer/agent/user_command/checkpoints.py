@@ -1,19 +1,18 @@
-"""Checkpoints that a user's own program writes: which there are, which cannot be whole, and setting one aside."""
+"""Checkpoints that a user's own program writes: which there are, and which cannot be whole."""
 
 import os
 import re
 import struct
 import zipfile
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from json import JSONDecoder
 from pathlib import Path
 
 from checkpointing.format.safetensors import Malformed, check_length
-from checkpointing.storage.durable import fsync_dir, open_regular, read_json
+from checkpointing.storage.durable import open_regular, read_json
 from trainer.contract.failures.outcome import legible
-from trainer.contract.user_command.command_checkpoints import SET_ASIDE, CommandCheckpointsConfig
+from trainer.contract.user_command.command_checkpoints import CommandCheckpointsConfig
 
 MOST = 20
 """Checkpoints that are looked into; of older ones only the names are known."""
@@ -61,6 +60,11 @@ def find(folder: Path, config: CommandCheckpointsConfig) -> tuple[list[CommandCh
     known = [(step, entry, f"{entry.name}.{entry.inode():x}") for step, entry in named]
     found = [_read(folder / entry.name, step, identity) for step, entry, identity in known[:MOST]]
     return [one for one in found if one is not None], {identity for _, _, identity in known}
+
+
+def read_again(one: CommandCheckpoint) -> CommandCheckpoint | None:
+    """The checkpoint as it is now, without its damage; None when it is gone."""
+    return _read(one.path, one.step, one.identity)
 
 
 def _read(path: Path, step: int, identity: str) -> CommandCheckpoint | None:
@@ -182,8 +186,8 @@ def _is_json_lines(file: Path) -> bool:
 def _cut_archive(file: Path) -> str:
     """torch.save writes a zip archive, whose directory comes last; older formats cannot be told."""
     with open_regular(file) as stream:
-        if stream.read(4) != b"PK\x03\x04":
-            return ""
+        if (beginning := stream.read(4)) != b"PK\x03\x04":
+            return "begins with zeros, as no format does" if beginning == bytes(4) else ""
         try:
             zipfile.ZipFile(stream).close()
         except zipfile.BadZipFile:
@@ -200,31 +204,3 @@ def _cut_archive(file: Path) -> str:
         ) as error:
             return f"is no whole archive of torch.save: its directory cannot be read: {type(error).__name__}"
     return ""
-
-
-def set_aside_path(one: CommandCheckpoint, attempt: int, generation: int) -> Path:
-    """Where it is set aside: within its folder, by a name that no program looks for."""
-    return one.path.with_name(f"{SET_ASIDE}.{one.step}.{attempt:03d}-{generation:03d}")
-
-
-def set_aside(one: CommandCheckpoint, target: Path) -> bool:
-    """Rename it so that no program finds it; False when somebody has changed it, or it cannot be renamed."""
-    now = _read(one.path, one.step, one.identity)
-    if now is None or now.files != one.files or os.path.lexists(target):
-        return False
-    try:
-        os.rename(one.path, target)
-    except OSError:
-        return False
-    with suppress(OSError):
-        fsync_dir(target.parent)
-    return True
-
-
-def put_back(aside: Path, original: Path) -> bool:
-    """Give it its name again, if nobody has taken that meanwhile. Raises OSError."""
-    if original.exists() or not aside.exists():
-        return False
-    os.rename(aside, original)
-    fsync_dir(original.parent)
-    return True

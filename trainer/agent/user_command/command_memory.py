@@ -5,8 +5,10 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from threading import Lock
+from typing import Any
 
 from checkpointing.storage.durable import dump_line, read_json, write_durably
+from trainer.agent.user_command.set_aside import Pointer
 from trainer.agent.watch.root_cause import CommandFailure
 from trainer.contract.run_dir import RunDir
 from trainer.contract.secrets.secret_redaction import in_use
@@ -22,10 +24,15 @@ class SetAsideCheckpoint:
     path: str
     bytes: int
     damage: str = ""
+    pointers: tuple[Pointer, ...] = ()  # files that named it
 
     @property
     def name(self) -> str:
         return Path(self.original).name
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> "SetAsideCheckpoint":
+        return cls(**{**fields, "pointers": tuple(Pointer(**each) for each in fields.get("pointers", ()))})
 
 
 @dataclass(kw_only=True)
@@ -34,6 +41,7 @@ class CommandMemory:
 
     failures: list[CommandFailure] = field(default_factory=list)  # in a row, oldest first
     aside: list[SetAsideCheckpoint] = field(default_factory=list)
+    saved: bool = False  # a whole checkpoint was there at some time; never forgotten
 
     def encoded(self) -> bytes:
         """As it stands in its file; names that are no UTF-8 read back as they were."""
@@ -72,12 +80,14 @@ def _read(path: Path) -> CommandMemory | None:
     try:
         fields = read_json(path)
         failures = [CommandFailure(**each) for each in fields["failures"]]
-        aside = [SetAsideCheckpoint(**each) for each in fields["aside"]]
+        aside = [SetAsideCheckpoint.from_json(each) for each in fields["aside"]]
     except FileNotFoundError:
         return None
-    except (ValueError, TypeError, KeyError):
-        return CommandMemory()
-    return CommandMemory(failures=failures, aside=[one for one in aside if not _is_back(one)])
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return CommandMemory(saved=True)
+    # An older version has not written down whether there was one.
+    saved = bool(fields.get("saved", True))
+    return CommandMemory(failures=failures, aside=[one for one in aside if not _is_back(one)], saved=saved)
 
 
 def _is_back(one: SetAsideCheckpoint) -> bool:

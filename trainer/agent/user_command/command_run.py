@@ -1,5 +1,6 @@
 """What the coordinator knows of a user's own program: its failures in a row, and its own checkpoints."""
 
+import sys
 import time
 from dataclasses import replace
 from functools import partial
@@ -10,11 +11,11 @@ from trainer.agent.attempt_state.attempt_progress import AttemptProgress
 from trainer.agent.attempt_state.generation import Generation
 from trainer.agent.fork_server.torchrun_command import working_directory
 from trainer.agent.ladder.in_job_policy import Action, Decision
-from trainer.agent.user_command.checkpoints import put_back, set_aside, set_aside_path
 from trainer.agent.user_command.command_memory import CommandMemory, MemoryFile, SetAsideCheckpoint
 from trainer.agent.user_command.progress import CommandProgress, run_bounded
+from trainer.agent.user_command.set_aside import Pointer, place_for, pointers_to, put_back, retarget, set_aside
 from trainer.agent.user_command.step_pattern import StepWatch
-from trainer.agent.watch.command_errors import START_SECONDS, CommandPast, NewestCheckpoint
+from trainer.agent.watch.command_errors import START_SECONDS, CommandPast, NewestCheckpoint, same_without
 from trainer.contract.config import JobConfig
 from trainer.contract.events import EventKind, EventLog
 from trainer.contract.failures.outcome import FailureKind
@@ -60,9 +61,10 @@ class CommandRun:
             known = NewestCheckpoint(
                 identity=newest.identity, name=newest.path.name, damage=newest.damage, lacking=newest.lacking
             )
-        aside = self._memory.aside
+        aside, older = self._memory.aside, self._command_progress.older() if self._command_progress else None
         return CommandPast(
             failures=tuple(self._memory.failures), newest=known, saved=self._saved(), trained=self._trained,
+            older=older.path.name if older else "", ever_saved=self._memory.saved,
             aside=tuple(one.name for one in aside), doubtful=any(not one.damage for one in aside),
             disk=self._disk or "",
         )  # fmt: skip
@@ -77,6 +79,7 @@ class CommandRun:
             self._step_watch.start_generation(generation)
         if self._on and self._command_progress is not None:
             await self._command_progress.start_generation()
+            self._memory.saved = self._memory.saved or self._command_progress.has_whole()
 
     async def check(self, now: Generation) -> None:
         """While the program runs: now and then, and at once when a rank has failed."""
@@ -89,8 +92,7 @@ class CommandRun:
         if self._on and not self._progress_kept and self._worked(now):
             # Whatever ends this attempt, the next one need not know of failures before it.
             self._progress_kept = True
-            if self._memory != CommandMemory():
-                await self._keep(CommandMemory())
+            await self._keep(CommandMemory(saved=self._memory.saved or self._saved()))
 
     async def end_generation(self, decision: Decision, now: Generation, *, cleared: bool) -> None:
         """A generation is over; `cleared`: nothing of it is left that could write."""
@@ -101,12 +103,14 @@ class CommandRun:
         if self._command_progress is not None and cleared:
             await self._command_progress.check_settled()
         self._remember(decision, now)
+        self._memory.saved = self._memory.saved or self._saved()
         if decision.set_aside and cleared:
             await self._set_aside(decision.set_aside, now.number)
         # Somebody has to look at it: what was tried in vain is undone, and the next attempt starts without it.
         failure = decision.failure if decision.action is Action.END else None
         if failure is not None and failure.kind in (FailureKind.USER_ERROR, FailureKind.STORAGE):
-            await self._put_back()
+            if same_without(self._memory.failures):
+                await self._put_back()
             self._memory.failures.clear()
         # However the attempt ends, and if its coordinator dies at once.
         await self._keep(self._memory)
@@ -116,7 +120,10 @@ class CommandRun:
         found = await run_bounded(partial(CommandMemory.before, self._run, self._attempt.number))
         if found is not None:
             self._memory.failures[:0], self._memory.aside[:0] = found.failures, found.aside
+            self._memory.saved = self._memory.saved or found.saved
             self._recalled = True
+            for one in found.aside:  # a coordinator may have died before it had done so
+                await self._retarget(one)
 
     async def _keep(self, memory: CommandMemory) -> bool:
         """Whether it is on the disk; nothing is written over what earlier attempts left before that was read."""
@@ -146,25 +153,38 @@ class CommandRun:
 
     async def _set_aside(self, reason: str, generation: int) -> None:
         assert self._command_progress is not None
-        newest = self._command_progress.began_from
+        newest, older = self._command_progress.began_from, self._command_progress.older()
         assert newest is not None
-        target = set_aside_path(newest, self._attempt.number, generation)
+        target = await run_bounded(partial(place_for, newest, self._run, self._attempt.number, generation))
+        pointers = await run_bounded(partial(pointers_to, newest, older))
+        if target is None or pointers is None:
+            sys.stderr.write(f"orch-agent: {newest.path} cannot be moved out of its folder: it stays\n")
+            return
         aside = SetAsideCheckpoint(
             step=newest.step, identity=newest.identity, original=str(newest.path), path=str(target), bytes=newest.bytes,
-            damage=newest.damage,
+            damage=newest.damage, pointers=tuple(pointers),
         )  # fmt: skip
         # Recorded first: whenever this coordinator dies, the next one knows what to put back.
         self._memory.aside.append(aside)
-        renamed = await run_bounded(lambda: set_aside(newest, target)) if await self._keep(self._memory) else False
-        if not renamed:  # it was written to since, or cannot be renamed: the program gets it again
-            if renamed is False:  # else it is late, and may be renamed yet
+        moved = await run_bounded(lambda: set_aside(newest, target)) if await self._keep(self._memory) else False
+        if not moved:  # it was written to since, or cannot be moved: the program gets it again
+            if moved is False:  # else it is late, and may be moved yet
                 self._memory.aside.remove(aside)
             return
         self._command_progress.forget(newest)
+        done = await self._retarget(aside)
         self._events.write(
-            EventKind.CHECKPOINT_SET_ASIDE, step=newest.step, name=newest.identity, path=str(target), reason=reason,
-            damaged=bool(newest.damage),
+            EventKind.CHECKPOINT_SET_ASIDE, step=newest.step, name=newest.identity, path=str(target),
+            reason="; ".join((reason, *(pointer.words for pointer in done))), damaged=bool(newest.damage),
+            bytes=newest.bytes,
         )  # fmt: skip
+
+    async def _retarget(self, one: SetAsideCheckpoint, *, back: bool = False) -> list[Pointer]:
+        """Repair, or restore, what names this checkpoint as the newest; returns what was changed."""
+        scratch = Path(one.path)
+        return [
+            pointer for pointer in one.pointers if await run_bounded(partial(retarget, pointer, scratch, back=back))
+        ]
 
     async def _put_back(self) -> None:
         """An older one made no difference: none of them was the cause."""
@@ -173,6 +193,7 @@ class CommandRun:
             if done is not None:  # else it is tried again at the next such end
                 self._memory.aside.remove(one)
             if done:
+                await self._retarget(one, back=True)
                 self._events.write(
                     EventKind.CHECKPOINT_SEEN, step=one.step, name=f"{one.identity}.back", path=one.original,
                     bytes=one.bytes, new=False,

@@ -84,6 +84,16 @@ class CommandProgress:
         step = -1 if self.began_from is None else self.began_from.step
         return any(one.step > step and not one.damage for one in self._latest)
 
+    def older(self) -> CommandCheckpoint | None:
+        """The newest one, older than what the program started from, without a known sign of damage."""
+        began = self.began_from
+        older = (one for one in self._latest if began is not None and one.step < began.step and not one.damage)
+        return next(older, None)
+
+    def has_whole(self) -> bool:
+        """Whether any of those that are there has no known sign of damage."""
+        return any(not one.damage for one in self._latest)
+
     def forget(self, one: CommandCheckpoint) -> None:
         """It was set aside: that it is gone is no news."""
         self._told.pop(one.identity, None)

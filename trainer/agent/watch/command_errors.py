@@ -59,6 +59,8 @@ class CommandPast:
     newest: NewestCheckpoint | None = None
     saved: bool = False  # a checkpoint since this generation began
     trained: bool = False  # at some time before this generation
+    older: str = ""  # name of an older one without a known sign of damage; empty: there is none
+    ever_saved: bool = True  # a whole one was there at some time, as far as is known
     aside: tuple[str, ...] = ()  # names of the checkpoints set aside since the program last trained
     doubtful: bool = False  # one of them without a sign of damage
     disk: str = ""  # why nothing could be written into the run's folder when a rank had failed; empty: it could
@@ -71,6 +73,7 @@ class Judgement:
     final: bool
     reason: str
     set_aside: str = ""
+    tries: int = 0  # failures from a checkpoint that is tried again, without a sign of damage
 
 
 def has_advanced(past: CommandPast, seconds: float) -> bool:
@@ -103,11 +106,11 @@ def command_cause(ends: Sequence[RankEnd], past: CommandPast, seconds: float) ->
     reason = f"{failure.reason}{judgement.reason}"
     kind = failure.kind
     if judgement.final:
-        reason = f"{reason}{likely_cause(root, past)}"
+        reason = f"{reason}{likely_cause(root, past, [*past.failures, mine])}"
         kind = _final_kind(kind, root, past)
     return replace(
         cause, failure=replace(failure, kind=kind, reason=reason), retry=not judgement.final, own=mine,
-        set_aside=judgement.set_aside,
+        set_aside=judgement.set_aside, tries=judgement.tries,
     )  # fmt: skip
 
 
@@ -117,6 +120,7 @@ def judge(row: Sequence[CommandFailure], past: CommandPast) -> Judgement:
     # It may be what it loads when it starts: an older checkpoint is tried before anybody is blamed.
     if reason := _why_set_aside(row, past):
         return Judgement(final=False, reason=f", {_span(last.seconds)} after its start", set_aside=reason)
+    tries = _tries(row, past)
     # A program that has got on works: the same end may have come from anywhere.
     if last.saved:
         return Judgement(final=False, reason=", after it had saved a checkpoint of its own")
@@ -124,7 +128,7 @@ def judge(row: Sequence[CommandFailure], past: CommandPast) -> Judgement:
         return Judgement(final=False, reason=f", {_span(last.seconds)} after its start")
     if alike < REPEATS:
         again = f", for the {_ordinal(alike)} time in a row" if alike > 1 else ""
-        return Judgement(final=False, reason=f"{again}, {_span(last.seconds)} after its start")
+        return Judgement(final=False, reason=f"{again}, {_span(last.seconds)} after its start", tries=tries)
     # A bare exit code says too little of a program that may have trained.
     if last.trained and last.exception is None:
         return Judgement(final=False, reason=f", {_span(last.seconds)} after its start")
@@ -154,10 +158,23 @@ def _near(one: float, other: float, ratio: float, few: float) -> bool:
     return high - low <= few or high <= low * ratio
 
 
+def _tries(row: Sequence[CommandFailure], past: CommandPast) -> int:
+    """How often the program has failed soon after it started from its newest checkpoint, which has no sign of damage.
+
+    The same file may be read again a moment later, or an older one is tried: nothing of that is decided in a hurry.
+    """
+    if past.newest is None or past.newest.damage or row[-1].trained:
+        return 0
+    return sum(one.began_from == past.newest.identity and not one.trained for one in row)
+
+
 def _why_set_aside(row: Sequence[CommandFailure], past: CommandPast) -> str:
     """Why the checkpoint that this generation began from is not to be loaded again; empty when it may be."""
     last, newest = row[-1], past.newest
     if newest is None or len(past.aside) >= MOST_SET_ASIDE:
+        return ""
+    # The last whole one is never given up; a damaged one that was the first takes nothing with it.
+    if not past.older and (past.ever_saved or not newest.damage):
         return ""
     # A large one takes long to load: where it is damaged, failing while it is loaded is no sign of having trained.
     soon = [
@@ -175,17 +192,30 @@ def _why_set_aside(row: Sequence[CommandFailure], past: CommandPast) -> str:
     # Once is an accident; but where the one before it was torn, a sign of damage is enough.
     if len(soon) < 2 and not (newest.damage and past.aside):
         return ""
-    why = f"it {newest.damage}" if newest.damage else "the program failed each time that it started from it"
-    return f"{newest.name}, its newest checkpoint, is set aside and the older one tried: {why}"
+    why = f"it {newest.damage}" if newest.damage else f"the program failed {len(soon)} times soon after a start from it"
+    then = f"{past.older} becomes the newest" if past.older else "the program begins anew, as there is no other one"
+    return f"{newest.name}, its newest checkpoint, is to be moved away, so that {then}: {why}"
 
 
-def likely_cause(root: RankEnd, past: CommandPast) -> str:
+def same_without(row: Sequence[CommandFailure]) -> bool:
+    """Whether the newest failure came before in the same way, while another checkpoint was the newest."""
+    last = row[-1] if row else None
+    return last is not None and any(
+        one.mark == last.mark and one.began_from and one.began_from != last.began_from for one in row
+    )
+
+
+def likely_cause(root: RankEnd, past: CommandPast, row: Sequence[CommandFailure]) -> str:
     """Words about what to look at first, to follow the reason."""
     if past.newest is not None:
         torn = f", which {past.newest.damage}" if past.newest.damage else ""
         if past.aside:
-            return f"; its newest checkpoint is {past.aside[0]}, and {past.newest.name}{torn} made no difference"
-        return f"; its newest checkpoint is {past.newest.name}{torn}"
+            then = (
+                "made no difference" if same_without(row) else "is the newest now, from which it fails in another way"
+            )
+            return f"; its newest checkpoint was {past.aside[0]}, and {past.newest.name}{torn} {then}"
+        alone = "" if past.older else ", and orch sees no whole older one: repair it, or move it away to begin anew"
+        return f"; its newest checkpoint is {past.newest.name}{torn}{alone}"
     if not past.trained:
         return ""
     named = [found for line in root.lines for found in _NAMED.findall(line)]

@@ -4,12 +4,12 @@ import re
 from dataclasses import dataclass
 
 SET_ASIDE = ".orch-set-aside"
-"""Begins the name of a checkpoint that was set aside: hidden, without the words and endings that programs look for."""
+"""Folder beside that of the checkpoints, or in the run's folder, which holds those that were set aside."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CommandCheckpointsConfig:
-    """Where a `command:` keeps its own checkpoints. orch then knows its progress, and renames a torn one."""
+    """Where a `command:` keeps its own checkpoints. orch then knows its progress, and moves a torn one away."""
 
     path: str = ""
     """Folder of the command's checkpoints, absolute or relative to where it runs; empty: unknown."""

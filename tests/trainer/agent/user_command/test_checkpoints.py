@@ -1,4 +1,4 @@
-"""Checkpoints of a user's program: found by their names, told to be torn by cheap signs, set aside and put back."""
+"""Checkpoints of a user's program: found by their names, told to be torn by cheap signs."""
 
 import io
 import json
@@ -8,7 +8,7 @@ import zipfile
 
 import pytest
 
-from trainer.agent.user_command.checkpoints import damage, examined, find, put_back, set_aside, set_aside_path
+from trainer.agent.user_command.checkpoints import damage, examined, find
 from trainer.contract.user_command.command_checkpoints import CommandCheckpointsConfig
 
 CONFIG = CommandCheckpointsConfig(path="out")
@@ -54,8 +54,7 @@ def write(root, name, files):
         ("step_*.pt", "step_0007.pt", 7),
         ("epoch=*-step=*.ckpt", "epoch=3-step=1200.ckpt", 1200),
         ("*", "12", 12),
-        ("*", ".orch-set-aside.12.001-001", None),
-        ("*-*", ".orch-set-aside.12.001-001", None),
+        ("*", ".orch-set-aside", None),
     ],
 )
 def test_the_last_star_of_a_pattern_is_the_step(pattern, name, step):
@@ -96,6 +95,7 @@ def test_a_file_may_be_a_checkpoint(tmp_path):
         ({"model.safetensors": safetensors()[:-1]}, "model.safetensors is no whole safetensors file: its values end"),
         ({"model.safetensors": b""}, "model.safetensors is empty"),
         ({"optimizer.pt": archive()[:60]}, "optimizer.pt is no whole archive of torch.save"),
+        ({"optimizer.pt": bytes(300)}, "optimizer.pt begins with zeros, as no format does"),
         ({"trainer_state.json": b'{"global_st'}, "trainer_state.json is no whole JSON file"),
         ({"trainer_state.json": None}, "lacks trainer_state.json, which checkpoint-9 and checkpoint-8 have"),
         ({"trainer_state.json": b"[" * 200_000}, "trainer_state.json is no JSON file that can be read: RecursionError"),
@@ -155,34 +155,3 @@ def test_no_garbled_archive_is_more_than_damaged(tmp_path):
         (tmp_path / "step_5.pt").write_bytes(content)
         ((one,), _) = find(tmp_path, CommandCheckpointsConfig(pattern="step_*.pt"))
         assert damage(one) == "" or "is no whole archive" in damage(one)
-
-
-def test_set_aside_and_put_back_keep_every_byte(tmp_path):
-    write(tmp_path, "checkpoint-10", WHOLE)
-    ((one,), _) = find(tmp_path, CONFIG)
-    target = set_aside_path(one, 2, 3)
-    assert set_aside(one, target)
-    assert target == tmp_path / ".orch-set-aside.10.002-003"
-    assert find(tmp_path, CONFIG)[0] == []
-    assert {path.name: path.read_bytes() for path in target.iterdir()} == WHOLE
-    assert put_back(target, one.path)
-    assert [again.identity for again in find(tmp_path, CONFIG)[0]] == [one.identity]
-
-
-def test_one_that_somebody_writes_to_is_left_alone(tmp_path):
-    write(tmp_path, "checkpoint-10", WHOLE)
-    ((one,), _) = find(tmp_path, CONFIG)
-    (tmp_path / "checkpoint-10" / "late.pt").write_bytes(b"more")
-    assert not set_aside(one, set_aside_path(one, 1, 1))
-    assert (tmp_path / "checkpoint-10").is_dir()
-
-
-def test_a_name_that_was_taken_meanwhile_is_not_overwritten(tmp_path):
-    write(tmp_path, "checkpoint-10", WHOLE)
-    ((one,), _) = find(tmp_path, CONFIG)
-    target = set_aside_path(one, 1, 1)
-    assert set_aside(one, target)
-    write(tmp_path, "checkpoint-10", {"new.pt": b"x"})
-    assert not put_back(target, one.path)
-    assert target.is_dir()
-    assert (tmp_path / "checkpoint-10" / "new.pt").read_bytes() == b"x"

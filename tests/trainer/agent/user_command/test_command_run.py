@@ -59,7 +59,7 @@ class Attempt:
             await self.program.check(Generation(number=self.number, started=100.0, first_failure=float("inf")))
         situation = Situation(
             world=1, ends=(end,), since_failure=5.0, ran_for=5.0, restarts=self.restarts, budget=self.budget,
-            command=self.program.past(),
+            backoff=(10.0, 900.0), command=self.program.past(),
         )  # fmt: skip
         decision = decide(situation)
         self.restarts += decision.action is Action.RESTART
@@ -131,7 +131,7 @@ def test_one_checkpoint_after_another_is_not_set_aside_over_attempts(tmp_path: P
         save(out, step)
     for number in (1, 2):
         assert Attempt(tmp_path, number, restarts=0).fails().action is Action.END
-    assert names(out)[0].startswith(".orch-set-aside.40")
+    assert names(out) == [f"checkpoint-{step}" for step in (10, 20, 30)]
     last = Attempt(tmp_path, 3, restarts=0).fails()
     assert last.failure is not None
     assert last.failure.kind is FailureKind.STORAGE
@@ -162,6 +162,7 @@ def test_a_coordinator_that_dies_while_it_sets_one_aside(
 
     def dies(one: Any, target: Path) -> bool:
         if renamed:
+            target.parent.mkdir(parents=True)
             one.path.rename(target)
         killed.append(True)
         return None  # type: ignore[return-value]
@@ -287,6 +288,78 @@ def test_the_newest_one_counts_once_it_has_stayed_the_same(tmp_path: Path, out: 
         assert [data["step"] for data in attempt.told(EventKind.CHECKPOINT_DELETED)] == [10]
 
     asyncio.run(run())
+
+
+def test_a_file_that_names_the_newest_one_follows_it_away_and_back(tmp_path: Path, out: Path) -> None:
+    """As DeepSpeed's `latest`: without it the program would look for the one that was moved away."""
+    for step in (10, 20):
+        save(out, step)
+    (out / "latest").write_text("checkpoint-20")
+    attempt = Attempt(tmp_path, 1)
+    attempt.fails()
+    assert attempt.fails().pause == 0.0
+    assert (names(out), (out / "latest").read_text()) == (["checkpoint-10", "latest"], "checkpoint-10")
+    (aside,) = attempt.told(EventKind.CHECKPOINT_SET_ASIDE)
+    assert aside["reason"].endswith("; latest names checkpoint-10 from now on")
+    assert attempt.fails().action is Action.END  # alike: it was not the checkpoint
+    assert (names(out), (out / "latest").read_text()) == (["checkpoint-10", "checkpoint-20", "latest"], "checkpoint-20")
+
+
+def test_what_names_one_that_was_moved_away_is_repaired_by_the_next_coordinator(tmp_path: Path, out: Path) -> None:
+    for step in (10, 20):
+        save(out, step)
+    first = Attempt(tmp_path, 1)
+    first.fails()
+    (out / "latest").write_text("checkpoint-20")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("trainer.agent.user_command.command_run.retarget", lambda *_, **__: False)
+        first.fails()
+    assert (out / "latest").read_text() == "checkpoint-20"
+    asyncio.run(Attempt(tmp_path, 2).program.start_generation(1))
+    assert (out / "latest").read_text() == "checkpoint-10"
+
+
+def test_a_torn_one_stays_away_when_the_older_one_fails_in_another_way(tmp_path: Path, out: Path) -> None:
+    save(out, 10)
+    save(out, 20, '{"tor')
+    attempt = Attempt(tmp_path, 1, restarts=9)
+    attempt.fails()
+    attempt.fails()
+    bug = RankEnd(rank=0, node="n0", at=0.0, step=None, exit_code=1, exception="KeyError", message="lr")
+    for _ in range(3):
+        last = attempt.fails(bug)
+    assert last.failure is not None
+    assert (last.action, last.failure.kind) == (Action.END, FailureKind.USER_ERROR)
+    assert names(out) == ["checkpoint-10"]
+
+
+def test_the_only_checkpoint_is_read_again_after_growing_pauses(tmp_path: Path, out: Path) -> None:
+    save(out, 10)
+    attempt = Attempt(tmp_path, 1, restarts=9)
+    assert [attempt.fails().pause for _ in range(2)] == [10.0, 20.0]
+    last = attempt.fails()
+    assert last.failure is not None
+    assert (last.action, last.failure.kind) == (Action.END, FailureKind.STORAGE)
+    assert "orch sees no whole older one: repair it, or move it away to begin anew" in last.reason
+    assert names(out) == ["checkpoint-10"]
+
+
+def test_a_first_checkpoint_that_is_torn_takes_nothing_with_it(tmp_path: Path, out: Path) -> None:
+    attempt = Attempt(tmp_path, 1)
+    attempt.fails(while_it_ran=lambda: save(out, 10, '{"tor'))
+    attempt.fails()
+    attempt.fails()
+    assert names(out) == []
+
+
+def test_the_last_one_of_many_stays_although_it_is_torn(tmp_path: Path, out: Path) -> None:
+    save(out, 10)
+    attempt = Attempt(tmp_path, 1)
+    attempt.fails()
+    (out / "checkpoint-10" / "state.json").write_text('{"tor')
+    attempt.fails()
+    attempt.fails()
+    assert names(out) == ["checkpoint-10"]
 
 
 def test_a_folder_that_cannot_be_read_changes_nothing(tmp_path: Path, out: Path) -> None:

@@ -29,7 +29,7 @@ class Program:
     """Fails as it is told to, generation after generation, as the coordinator would remember it."""
 
     def __init__(self, **past: Any) -> None:
-        self.past: dict[str, Any] = {"failures": (), **past}
+        self.past: dict[str, Any] = {"failures": (), "older": "checkpoint-20", **past}
 
     def fails(self, *ends: RankEnd, seconds: float = 5.0, **past: Any) -> Any:
         now = CommandPast(**{**self.past, **past})
@@ -187,7 +187,41 @@ def test_the_newest_checkpoint_is_set_aside_after_two_failures_right_after_a_sta
     assert bool(cause.set_aside) == aside
     assert cause.retry
     if aside:
-        assert cause.set_aside.startswith("checkpoint-50, its newest checkpoint, is set aside and the older one tried")
+        wanted = "checkpoint-50, its newest checkpoint, is to be moved away, so that checkpoint-20 becomes the newest: "
+        assert cause.set_aside.startswith(wanted)
+
+
+def test_the_last_whole_checkpoint_is_never_given_up():
+    """It is read again after a pause, and in new jobs, until somebody looks at it."""
+    program = Program(newest=SOUND, older="")
+    assert [program.fails(LOADING).tries for _ in range(2)] == [1, 2]
+    last = program.fails(LOADING)
+    assert (last.set_aside, last.retry, last.failure.kind) == ("", False, FailureKind.STORAGE)
+    assert last.failure.reason.endswith(
+        "its newest checkpoint is checkpoint-50, and orch sees no whole older one: repair it, or move it away to begin "
+        "anew"
+    )
+
+
+def test_a_damaged_one_goes_only_where_another_is_left_or_none_ever_was():
+    assert not Program(newest=TORN, older="", ever_saved=True).times(2, LOADING).set_aside
+    first = Program(newest=TORN, older="", ever_saved=False).times(2, LOADING).set_aside
+    assert "is to be moved away, so that the program begins anew, as there is no other one: it lacks" in first
+    assert not Program(newest=SOUND, older="", ever_saved=False).times(2, LOADING).set_aside
+
+
+def test_only_failures_from_a_checkpoint_without_a_sign_of_damage_are_paused():
+    assert Program(newest=TORN).fails(LOADING).tries == 0
+    assert Program(newest=SOUND).fails(LOADING, seconds=START_SECONDS + 1).tries == 0
+    assert Program().fails(LOADING).tries == 0
+
+
+def test_another_failure_from_the_older_one_is_not_called_the_same():
+    program = Program(newest=OLDER, aside=("checkpoint-50",))
+    program.past["failures"] = (Program(newest=TORN).times(1, LOADING).own,) * 2
+    reason = program.times(3, raised("KeyError")).failure.reason
+    assert "checkpoint-40 is the newest now, from which it fails in another way" in reason
+    assert "no difference" not in reason
 
 
 def test_a_missing_file_says_something_only_of_a_program_that_was_loading():
@@ -216,7 +250,7 @@ def test_an_older_one_that_is_torn_too_follows_at_once_and_one_without_a_sign_do
     sound.past["failures"] = (Program(newest=SOUND).times(1, LOADING).own,) * 2
     cause = sound.fails(LOADING)
     assert (cause.retry, cause.set_aside, cause.failure.kind) == (False, "", FailureKind.STORAGE)
-    assert "its newest checkpoint is checkpoint-50, and checkpoint-40 made no difference" in cause.failure.reason
+    assert "its newest checkpoint was checkpoint-50, and checkpoint-40 made no difference" in cause.failure.reason
 
 
 def test_the_likely_cause_is_named_when_a_program_trained_before_and_nobody_knows_its_checkpoints():

@@ -1,0 +1,160 @@
+"""Checkpoints of a user's program that are moved away and back, and the files that name the newest one."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.trainer.agent.user_command.test_checkpoints import CONFIG, WHOLE, write
+from trainer.agent.user_command.checkpoints import CommandCheckpoint, find
+from trainer.agent.user_command.set_aside import place_for, pointers_to, put_back, retarget, set_aside
+from trainer.contract.run_dir import RunDir
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    run = RunDir(tmp_path / "runs" / "run-1")
+    run.path.parent.mkdir()
+    run.make()
+    return run
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    (tmp_path / "work" / "out").mkdir(parents=True)
+    return tmp_path / "work" / "out"
+
+
+def place(one: CommandCheckpoint, run: RunDir) -> Path:
+    found = place_for(one, run, 2, 3)
+    assert found is not None
+    return found
+
+
+def newest(out: Path) -> CommandCheckpoint:
+    return find(out, CONFIG)[0][0]
+
+
+def test_they_are_moved_out_of_the_folder_and_back_with_every_byte(out: Path, run: RunDir) -> None:
+    write(out, "checkpoint-9", WHOLE)
+    write(out, "checkpoint-10", WHOLE)
+    one = newest(out)
+    target = place(one, run)
+    assert target == out.parent / ".orch-set-aside" / "run-1" / "10.002-003"
+    assert set_aside(one, target)
+    assert os.listdir(out) == ["checkpoint-9"], "whatever the program looks for there, it does not find it"
+    assert {path.name: path.read_bytes() for path in target.iterdir()} == WHOLE
+    assert put_back(target, one.path)
+    assert newest(out).identity == one.identity
+    assert os.listdir(out.parent) == ["out"]
+
+
+def test_a_folder_behind_a_link_is_moved_beside_the_real_one(out: Path, run: RunDir, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(out)
+    write(out, "checkpoint-10", WHOLE)
+    assert place(newest(tmp_path / "link"), run).parents[2] == out.parent
+
+
+def test_where_the_parent_cannot_be_used_the_runs_folder_holds_it(
+    out: Path, run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(out, "checkpoint-10", WHOLE)
+    one, denied = newest(out), [out.parent]
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) not in denied)
+    assert place(one, run) == run.path / ".orch-set-aside" / "10.002-003"
+    denied.append(run.path)
+    assert place_for(one, run, 2, 3) is None
+
+
+def test_on_another_file_system_there_is_no_place(out: Path, run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(out, "checkpoint-10", WHOLE)
+    one, stat = newest(out), os.stat
+    monkeypatch.setattr(os, "stat", lambda path: os.stat_result((0o40755, 1, 0xBAD, *stat(path)[3:])))
+    assert place_for(one, run, 2, 3) is None
+
+
+def test_one_that_is_written_to_is_left_alone(out: Path, run: RunDir) -> None:
+    write(out, "checkpoint-10", WHOLE)
+    one = newest(out)
+    (out / "checkpoint-10" / "late.pt").write_bytes(b"more")
+    assert not set_aside(one, place(one, run))
+    assert (out / "checkpoint-10").is_dir()
+
+
+def test_a_name_that_was_taken_meanwhile_is_not_overwritten(out: Path, run: RunDir) -> None:
+    write(out, "checkpoint-10", WHOLE)
+    one = newest(out)
+    target = place(one, run)
+    assert set_aside(one, target)
+    write(out, "checkpoint-10", {"new.pt": b"x"})
+    assert not put_back(target, one.path)
+    assert target.is_dir()
+    assert (out / "checkpoint-10" / "new.pt").read_bytes() == b"x"
+
+
+POINTERS = {
+    "latest": ("checkpoint-10", "checkpoint-9"),  # DeepSpeed
+    "latest_checkpointed_iteration.txt": ("10\n", "9\n"),  # Megatron
+    "last_checkpoint": ("/data/out/checkpoint-10\n", "/data/out/checkpoint-9\n"),
+    "latest_step.txt": ("00010", "00009"),
+}
+OTHERS = {
+    "latest_loss.txt": "10.5",
+    "latest_other": "checkpoint-100",
+    "latest_list": "checkpoint-10 checkpoint-9",
+    "best": "checkpoint-10",
+    "last.ckpt": "x" * 5000,
+}
+
+
+def test_files_that_name_it_name_the_older_one_and_nothing_else_changes(out: Path, run: RunDir) -> None:
+    for name in ("checkpoint-9", "checkpoint-10"):
+        write(out, name, WHOLE)
+    for name, (before, _) in POINTERS.items():
+        (out / name).write_text(before)
+    for name, text in OTHERS.items():
+        (out / name).write_text(text)
+    (out / "latest_binary").write_bytes(b"\xff\xfe")
+    (out / "latest").chmod(0o640)
+    (out / "last-link").symlink_to("checkpoint-10")
+    one, older = find(out, CONFIG)[0]
+    pointers, target = pointers_to(one, older), place(one, run)
+    assert {Path(pointer.path).name for pointer in pointers} == {*POINTERS, "last-link"}
+    assert set_aside(one, target)
+    assert all(retarget(pointer, target) for pointer in pointers)
+    assert {name: (out / name).read_text() for name in POINTERS} == {
+        name: after for name, (_, after) in POINTERS.items()
+    }
+    assert {name: (out / name).read_text() for name in OTHERS} == OTHERS
+    assert os.readlink(out / "last-link") == "checkpoint-9"
+    assert (out / "latest").stat().st_mode & 0o777 == 0o640
+    assert not any(retarget(pointer, target) for pointer in pointers), "once is enough"
+    assert pointers[0].words == "last-link names checkpoint-9 from now on"
+    assert put_back(target, one.path)
+    assert all(retarget(pointer, target, back=True) for pointer in pointers)
+    assert {name: (out / name).read_text() for name in POINTERS} == {name: text for name, (text, _) in POINTERS.items()}
+    assert os.readlink(out / "last-link") == "checkpoint-10"
+
+
+def test_where_no_other_is_left_a_file_that_names_it_is_moved_too(out: Path, run: RunDir) -> None:
+    write(out, "checkpoint-10", WHOLE)
+    (out / "latest").write_text("checkpoint-10")
+    one = newest(out)
+    (pointer,), target = pointers_to(one, None), place(one, run)
+    assert set_aside(one, target)
+    assert retarget(pointer, target)
+    assert (os.listdir(out), pointer.words) == ([], "latest is moved too")
+    assert put_back(target, one.path)
+    assert retarget(pointer, target, back=True)
+    assert (out / "latest").read_text() == "checkpoint-10"
+
+
+def test_a_file_that_the_program_has_written_since_stays(out: Path, run: RunDir) -> None:
+    for name in ("checkpoint-9", "checkpoint-10"):
+        write(out, name, WHOLE)
+    (out / "latest").write_text("checkpoint-10")
+    one, older = find(out, CONFIG)[0]
+    (pointer,) = pointers_to(one, older)
+    (out / "latest").write_text("checkpoint-11")
+    assert not retarget(pointer, place(one, run))
+    assert (out / "latest").read_text() == "checkpoint-11"

@@ -142,7 +142,7 @@ def classify(evidence: Evidence) -> Failure:
     # Somebody took the job away from it; whether it could still save on the way out does not ask for a restart.
     by_others = job is not None and job.state in _TAKEN_AWAY and not evidence.silenced
     if by_others and job and outcome and (outcome.result is AttemptResult.STOPPED or _stop_failed(outcome)):
-        saved = _saved(", and saved", outcome) if outcome.failure is None else f"; {outcome.failure.reason}"
+        saved = _saved(evidence) if outcome.failure is None else f"; {outcome.failure.reason}"
         said = f"job {job.job_id} was cancelled, not by orch{saved}"
         return Failure(kind=FailureKind.CANCELLED, reason=said, step=outcome.step or None)
     # Its time ran out while it could not save: more time would not have helped.
@@ -223,7 +223,7 @@ def _by_outcome(evidence: Evidence, outcome: AttemptOutcome) -> Failure:
         return outcome.failure
     if outcome.failure is None and outcome.result is not AttemptResult.STOPPED:
         return Failure(kind=FailureKind.UNKNOWN, reason=outcome.reason, step=outcome.step, exit_code=outcome.exit_code)
-    saved = f"stopped{_saved(' after a save', outcome)}: {outcome.reason}"
+    saved = f"stopped{_saved(evidence)}: {outcome.reason}"
     stopped = outcome.failure or Failure(kind=FailureKind.PREEMPTED, reason=saved, step=outcome.step or None)
     word = outcome.reason.lower().replace("_", " ")
     if outcome.failure is None and ("time limit" in word or "deadline" in word):
@@ -254,9 +254,9 @@ def _stop_failed(outcome: AttemptOutcome) -> bool:
     return outcome.failure is not None and outcome.failure.kind in _STOPS
 
 
-def _saved(words: str, outcome: AttemptOutcome) -> str:
-    """Where it saved; a command's step is not known, and stands as 0."""
-    return f"{words} at step {outcome.step}" if outcome.step else ""
+def _saved(evidence: Evidence) -> str:
+    """The newest checkpoint of the attempt; where it stands says nothing of that, least of all for a command."""
+    return f", with step {evidence.saved_step} saved" if evidence.saved_step is not None else ""
 
 
 def _by_logs(evidence: Evidence, job: JobStatus) -> Failure:

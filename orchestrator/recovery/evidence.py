@@ -39,6 +39,8 @@ class Evidence:
     """The node that led the job, when the scheduler has taken it out of the job and lets the rest run on."""
     outcome: AttemptOutcome | None = None
     cancel_asked: bool = False
+    saved_step: int | None = None
+    """The newest step that this attempt saved, by its own events; None: none is known."""
     tails: tuple[LogTail, ...] = ()
     """Ends of the agents' logs, read only when the attempt left no outcome, or one that does not say who stopped it."""
     near_limit: bool = False

@@ -1,5 +1,6 @@
 """The registry's verbs over plain dictionaries: what the controller's simulations run on."""
 
+import os
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import replace
@@ -293,6 +294,11 @@ class MemoryStore:
     def drop_copy(self, run: str, name: str, tier: str, *, epoch: int) -> None:
         self._check(epoch, run)
         self._copies.pop((run, name, tier), None)
+
+    def move_checkpoint(self, run: str, name: str, path: str, *, epoch: int) -> None:
+        self._check(epoch, run)
+        row = self._checkpoints[run, name]
+        self._checkpoints[run, name] = replace(row, path=path, tier=os.path.dirname(path))
 
     def rehome(self, copy: Copy, reason: str, *, epoch: int) -> None:
         self._check(epoch, copy.run)

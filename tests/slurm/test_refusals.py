@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from orchestrator.scheduler.slurm.pending_reasons import MAY_STAY, STAYS
+from orchestrator.scheduler.slurm.pending_reasons import STAYS
 from tests.end_to_end.user import User
 from tests.slurm.lab import SlurmLab
 
@@ -102,7 +102,7 @@ def test_nodes_that_are_down_are_no_refusal(lab: SlurmLab, user: User) -> None:
         assert done.returncode == 0, done.stderr
         assert "slurm_refuses_now" in done.stdout
         (row,) = user.ask("status")
-        user.until(lambda: MAY_STAY in user.status(row["run"])["reason"], 90, "why it waits")
+        user.until(lambda: "nodes that it needs are down" in user.status(row["run"])["reason"], 90, "why it waits")
     finally:
         lab.ask("scontrol", "update", "nodename=n[1-4]", "state=resume")
     user.until(lambda: user.status(row["run"])["state"] == "RUNNING", 90, "nodes that are back")

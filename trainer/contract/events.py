@@ -52,8 +52,12 @@ class EventKind(StrEnum):
     CHECKPOINT_FLUSHED = "checkpoint.flushed"  # step, name, tier, bytes, seconds: copied to a further tier
     CHECKPOINT_STUCK = "checkpoint.stuck"  # step, reason: a write does not come to an end; training goes on
     CHECKPOINT_SUSPECT = "checkpoint.suspect"  # step, reason: the same failure twice soon after loading it
-    CHECKPOINT_SEEN = "checkpoint.seen"  # step, name, path, bytes, new (bool: of this attempt): of a user's own program
-    CHECKPOINT_SET_ASIDE = "checkpoint.set_aside"  # step, name, path (its new one), reason, damaged (bool): the same
+    CHECKPOINT_SEEN = (
+        "checkpoint.seen"  # step, name, path, bytes, new (bool: of this attempt) (, was, damage): of a command
+    )
+    CHECKPOINT_SET_ASIDE = (
+        "checkpoint.set_aside"  # step, name, path (its new one), reason, damaged (bool), bytes: of a command
+    )
     CHECKPOINT_CADENCE = "checkpoint.cadence"  # steps, seconds, reason: so far apart are saves from now on
     RESTORE_TESTED = "restore.tested"  # verdict, reason, evidence: of a run that is a restore test
     ATTEMPT_ENDED = "attempt.ended"  # result, reason

@@ -1,5 +1,6 @@
 """`orch ckpt ls`: the checkpoints of a run, what was found of each, and where copies of it lie."""
 
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from orchestrator.cli.access.run_folder import warn_of_missing
 from orchestrator.cli.checkpoints.best import best_checkpoints
 from orchestrator.cli.checkpoints.target import known_run
 from orchestrator.cli.checkpoints.tested_layouts import BY_A_TEST, by_checkpoint, layouts_in_words, reason_beside_tests
-from orchestrator.cli.checkpoints.tiers import Tier, keeps_on_nodes, tiers_of
+from orchestrator.cli.checkpoints.tiers import Tier, is_command, keeps_on_nodes, tiers_of
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Column, Screen, count, decimal, iso, size, span
 from orchestrator.registry.records import RestoreTest
@@ -42,8 +43,11 @@ def ls(screen: Screen, run: str, everything: bool) -> None:
     warn_of_missing(screen, found.name, found.run_dir)
     tiers = tiers_of(RunDir(Path(found.run_dir)))
     visible = Path(found.run_dir).is_dir()  # else the warning above has said it, and nothing is known of what was in it
+    of_command = is_command(RunDir(Path(found.run_dir)))
+    if of_command:
+        _add_own_places(rows)
     if _add_places(screen, rows, tiers, now) and visible and not keeps_on_nodes(RunDir(Path(found.run_dir))):
-        _mark_gone(screen, found.name, rows)
+        _mark_gone(screen, found.name, rows, of_command=of_command)
     _add_verdicts(rows, tiers)
     pins = read_pins(tiers[0].storage)
     bad = [name for name, row in rows.items() if row["trust"] in ("CORRUPT", "SUSPECT")]
@@ -94,18 +98,37 @@ def _add_places(screen: Screen, rows: dict[str, dict[str, Any]], tiers: list[Tie
     return answered
 
 
-def _mark_gone(screen: Screen, run: str, rows: dict[str, dict[str, Any]]) -> None:
-    """Say of checkpoints that no tier has, and that nobody has deleted by orch, that they are gone."""
+def _add_own_places(rows: dict[str, dict[str, Any]]) -> None:
+    """Of the checkpoints of a `command:`, each has the one place that the registry knows."""
+    for row in rows.values():
+        if os.path.lexists(row["path"]):
+            row["tiers"].append(os.path.dirname(row["path"]))
+
+
+def _mark_gone(screen: Screen, run: str, rows: dict[str, dict[str, Any]], *, of_command: bool) -> None:
+    """Say of checkpoints that are nowhere, and that nobody has deleted by orch, that they are gone."""
     gone = [row for row in rows.values() if not row["tiers"] and row["trust"] != "DELETED"]
     for row in gone:
-        row["reason"] = f"gone: no tier has it{'; ' if row['reason'] else ''}{row['reason']}"
+        what = f"gone: there is no {row['path']}" if of_command else "gone: no tier has it"
+        row["reason"] = f"{what}{'; ' if row['reason'] else ''}{row['reason']}"
     if gone:
         steps = ", ".join(str(row["step"]) for row in sorted(gone, key=lambda row: row["step"])[:_NAMED])
         more = f" and {len(gone) - _NAMED} more" if len(gone) > _NAMED else ""
-        words = f"no tier has these checkpoints of {run} any more: {steps}{more}"
-        left = [row["step"] for row in rows.values() if row["tiers"] and row["trust"] not in _NOT_RESUMED]
-        then = f"a resume goes back to step {max(left)}" if left else "none is left: a resume begins at step 0"
-        screen.warn("checkpoints_gone", f"{words}; {then}")
+        who = "the folder of the command does not have" if of_command else "no tier has"
+        words = f"{who} these checkpoints of {run} any more: {steps}{more}"
+        screen.warn("checkpoints_gone", words if of_command else f"{words}; {_then(rows, gone)}")
+
+
+def _then(rows: dict[str, dict[str, Any]], gone: list[dict[str, Any]]) -> str:
+    """What a resume loads; the program of a `command:` chooses that itself."""
+    left = [row["step"] for row in rows.values() if row["tiers"] and row["trust"] not in _NOT_RESUMED]
+    if left:
+        return f"a resume goes back to step {max(left)}"
+    if any(row["tiers"] and row["trust"] != "DELETED" for row in rows.values()):
+        return "a resume tries what is left, which is doubted"
+    if all(row["trust"] in _NOT_RESUMED for row in gone):
+        return "none is left: a resume begins at step 0"
+    return "none is left: a resume fails as `storage` until one of them is put back"
 
 
 def _add_verdicts(rows: dict[str, dict[str, Any]], tiers: list[Tier]) -> None:

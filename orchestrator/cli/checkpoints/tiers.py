@@ -67,6 +67,12 @@ def read_config(place: RunDir) -> Any:
         return None
 
 
+def is_command(place: RunDir) -> bool:
+    """Whether the run's ranks are a `command:`, which keeps checkpoints where it likes."""
+    config = read_config(place)
+    return config is not None and bool(config.command)
+
+
 def keeps_on_nodes(place: RunDir) -> bool:
     """Whether some tier is on the nodes' own disks, of which this machine sees its own at most."""
     config = read_config(place)

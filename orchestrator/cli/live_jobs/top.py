@@ -89,12 +89,14 @@ class Reader:
         self._run, self._folder, self._feed = run, RunDir(run_dir), EventFeed(run_dir, recent_only=True)
         self._describer = EventDescriber()
         self._told: deque[tuple[float, str]] = deque(maxlen=EVENTS)
-        self._saved: tuple[int, float] | None = None
+        self._saves: dict[str, tuple[int, float]] = {}  # by name: step and time
 
     def read(self) -> Reading:
         for event in self._feed.poll():
             if event.kind in (EventKind.CHECKPOINT_COMMITTED, EventKind.CHECKPOINT_SEEN) and "step" in event.data:
-                self._saved = max(self._saved or (0, 0.0), (int(event.data["step"]), event.time))
+                self._saves[str(event.data.get("name"))] = int(event.data["step"]), event.time
+            elif event.kind in (EventKind.CHECKPOINT_SET_ASIDE, EventKind.CHECKPOINT_DELETED):
+                self._saves.pop(str(event.data.get("name")), None)
             text = self._describer.describe(event)
             if text is not None:
                 self._told.append((event.time, text))
@@ -107,7 +109,8 @@ class Reader:
         return Reading(
             at=now, row=row, beat=beat, metric=self._feed.latest,
             ranks=told.ranks if told is not None and not over else (),  # of a run that is over they stand still
-            world=told.world if told is not None else 0, events=list(self._told), saved=self._saved,
+            world=told.world if told is not None else 0, events=list(self._told),
+            saved=max(self._saves.values(), default=None),
             speed=training_speed(self._feed.recent, row["total_steps"] if training else 0, now=now),
         )  # fmt: skip
 

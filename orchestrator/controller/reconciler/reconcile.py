@@ -319,7 +319,8 @@ class Controller:
             self.store.note_attempt(run.name, attempt.number, epoch=self.actor.epoch, job_state=job.state)
         silence = judge_silence(evidence, view.config.detection.hang.heartbeat)
         spec = job_spec(run, attempt, view.config)
-        waits = waiting_words(job.reason, spec.resources, run.name) if not runs else ""
+        reason_for = self.actor.observed.age(f"reason:{run.name}/{attempt.number}", job.reason)
+        waits = waiting_words(job.reason, spec.resources, run.name, reason_for) if not runs else ""
         changed = changes(job, spec)
         held = (
             f"somebody holds it: `scontrol release {job.job_id}`" if is_held_by_somebody(self.actor, view, job) else ""

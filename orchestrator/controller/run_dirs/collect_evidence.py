@@ -122,6 +122,7 @@ def collect_evidence(
         gone=gone,
         leader_gone=leader_gone(attempt, job, gone),
         outcome=outcome,
+        saved_step=attempt.saved_step,
         cancel_asked=view.cancel is not None,
         tails=files.call(view.folder.path, lambda: read_tails(place)) if ended and is_unexplained(outcome) else (),
         near_limit=near_limit(job, outcome, view.config.cluster.signal_lead, traits(view.run.cluster).signal_early),
@@ -184,6 +185,7 @@ def _span(observed: ObservedSince, key: str, holds: bool, value: Any) -> float:
 
 _MEASURED = (
     "gone", "ended", "leaving", "beat", "cancel", "nodes", "left", "still", "over", "avoid", "unheld", "waits",
+    "reason",
 )  # fmt: skip
 """What is measured about an attempt: how the keys begin."""
 

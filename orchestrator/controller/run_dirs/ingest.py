@@ -244,12 +244,17 @@ def _seen(writer: _EventWriter) -> None:
     new, known = bool(writer.data.get("new")), writer.known() is not None
     # What is there when an attempt begins, and nobody has told of, was written when the one before it ended.
     written_by = writer.attempt if new or known else max(1, writer.attempt - 1)
+    damage = str(writer.data.get("damage") or "")
     checkpoint = Checkpoint(
-        run=writer.run, name=writer.name, step=step, attempt=written_by, trust=Trust.COMMITTED,
+        run=writer.run, name=writer.name, step=step, attempt=written_by,
+        trust=Trust.CORRUPT if damage else Trust.COMMITTED, reason=f"it {damage}" if damage else "",
         bytes=writer.bytes, path=path, committed_at=writer.event.time, tier=os.path.dirname(path),
     )  # fmt: skip
     writer.store.put_checkpoint(checkpoint, epoch=writer.epoch)
-    if new or (written_by < writer.attempt and not known):
+    if was := str(writer.data.get("was") or ""):  # it was set aside, and has its place again
+        aside = [one for one in writer.store.checkpoints(writer.run) if one.name == was]
+        writer.doubt(next(iter(aside), None), Trust.DELETED, f"moved back to {path}")
+    elif new or (written_by < writer.attempt and not known):
         before = writer.store.attempt(writer.run, written_by).saved_step
         writer.store.note_attempt(writer.run, written_by, epoch=writer.epoch, saved_step=max(step, before or 0))
 
@@ -259,11 +264,13 @@ def _set_aside(writer: _EventWriter) -> None:
         path = str(writer.data["path"])
         checkpoint = Checkpoint(
             run=writer.run, name=writer.name, step=writer.step, attempt=max(1, writer.attempt - 1),
-            trust=Trust.COMMITTED, bytes=0, path=path, committed_at=writer.event.time, tier=os.path.dirname(path),
+            trust=Trust.COMMITTED, bytes=int(writer.data.get("bytes") or 0), path=path,
+            committed_at=writer.event.time, tier=os.path.dirname(path),
         )  # fmt: skip
         writer.store.put_checkpoint(checkpoint, epoch=writer.epoch)
     told = f"set aside as {writer.data['path']}: {writer.data.get('reason', '')}"
     writer.trust(Trust.CORRUPT if writer.data.get("damaged") else Trust.SUSPECT, told)
+    writer.store.move_checkpoint(writer.run, writer.name, str(writer.data["path"]), epoch=writer.epoch)
 
 
 def _restored(writer: _EventWriter) -> None:

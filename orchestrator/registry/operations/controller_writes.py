@@ -1,5 +1,6 @@
 """What the controller writes: every verb checks its epoch in the same transaction, and raises Fenced."""
 
+import os
 from enum import StrEnum
 from typing import Any
 
@@ -177,6 +178,12 @@ class ControllerWrites(StoreOperations):
         """A copy is gone."""
         fence(connection, epoch, run)
         _drop_copy(connection, run, name, tier)
+
+    @writes
+    def move_checkpoint(self, connection: Connection, run: str, name: str, path: str, *, epoch: int) -> None:
+        """A checkpoint lies at another path now."""
+        fence(connection, epoch, run)
+        alter_checkpoint(connection, run, name, path=path, tier=os.path.dirname(path))
 
     @writes
     def rehome(self, connection: Connection, copy: Copy, reason: str, *, epoch: int) -> None:

@@ -12,6 +12,8 @@ from orchestrator.scheduler.slurm.node_capacity import asked_words
 
 STAYS = "this does not clear by itself"
 MAY_STAY = "this may never clear by itself"
+LONG_WAIT = 600.0
+"""Seconds of one reason after which a wait that may clear by itself is called one that may not: nodes come back."""
 
 
 class Lasts(Enum):
@@ -112,8 +114,10 @@ def waits_for_nodes(reason: str) -> bool | None:
     return wait is not None and wait.for_nodes
 
 
-def waiting_words(reason: str, asked: Resources, run: str) -> str:
-    """` (Priority): jobs of higher priority are first`; where it does not end by itself, that and what to type."""
+def waiting_words(reason: str, asked: Resources, run: str, waited: float) -> str:
+    """Why a job waits that has had this reason for `waited` seconds.
+
+    ` (Priority): jobs of higher priority are first`; where it does not end by itself, that and what to type."""
     if reason in ("", "None"):
         return ""
     wait = wait_of(reason)
@@ -122,7 +126,7 @@ def waiting_words(reason: str, asked: Resources, run: str) -> str:
     said = f" ({reason}): {wait.words}"
     if reason == "BadConstraints":
         said = f"{said} ({asked_words(asked)})"
-    if wait.lasts is Lasts.CLEARS:
+    if wait.lasts is Lasts.CLEARS or (wait.lasts is Lasts.MAY_STAY and waited < LONG_WAIT):
         return said
     flag = STAYS if wait.lasts is Lasts.STAYS else MAY_STAY
     looks = f"; {wait.look} tells more" if wait.look else ""

@@ -23,7 +23,14 @@ def outcome(result: AttemptResult, reason: str = "", failure: Failure | None = N
 
 
 def evidence(state: str | None = None, **fields: Any) -> Evidence:
-    known = {"attempt": 1, "answered": True, "job": job(state) if state else None, "started": True, "ended_for": 99.0}
+    known = {
+        "attempt": 1,
+        "answered": True,
+        "saved_step": 30,
+        "job": job(state) if state else None,
+        "started": True,
+        "ended_for": 99.0,
+    }
     return Evidence(**{**known, **fields})
 
 
@@ -142,7 +149,15 @@ ENDS = {
     ),
     "stopped at the limit": (
         evidence("FAILED", outcome=outcome(AttemptResult.STOPPED, "the time limit is near")),
-        End.FAILED, FailureKind.TIME_LIMIT, "after a save at step 30",
+        End.FAILED, FailureKind.TIME_LIMIT, "stopped, with step 30 saved",
+    ),
+    "stopped, and nothing is known to be saved": (
+        evidence("FAILED", outcome=outcome(AttemptResult.STOPPED, "the time limit is near"), saved_step=None),
+        End.FAILED, FailureKind.TIME_LIMIT, "stopped: the time limit is near",
+    ),
+    "scancelled, and nothing is known to be saved": (
+        evidence("CANCELLED", outcome=outcome(AttemptResult.STOPPED, "an agent got SIGTERM"), saved_step=None),
+        End.FAILED, FailureKind.CANCELLED, "job 7 was cancelled, not by orch",
     ),
     "stopped by a signal": (
         evidence("FAILED", outcome=outcome(AttemptResult.STOPPED, "an agent got SIGUSR2")),
@@ -150,7 +165,7 @@ ENDS = {
     ),
     "stopped by a signal, on a node that is down": (
         evidence("FAILED", job=job("FAILED", nodes_down=("n2",)), outcome=SIGNALLED),
-        End.FAILED, FailureKind.NODE_LOST, "after a save at step 30: an agent got SIGTERM; node n2 is down",
+        End.FAILED, FailureKind.NODE_LOST, "stopped, with step 30 saved: an agent got SIGTERM; node n2 is down",
     ),
     "stopped by a signal, the limit was shortened": (
         evidence("FAILED", outcome=SIGNALLED, near_limit=True),
@@ -173,7 +188,7 @@ ENDS = {
         evidence("FAILED", outcome=SIGNALLED, tails=agents(
             "slurmstepd-n1: error: *** STEP 14.0 ON n1 CANCELLED AT 2026-11-22T17:24:06 ***\norch-agent: got SIGTERM"
         )),
-        End.FAILED, FailureKind.PREEMPTED, "after a save at step 30: an agent got SIGTERM",
+        End.FAILED, FailureKind.PREEMPTED, "stopped, with step 30 saved: an agent got SIGTERM",
     ),
     "could not stop in time, on a node that is down": (
         evidence("FAILED", job=job("FAILED", nodes_down=("n2",)), outcome=outcome(AttemptResult.FAILED, "", LATE)),
@@ -190,7 +205,7 @@ ENDS = {
     "scancelled": (evidence("CANCELLED"), End.FAILED, FailureKind.CANCELLED, "cancelled, not by orch"),
     "scancelled, saved": (
         evidence("CANCELLED", outcome=outcome(AttemptResult.STOPPED, "an agent got SIGTERM")),
-        End.FAILED, FailureKind.CANCELLED, "cancelled, not by orch, and saved at step 30",
+        End.FAILED, FailureKind.CANCELLED, "cancelled, not by orch, with step 30 saved",
     ),
     "revoked, saved": (
         evidence("REVOKED", outcome=outcome(AttemptResult.STOPPED, "an agent got SIGTERM")),
@@ -295,12 +310,13 @@ def test_a_log_line_never_blames_a_node() -> None:
     assert classify(evidence("FAILED", tails=agents("srun: error: Node failure on n17"))).node is None
 
 
-def test_a_command_that_stopped_has_no_step_that_anybody_knows() -> None:
-    stopped = replace(outcome(AttemptResult.STOPPED, "an agent got SIGTERM"), step=0)
+def test_where_a_command_stood_is_not_called_saved() -> None:
+    """Its step is that of the last line with its progress: it may have saved nothing."""
+    stopped = replace(outcome(AttemptResult.STOPPED, "an agent got SIGTERM"), step=119)
     for state, words in (
         ("FAILED", "stopped: an agent got SIGTERM"),
         ("CANCELLED", "job 7 was cancelled, not by orch"),
     ):
-        failure = judge(evidence(state, outcome=stopped)).failure
+        failure = judge(evidence(state, outcome=stopped, saved_step=None)).failure
         assert failure is not None
-        assert (failure.step, failure.reason) == (None, words)
+        assert (failure.step, failure.reason) == (119, words)

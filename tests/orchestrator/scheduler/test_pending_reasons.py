@@ -8,6 +8,7 @@ from orchestrator.config.compose import compose
 from orchestrator.config.layers import from_overrides
 from orchestrator.scheduler.interface import Resources
 from orchestrator.scheduler.slurm.pending_reasons import (
+    LONG_WAIT,
     MAY_STAY,
     STAYS,
     Lasts,
@@ -65,7 +66,7 @@ def test_a_reason_is_told_with_whether_it_ends_and_what_to_type(reason: str, las
     wait = wait_of(reason)
     assert wait is not None
     assert wait.lasts is lasts
-    said = waiting_words(reason, ASKED, "a-1")
+    said = waiting_words(reason, ASKED, "a-1", LONG_WAIT)
     assert said.startswith(f" ({reason}): {wait.words}")
     assert (STAYS in said, MAY_STAY in said) == (lasts is Lasts.STAYS, lasts is Lasts.MAY_STAY)
     assert ("orch cancel a-1" in said) == (lasts is not Lasts.CLEARS)
@@ -74,15 +75,24 @@ def test_a_reason_is_told_with_whether_it_ends_and_what_to_type(reason: str, las
         from_overrides(wait.change.split())  # keys that there are
 
 
+@pytest.mark.parametrize(("reason", "lasts"), [row for row in REASONS if row[1] is Lasts.MAY_STAY])
+def test_a_wait_that_has_just_begun_is_not_called_endless(reason: str, lasts: Lasts) -> None:
+    """While a node dies and comes back, Slurm gives such a reason for seconds."""
+    said = waiting_words(reason, ASKED, "a-1", LONG_WAIT - 1)
+    assert said.startswith(f" ({reason}): ")
+    assert MAY_STAY not in said
+    assert "orch cancel" not in said
+
+
 def test_what_no_node_has_is_told_in_full() -> None:
     assert "no nodes have all that it asks for (2 nodes with 8 cores, 4 GPUs, 8G, h100)" in waiting_words(
-        "BadConstraints", ASKED, "a-1"
+        "BadConstraints", ASKED, "a-1", 0.0
     )
 
 
 @pytest.mark.parametrize(("reason", "said"), [("", ""), ("None", ""), ("SomethingNew", " (SomethingNew)")])
 def test_what_is_not_known_is_passed_on(reason: str, said: str) -> None:
-    assert waiting_words(reason, ASKED, "a-1") == said
+    assert waiting_words(reason, ASKED, "a-1", LONG_WAIT) == said
 
 
 def test_the_first_run_fits_nodes_of_4_gb_and_two_cores() -> None:

@@ -196,7 +196,7 @@ class CommandRun:
                 await self._retarget(one, back=True)
                 self._events.write(
                     EventKind.CHECKPOINT_SEEN, step=one.step, name=f"{one.identity}.back", path=one.original,
-                    bytes=one.bytes, new=False,
+                    bytes=one.bytes, new=False, was=one.identity, damage=one.damage,
                 )  # fmt: skip
 
 

@@ -98,6 +98,7 @@ class CommandProgress:
         """It was set aside: that it is gone is no news."""
         self._told.pop(one.identity, None)
         self._latest = [other for other in self._latest if other.identity != one.identity]
+        self._note_saved()
 
     def _find(self) -> Found:
         found, there = find(self._folder(), self._config)
@@ -120,9 +121,13 @@ class CommandProgress:
         for identity in [name for name in self._told if found and name not in there]:
             self._events.write(EventKind.CHECKPOINT_DELETED, step=self._told.pop(identity), name=identity)
         self._latest = found
-        if steps := [one.step for one in found if one.identity in self._told]:
-            self._progress.saved = max(steps)
-            self._progress.step = self._progress.saved if self._counts_steps else self._progress.step
+        if found:
+            self._note_saved()
+
+    def _note_saved(self) -> None:
+        """The newest step of those that are there and whole is what the run has saved."""
+        self._progress.saved = max((one.step for one in self._latest if one.identity in self._told), default=0)
+        self._progress.step = self._progress.saved if self._counts_steps else self._progress.step
 
     def _write_event(self, one: CommandCheckpoint) -> None:
         self._told[one.identity] = one.step

@@ -9,6 +9,7 @@ import pytest
 
 from checkpointing.storage.backends import LocalStorage
 from checkpointing.storage.durable import dump_line
+from orchestrator.registry.records import Checkpoint
 from orchestrator.states import AttemptState, RunState, Trust
 from tests.checkpointing.made_checkpoint import make
 from tests.orchestrator.cli.conftest import Seeds, Type
@@ -274,12 +275,41 @@ def test_checkpoints_that_somebody_removed_are_listed_as_gone(orch: Type, seeds:
     assert not orch("ckpt", "ls", run, "--json").answer["warnings"]  # it may be on a node that is not this machine
 
 
-def test_a_resume_goes_back_to_nothing_where_nothing_is_left(orch: Type, seeds: Seeds, run: str) -> None:
+def test_a_resume_that_finds_nothing_is_not_promised_a_beginning(orch: Type, seeds: Seeds, run: str) -> None:
+    """docs/saving.md: a run never starts from step 0 because its checkpoints cannot be used."""
     seeds.checkpoint(run, 50)
     shutil.rmtree(folder(seeds, run))
     folder(seeds, run).mkdir()
     said = " ".join(orch("ckpt", "ls", run).err.split())
-    assert "any more: 50; none is left: a resume begins at step 0" in said
+    assert "any more: 50; none is left: a resume fails as `storage` until one of them is put back" in said
+
+
+def test_the_checkpoints_of_a_command_are_looked_for_where_it_writes_them(
+    orch: Type, seeds: Seeds, run: str, tmp_path: Path
+) -> None:
+    (seeds.root / run / "config.json").write_text(dump_line({"command": ["python", "train.py"]}))
+    shutil.rmtree(folder(seeds, run))
+    folder(seeds, run).mkdir()
+    for step in (5, 6):
+        path = tmp_path / "out" / f"checkpoint_{step}"
+        path.mkdir(parents=True)
+        seeds.store.put_checkpoint(
+            Checkpoint(
+                run=run, name=f"checkpoint_{step}.1f", step=step, attempt=1, trust=Trust.COMMITTED, bytes=9,
+                committed_at=1.0, path=str(path), tier=str(path.parent),
+            ),
+            epoch=seeds.epoch,
+        )  # fmt: skip
+    said = orch("ckpt", "ls", run, "--json").answer
+    assert [(row["step"], row["reason"], row["tiers"]) for row in said["data"]] == [
+        (6, "", [str(tmp_path / "out")]), (5, "", [str(tmp_path / "out")]),
+    ]  # fmt: skip
+    assert not said["warnings"]
+    (tmp_path / "out" / "checkpoint_6").rmdir()
+    said = orch("ckpt", "ls", run, "--json").answer
+    assert said["data"][0]["reason"] == f"gone: there is no {tmp_path}/out/checkpoint_6"
+    (warning,) = said["warnings"]
+    assert warning["message"] == f"the folder of the command does not have these checkpoints of {run} any more: 6"
 
 
 def test_status_of_a_run_tells_that_its_newest_checkpoint_is_gone(orch: Type, seeds: Seeds, run: str) -> None:

@@ -131,7 +131,7 @@ def test_the_time_that_is_left_goes_first_where_there_is_no_room(width: int, the
 def test_a_job_that_slurm_will_never_start_needs_somebody(orch: Type, seeds: Seeds) -> None:
     for slug, why in (("waits", "Priority"), ("stuck", "BadConstraints")):
         name = f"{slug}-1"
-        reason = f"job 41 is PENDING{waiting_words(why, Resources(nodes=2), name)}"
+        reason = f"job 41 is PENDING{waiting_words(why, Resources(nodes=2), name, 0.0)}"
         assert seeds.run(slug, RunState.RUNNING) == name
         seeds.store.move_run(name, RunState.RECOVERING, "preempted", epoch=seeds.epoch, now=1.0)
         seeds.store.move_run(name, RunState.QUEUED, reason, epoch=seeds.epoch, now=2.0)

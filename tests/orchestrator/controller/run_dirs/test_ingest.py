@@ -329,6 +329,17 @@ def test_checkpoints_of_a_command_count_as_what_its_attempt_saved(tmp_path: Path
     corrupt = Trust.CORRUPT
     assert {step: row.trust for step, row in rows.items()} == {30: corrupt, 20: corrupt, 10: Trust.SUSPECT}
     assert rows[20].reason == "set aside as /out/.orch-set-aside.20.001-002: it lacks a file"
+    assert {row.path for row in rows.values()} == {aside["path"]}, "where it is now"
+    for step, damage in ((20, "is empty"), (10, "")):
+        log.write(
+            EventKind.CHECKPOINT_SEEN, step=step, name=f"c-{step}.1f.back", path=f"/out/c-{step}", bytes=7, new=False,
+            was=f"c-{step}.1f", damage=damage,
+        )  # fmt: skip
+    read(world)
+    known = {item.name: (item.trust, item.path) for item in world.store.checkpoints(world.name)}
+    assert known["c-20.1f.back"] == (corrupt, "/out/c-20"), "it has its place again, and is no better for that"
+    assert known["c-10.1f.back"] == (Trust.COMMITTED, "/out/c-10")
+    assert {known["c-20.1f"][0], known["c-10.1f"][0]} == {Trust.DELETED}
 
 
 def test_what_a_command_saved_just_before_its_attempt_ended_counts_for_that_attempt(tmp_path: Path) -> None:

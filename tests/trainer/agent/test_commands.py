@@ -126,6 +126,41 @@ def test_a_torn_checkpoint_of_a_command_is_set_aside_and_the_older_one_tried(job
     assert (work.outcome().generations, work.outcome().step) == (3, 40)
 
 
+SCANNING = """
+import json, os, re, sys
+folder = sys.argv[1]
+def number(name):
+    return list(map(int, re.findall(r"[\\/]?([0-9]+)(?=[^\\/]*$)", name)))[0]
+if sys.argv[2] == "largest":  # as accelerate's load_state() without a name
+    newest = sorted((os.path.join(folder, name) for name in os.listdir(folder)), key=number)[-1]
+else:  # as DeepSpeed's load_checkpoint() without a tag
+    with open(os.path.join(folder, "latest")) as latest:
+        newest = os.path.join(folder, latest.read().strip())
+with open(os.path.join(newest, "state.json")) as file:
+    print("from step", json.load(file)["step"], flush=True)
+"""
+
+
+@pytest.mark.parametrize("how", ["largest", "latest"])
+def test_programs_that_take_the_largest_number_or_read_latest_find_the_older_one(job, tmp_path, how):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "scanning.py").write_text(SCANNING)
+    command = [sys.executable, str(tmp_path / "scanning.py"), str(tmp_path / "out"), how]
+    kept = {"path": str(tmp_path / "out"), "pattern": "checkpoint-*"}
+    work = job(nodes=1, ranks=1, command=command, checkpoints=kept).start()
+    checkpoint(tmp_path, 5, '{"step": 5}')
+    checkpoint(tmp_path, 6, '{"ste')
+    if how == "latest":
+        (tmp_path / "out" / "latest").write_text("checkpoint-6")
+    work.go()
+    assert work.wait() == [0], work.story()
+    assert "from step 5" in work.attempt.rank_log(0).read_text()
+    (aside,) = work.events(EventKind.CHECKPOINT_SET_ASIDE)
+    assert Path(aside.data["path"]).parents[2] == tmp_path, "beside the folder that the program scans"
+    assert ("latest names checkpoint-5 from now on" in aside.data["reason"]) == (how == "latest")
+    assert work.outcome().generations == 3
+
+
 def test_what_fails_from_an_older_checkpoint_too_gets_its_newest_back(job, tmp_path):
     """The one that was set aside had no sign of damage: nothing of it may be lost."""
     work = saving(job, tmp_path, name="state").start()

@@ -43,7 +43,7 @@ def test_a_torn_checkpoint_of_the_trainer(user: User, tmp_path: Path, torn: str,
         aside = [row for row in shown["checkpoints"] if row["trust"] == "CORRUPT"]
         assert [row["step"] for row in aside] == [15]
         assert f"is damaged: {torn} is no whole" in aside[0]["reason"]
-        assert (out / ".orch-set-aside.15.001-002" / torn).exists()
+        assert (out.parent / ".orch-set-aside" / run / "15.001-002" / torn).exists()
         steps = [json.loads(line)["step"] for line in (tmp_path / "hf" / "losses.jsonl").read_text().splitlines()]
         assert steps == [*range(1, 16), *range(11, 21)]
     else:

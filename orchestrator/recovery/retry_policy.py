@@ -193,7 +193,7 @@ def _without_return(failure: Failure, run: str) -> Decision:
 
 def after_cancel(step: int | None) -> Decision:
     """The decision once a person has cancelled the run and its job is gone."""
-    saved = f"; the newest checkpoint is of step {step}" if step is not None else "; nothing was saved"
+    saved = f"; the newest checkpoint is of step {step}" if step is not None else "; no checkpoint of it is known"
     return Decision(action=Action.CANCEL, reason=f"cancelled by `orch cancel`{saved}")
 
 

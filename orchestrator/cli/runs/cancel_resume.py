@@ -223,7 +223,7 @@ def _already_live(run: Run, item: dict[str, Any], change: Change | None) -> dict
         raise Precondition(
             f"{run.name} is {run.state}: its configuration changes only while no job of it lives",
             where=" ".join(change.overrides),
-            hint=f"`orch cancel {run.name}` saves and stops it; then the same again",
+            hint=f"`orch cancel {run.name}` stops it; then the same again",
         )
     return {**item, "answer": "is going on already"}
 

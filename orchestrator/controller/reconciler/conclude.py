@@ -119,9 +119,7 @@ def _decision(view: RunView, verdict: Verdict, now: float, rng: Random, blamed: 
     assert verdict.failure is not None
     if view.cancel is not None:
         saved = [attempt.saved_step for attempt in view.attempts if attempt.saved_step is not None]
-        cancelled = after_cancel(max(saved, default=None))
-        unknown = bool(view.config.command) and not saved  # what a command saved, orch cannot say
-        return replace(cancelled, reason=cancelled.reason.partition(";")[0]) if unknown else cancelled
+        return after_cancel(max(saved, default=None))
     if is_restore_test(run := view.run):
         return Decision(action=Action.FAIL, reason=f"not finished, and not tried again as {run.name}: {verdict.reason}")
     return decide(

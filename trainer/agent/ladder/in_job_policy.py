@@ -48,6 +48,9 @@ _NEVER_RETRY = kinds_with(lambda traits: traits.comes_back)
 """Failures that come back until somebody has changed something."""
 
 
+_COMMAND_LATE = "the command was asked to stop, did not end in time, and was killed"
+
+
 class Action(Enum):
     WAIT = auto()
     FINISH = auto()
@@ -175,6 +178,8 @@ def _without_failure(now: Situation) -> Decision:
             return Decision(action=Action.WAIT, reason="all ranks have ended; waiting for reports of a signal")
         return Decision(action=Action.FINISH, reason="all ranks finished")
     if now.overdue:
+        if now.command is not None:
+            return stop_failure(now.stopping, _COMMAND_LATE, now.stop_words)
         late = "ranks were asked to save and stop, did not do so in time, and were killed"
         return _unsaved(now, late) or stop_failure(now.stopping, late, now.stop_words)
     return Decision(action=Action.WAIT, reason=f"{len(now.ends)} of {now.world} ranks have ended")
@@ -195,7 +200,7 @@ def _failed_while_stopping(now: Situation) -> Decision:
             return Decision(action=Action.STOP, reason=f"the command ended when asked: {now.stop_words}")
         if not now.overdue:
             return Decision(action=Action.WAIT, reason="the command was asked to stop")
-        return stop_failure(now.stopping, "the command did not end in time and was killed", now.stop_words)
+        return stop_failure(now.stopping, _COMMAND_LATE, now.stop_words)
     cause = _cause(now)
     failure = cause.failure
     reason = f"{failure.reason}, while stopping ({now.stop_words})"

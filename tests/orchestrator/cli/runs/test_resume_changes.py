@@ -239,7 +239,7 @@ def test_a_key_that_there_is_not_is_told_before_a_run_is_cancelled_for_it(orch: 
     run = seeds.run()
     refused = orch("resume", run, "train.lrr=1")
     assert (refused.code, "unknown key `train.lrr`" in refused.err) == (2, True)
-    assert f"`orch cancel {run}` saves and stops it" in orch("resume", run, "optimizer.lr=1").err
+    assert f"`orch cancel {run}` stops it" in orch("resume", run, "optimizer.lr=1").err
 
 
 def test_resume_wants_a_word_for_other_code(

@@ -191,6 +191,11 @@ DECISIONS = [
         "ended when asked",
     ),
     (situation(killed(1, 15), stopping=TERM, command=CommandPast(), overdue=True), Action.END, "did not end in time"),
+    (
+        situation(stopping=TERM, command=CommandPast(), overdue=True),
+        Action.END,
+        "the command was asked to stop, did not",
+    ),
 ]
 
 

@@ -22,7 +22,7 @@ from orchestrator.scheduler.available_schedulers import instance_of, resolve
 from orchestrator.scheduler.job_environment import Submitter
 from orchestrator.scheduler.slurm.sbatch_values import minutes
 from orchestrator.submission.resume_contract import Rule, identity_changes
-from orchestrator.submission.resume_request import current_identity
+from orchestrator.submission.resume_request import current_identity, trained_identity
 from trainer.contract import restore_test
 from trainer.contract.config import build
 from trainer.contract.restore_test import CHECKPOINT_VARIABLE, RESTORE_PROGRAM
@@ -137,7 +137,7 @@ def create_test(store: Store, run: Run, asked: Asked, now: float) -> RestoreTest
 
 def _differs(run: Run, config: RunConfig) -> tuple[str, ...]:
     """What is not as it was when the run was submitted, and changes what is computed: code, packages."""
-    changes = identity_changes(run.identity, current_identity(run, config))
+    changes = identity_changes(trained_identity(run), current_identity(run, config))
     return tuple(change.key for change in changes if change.term.rule is not Rule.HARMLESS)
 
 

@@ -2,7 +2,7 @@
 field. Pure.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
@@ -10,7 +10,8 @@ from typing import Any
 from orchestrator.config.compose import diff
 from orchestrator.errors import ConfigError, Precondition
 from orchestrator.near_words import did_you_mean, nearest
-from orchestrator.submission.code_changes import code_changes
+from trainer.contract.user_code.code_record import CodeRecord, changed_files
+from trainer.contract.user_code.code_rule import CodeDecision, Occasion, judge_code, shorten
 
 
 class Rule(StrEnum):
@@ -196,11 +197,10 @@ CONFIG: Mapping[str, Term] = {
 """Every key of a config; an entry of an open map has the rule of its map."""
 
 USER_CODE = "code.user"
-SHOWN = 5
-"""Files or packages that a message names."""
 IDENTITY: Mapping[str, Term] = {
     "code.orch": _CODE,
-    USER_CODE: _CODE,
+    USER_CODE: _CODE,  # compared by its files
+    "code.files": HARMLESS,
     "env.python": _STACK,
     "env.executable": HARMLESS,
     "env.system": HARMLESS,
@@ -251,9 +251,15 @@ def identity_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[
     return [
         Change(key=key, before=old, now=new, term=term)
         for key, term in IDENTITY.items()
-        if None not in (old := _field(before, key), new := _field(now, key)) and old != new
-        if key != USER_CODE or code_changes(old, new)
+        if None not in (old := _field(before, key), new := _field(now, key)) and _is_other(key, old, new)
     ]
+
+
+def _is_other(key: str, old: Any, new: Any) -> bool:
+    if key != USER_CODE:
+        return bool(old != new)
+    decision, _ = judge_code(old, new, Occasion.RESUME, "the run trained last")
+    return decision is CodeDecision.REFUSE
 
 
 COMPUTING = ("torch", "nvidia-", "triton", "cuda", "numpy", "transformers", "flash", "apex", "xformers", "deepspeed")
@@ -322,6 +328,8 @@ def _above(key: str) -> Iterator[str]:
 
 
 def _field(identity: Mapping[str, Any], key: str) -> Any:
+    if key == USER_CODE:
+        return code_record(identity)
     value: Any = identity
     for name in key.split("."):
         value = value.get(name) if isinstance(value, Mapping) else None
@@ -330,18 +338,18 @@ def _field(identity: Mapping[str, Any], key: str) -> Any:
     return value
 
 
+def code_record(identity: Mapping[str, Any]) -> CodeRecord | None:
+    """The user's code in an identity; None where it is not known."""
+    return CodeRecord.from_json((identity.get("code") or {}).get("files"))
+
+
 def words_of(change: Change) -> str:
     """A change in one line; what is too long to print is only named."""
     if change.key == USER_CODE:
-        return f"{change.key}: {_some(code_changes(change.before, change.now))}"
+        return f"{change.key}: {shorten(changed_files(change.before, change.now))}"
     if isinstance(change.before, Mapping) and isinstance(change.now, Mapping):
         names = [name for name in {**change.before, **change.now} if change.before.get(name) != change.now.get(name)]
         told = [f"{name} {change.before.get(name, 'none')} -> {change.now.get(name, 'none')}" for name in names]
-        return f"{change.key}: {_some(told)}"
+        return f"{change.key}: {shorten(told)}"
     before, now = str(change.before), str(change.now)
     return f"{change.key}: {before} -> {now}" if len(before) + len(now) <= 100 else f"{change.key} differs"
-
-
-def _some(words: Sequence[str]) -> str:
-    more = f", and {len(words) - SHOWN} more" if len(words) > SHOWN else ""
-    return ", ".join(words[:SHOWN]) + more

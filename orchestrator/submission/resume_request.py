@@ -29,6 +29,7 @@ from orchestrator.submission.resume_contract import (
     Change,
     Rule,
     check_keys,
+    code_record,
     config_changes,
     for_a_new_beginning,
     identity_changes,
@@ -41,6 +42,8 @@ from orchestrator.submission.run_identity import client, code, environment
 from orchestrator.submission.secret_values import renew, without_webhook
 from trainer.contract.config import build
 from trainer.contract.run_dir import RunDir
+from trainer.contract.user_code.code_record import CodeRecord
+from trainer.contract.user_code.record_code import read_again
 
 
 def resume_request(
@@ -81,7 +84,7 @@ def resume_request(
     if other_data:
         identity |= _data_at(data["data"]["path"])
         changes = _unless_only_moved(changes, run, identity)
-    differs = identity_changes(run.identity, identity)
+    differs = identity_changes(trained_identity(run), identity)
     # Where nothing has trained, no number was computed with what is different now.
     compared = differs if config.command or (run.step and not anew) or store.checkpoints(run.name) else []
     changes = for_a_new_beginning(changes) if anew else changes
@@ -163,9 +166,20 @@ def _client_here(run: Run) -> dict[str, Any]:
     return client(run.cluster) if reached and run.scheduler in ("", reached) else {}
 
 
+def trained_identity(run: Run) -> dict[str, Any]:
+    """The run's identity with the code that its newest attempt recorded, in place of the submitted one."""
+    for attempt in reversed(RunDir(Path(run.run_dir)).all_attempts()):
+        if (trained := CodeRecord.read(attempt.code)) is not None:
+            return {**run.identity, "code": {**(run.identity.get("code") or {}), "files": trained.to_json()}}
+    return run.identity
+
+
 def current_identity(run: Run, config: RunConfig) -> dict[str, Any]:
     """Code and environment as they are now, as far as this interpreter is the one that jobs of the run have."""
     now: dict[str, Any] = {"code": code(config, Path(run.identity.get("submit_dir", "")))}
+    before = code_record(trained_identity(run))
+    if before is not None:
+        now["code"]["files"] = _code_now(before, code_record(now), run).to_json()
     if Submitter.of(run.identity).python == sys.executable and not config.cluster.python:
         here = environment(run.cluster)
         shown = {name: value for name, value in here["variables"].items() if name not in config.env_from}
@@ -175,8 +189,17 @@ def current_identity(run: Run, config: RunConfig) -> dict[str, Any]:
     else:
         now["code"]["orch"] = run.identity.get("code", {}).get("orch")
     if config.workload.snapshot:  # the job trains from the copy that was made when the run was submitted
-        now["code"]["user"] = run.identity.get("code", {}).get("user")
+        now["code"] |= {key: trained_identity(run).get("code", {}).get(key) for key in ("user", "files")}
     return now
+
+
+def _code_now(before: CodeRecord, named: CodeRecord | None, run: Run) -> CodeRecord:
+    """The files that trained as they are now; a module that is found elsewhere by now is the one that would train."""
+    again = read_again(before)
+    if named is None or Submitter.of(run.identity).python != sys.executable:
+        return again
+    absent = (*again.absent, *(name for name in named.absent if name not in again.files))
+    return replace(again, files={**again.files, **named.files}, absent=tuple(sorted(set(absent) - set(named.files))))
 
 
 def _require_more_steps(run: Run, config: RunConfig, changes: Collection[Change], accepted: Collection[str]) -> None:

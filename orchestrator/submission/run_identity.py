@@ -7,7 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from email.parser import HeaderParser
 from importlib import metadata
 from pathlib import Path
@@ -17,29 +17,24 @@ from orchestrator.config.run_config import RunConfig
 from orchestrator.scheduler.available_schedulers import FACTORIES
 from orchestrator.scheduler.job_environment import SECRET, Submitter
 from orchestrator.scheduler.slurm.client_environment import RECORDED, ClientEnvironment
-from orchestrator.submission.imported_files import imported_names
 from trainer.contract.config_sections.scheduler_kinds import SLURM
+from trainer.contract.user_code.code_record import CodeFile, CodeRecord, printable
+from trainer.contract.user_code.record_code import record_named
 
 DIFF_LIMIT = 256 * 1024
 """Bytes of a dirty diff that are kept; its digest always covers all of it."""
-FILES_LIMIT = 20_000
-"""Files of a folder without git that are hashed at most."""
-BYTES_LIMIT = 256 * 1024 * 1024
-"""Bytes of them that are read; of files beyond that, name, size and time of change stand for the content."""
-FILES_NAMED = 300
-"""Files whose digests are kept one by one, so that the one that differs can be named."""
 ANSWER_WITHIN = 10.0
 _ROOT = Path(__file__).resolve().parents[2]
 _VARIABLES = re.compile(r"(NCCL|CUDA|TORCH|PYTORCH|OMP|MKL|GLOO|UCX|FI|TRITON)_[A-Z0-9_]+|LD_LIBRARY_PATH|PYTHONPATH")
-_LEFT_OUT = {"__pycache__", ".git", ".venv", "venv", "node_modules", ".mypy_cache", ".ruff_cache", ".pytest_cache"}
 
 
 def identify(
-    config: RunConfig, kind: str, *, data: dict[str, Any], environ: Mapping[str, str] = os.environ
-) -> dict[str, Any]:
+    config: RunConfig, kind: str, *, data: dict[str, Any], environ: Mapping[str, str] = os.environ,
+    imported: CodeRecord | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """The identity of a run that is about to be submitted, as plain JSON."""
     return {
-        "code": code(config),
+        "code": code(config, imported=imported),
         "env": environment(kind, environ),
         "job": Submitter.here(environ).to_json(),
         "data": data,
@@ -53,31 +48,30 @@ def client(kind: str, environ: Mapping[str, str] = os.environ) -> dict[str, Any]
     return {RECORDED: ClientEnvironment.here(environ).to_json()} if FACTORIES[kind].named_by_environment else {}
 
 
-def code(config: RunConfig, folder: Path | None = None) -> dict[str, Any]:
-    """orch's own version and content, and every folder or script of the user's.
+def code(config: RunConfig, folder: Path | None = None, imported: CodeRecord | None = None) -> dict[str, Any]:
+    """orch's own version and content, the user's files, and the commit of every folder or script of the user's.
 
-    `folder`: where the run was submitted, from which scripts are meant; this process's by default.
+    `folder`: where the run was submitted, from which scripts are meant; this process's by default. `imported`: what
+    importing the workload has shown; without it, the files are those that its text names.
     """
     beside = folder or Path()
     places = [Path(place).expanduser() for place in config.workload.path]
     places += [Path(word) for word in config.command if word.endswith(".py") and (beside / word).is_file()]
-    module = "" if config.command else config.workload.target.partition(":")[0]
-    names = imported_names([beside / place for place in places], module) if module and places else None
-    imported = {} if names is None else {"imported": names}
     ours = [_ROOT / package for package in ("trainer", "checkpointing")]
+    record = None if config.trains_built_in_workload else imported or record_named(config, beside)
     return {
         "orch": {"version": _version("orch"), "sha256": digest(ours)},
-        "user": [{**_place(beside / place), "path": str(place), **imported} for place in places],
+        "user": [{**_place(beside / place), "path": str(place)} for place in places],
+        "files": None if record is None else record.to_json(),
     }
 
 
 def _place(place: Path) -> dict[str, Any]:
-    """One folder or file: git's word where there is git, else the digest of its content."""
+    """One folder or file: the commit that git knows, and the changes since; the digests are the record's."""
     folder = place if place.is_dir() else place.parent
     sha = _git(folder, "rev-parse", "HEAD")
     if sha is None:
-        contents = list(_contents([place]))
-        return {"path": str(place), "sha256": _digest_of(contents)} | _named(contents, "files")
+        return {"path": str(place)}
     diff = _git(folder, "diff", "HEAD", "--binary", "--", ".")
     # -z: without it git quotes names that are not ASCII, and no such file is found.
     listed = _git(folder, "ls-files", "-z", "--others", "--exclude-standard", "--", ".")
@@ -88,24 +82,11 @@ def _place(place: Path) -> dict[str, Any]:
         found["dirty"] = found["dirty"] or None
         found["dirty_reason"] = f"{' and '.join(silent)} failed, or took longer than {ANSWER_WITHIN:.0f} s"
     if diff and diff.strip():
-        found["diff"] = _printable(diff[:DIFF_LIMIT])
+        found["diff"] = printable(diff[:DIFF_LIMIT])
         found["diff_sha256"] = hashlib.sha256(diff.encode(errors="surrogateescape")).hexdigest()
     if untracked:
-        found["untracked"] = [_printable(name) for name in untracked[:1000]]
-        contents = list(_contents((folder / name for name in untracked), folder))
-        found |= {"untracked_sha256": _digest_of(contents)} | _named(contents, "untracked_files")
+        found["untracked"] = [printable(name) for name in untracked[:1000]]
     return found
-
-
-def _named(contents: Sequence[tuple[str, str]], key: str) -> dict[str, Any]:
-    """The beginning of each file's digest, by its name; nothing where there are too many files to name."""
-    if len(contents) > FILES_NAMED:
-        return {}
-    return {key: {_printable(name): content[:16] if content.isalnum() else content for name, content in contents}}
-
-
-def _printable(name: str) -> str:
-    return name.encode(errors="surrogateescape").decode(errors="replace")
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
@@ -113,53 +94,20 @@ def _git(folder: Path, *arguments: str) -> str | None:
 
 
 def digest(places: Iterable[Path]) -> str:
-    """SHA-256 over the names and contents of all source files below `places`, in a fixed order.
-
-    Of what lies beyond `BYTES_LIMIT`, sizes and times of change stand for the contents.
-    """
-    return _digest_of(_contents(places))
-
-
-def _digest_of(contents: Iterable[tuple[str, str]]) -> str:
+    """SHA-256 over the names and contents of all source files below `places`, in a fixed order."""
     total = hashlib.sha256()
-    for name, content in contents:
-        total.update(f"{name}\0{content}\0".encode(errors="surrogateescape"))
+    for place in places:
+        for path in _files(place):
+            total.update(f"{path.relative_to(place)}\0{CodeFile.read(path).sha256}\0".encode())
     return total.hexdigest()
 
 
-def _contents(places: Iterable[Path], folder: Path | None = None) -> Iterator[tuple[str, str]]:
-    """Name and digest of each file; names are those below `folder`, by default below the file's own place."""
-    left = BYTES_LIMIT
-    for place in places:
-        for path in _files(place):
-            try:
-                status = path.stat()
-                if status.st_size <= left:
-                    left -= status.st_size
-                    content = _content(path)
-                else:
-                    content = f"size {status.st_size} mtime {status.st_mtime_ns}"
-            except OSError as error:
-                content = f"unreadable: {error.strerror}"
-            name = path.relative_to(folder or place) if folder or path != place else Path(path.name)
-            yield str(name), content
-
-
-def _content(path: Path) -> str:
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
 def _files(place: Path) -> list[Path]:
-    if place.is_file():
-        return [place]
     found: list[Path] = []
     for folder, below, names in os.walk(place):
-        below[:] = sorted(name for name in below if name not in _LEFT_OUT)
-        found += [Path(folder) / name for name in sorted(names) if not name.endswith(".pyc")]
-        if len(found) > FILES_LIMIT:
-            break
-    return [path for path in found[:FILES_LIMIT] if path.is_file()]
+        below[:] = sorted(name for name in below if name != "__pycache__")
+        found += [Path(folder) / name for name in sorted(names)]
+    return [path for path in found if path.is_file()]
 
 
 def environment(kind: str, environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
@@ -203,7 +151,7 @@ def _driver() -> str | None:
     if shutil.which("nvidia-smi") is None:
         return None
     said = _answer(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
-    return _printable(said.splitlines()[0].strip()) if said and said.strip() else None
+    return printable(said.splitlines()[0].strip()) if said and said.strip() else None
 
 
 def _version(name: str) -> str | None:

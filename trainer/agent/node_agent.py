@@ -5,14 +5,13 @@ import signal
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
 from functools import partial
 
 from trainer.agent.control.peer_timeout import AGENT_TIMEOUT_SECONDS, POLL_SECONDS, PeerTimeout
 from trainer.agent.control.tcp_transport import CoordinatorPeer, WireError
 from trainer.agent.evidence.collector import EvidenceCollector
 from trainer.agent.flight.recorder import FlightSockets
-from trainer.agent.fork_server import cpu_binding
+from trainer.agent.fork_server import code_at_start, cpu_binding
 from trainer.agent.fork_server.link import ForkServerLink
 from trainer.agent.fork_server.rank_launch import RankLauncher
 from trainer.agent.nodes import machine_identity, preflight
@@ -36,8 +35,7 @@ from trainer.contract.node_identity import NodeIdentity
 from trainer.contract.ranks.progress import StopReason
 from trainer.contract.run_dir import AttemptDir, RunDir
 
-_LOOK_SECONDS = 0.1
-_MAX_STARTUP_FAILURES = 3
+_LOOK_SECONDS, _MAX_STARTUP_FAILURES = 0.1, 3
 
 
 class NodeAgent:
@@ -56,7 +54,7 @@ class NodeAgent:
         self._sockets = FlightSockets()
         self._writers: CheckpointWriters | None = None
         self._node_rank: int | None = None  # of a spare: none
-        self._startup_failures, self._sigterm_sent, self._failed = 0, False, False
+        self._startup_failures, self._sigterm_sent, self._failed, self._warm = 0, False, False, False
         self._reports = ReportSchedule(identity.node, config.cluster.all_nodes, time.monotonic())
         self._tasks = SupervisedTasks()
         self._exit_reports = ExitReports(self._tasks.spawn)
@@ -197,7 +195,8 @@ class NodeAgent:
         match message:
             case fork_server.ForkServerReady():
                 self._startup_failures = 0
-                self._events.write(EventKind.FORK_SERVER, node=self._node.node, **asdict(message))
+                code_at_start.write_events(self._events, self._node.node, message)
+                self._warm = message.warm
                 self._peer.send(agents.Ready(warm=message.warm))
             case fork_server.ImportFailed():
                 self._startup_failures = _MAX_STARTUP_FAILURES
@@ -257,6 +256,8 @@ class NodeAgent:
             self._start_rank(order, local, local_rank)
             self._watch_control_socket(local)
             local.close_theirs()
+        if start.generation > 1 and not self._warm and self._node.node == 0:  # its ranks import everything again
+            self._tasks.spawn(code_at_start.note_changes(self._attempt, self._events))
 
     def _start_rank(self, order: fork_server.StartRank, local: LocalRank, local_rank: int) -> None:
         assert self._link is not None
@@ -395,4 +396,3 @@ class NodeAgent:
 
 def _log(text: str) -> None:
     sys.stderr.write(f"orch-agent: {text}\n")
-    sys.stderr.flush()

@@ -35,6 +35,11 @@ class AttemptDir:
         return self.path / "run-config.json"
 
     @property
+    def code(self) -> Path:
+        """The user's code that this attempt imported: `trainer.contract.user_code.code_record`."""
+        return self.path / "code.json"
+
+    @property
     def submission(self) -> Path:
         return self.path / "submission"
 

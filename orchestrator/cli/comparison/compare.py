@@ -136,14 +136,15 @@ def _software(identity: Mapping[str, Any], key: str) -> Any:
     if key == "code.orch" and isinstance(value, dict):
         return f"{value.get('version')} {str(value.get('sha256'))[:12]}"
     if key == "code.user" and isinstance(value, list):
-        return [_place(place) for place in value]
+        files = (identity["code"].get("files") or {}).get("digest")
+        return [*map(_place, value), *([f"files {files[:12]}"] if files else [])]
     return value[:12] if key == "data.fingerprint" and isinstance(value, str) else value
 
 
 def _place(place: Mapping[str, Any]) -> str:
-    changed = str(place.get("diff_sha256") or place.get("untracked_sha256") or "")[:8] if place.get("dirty") else ""
-    known = str(place.get("git") or place.get("sha256"))[:12]
-    return f"{place.get('path')} {known}" + (f" with changes {changed}" if changed else "")
+    changed = str(place.get("diff_sha256") or "")[:8] if place.get("dirty") else ""
+    known = f" {str(place['git'])[:12]}" if place.get("git") else ""
+    return f"{place.get('path')}{known}" + (f" with changes {changed}" if changed else "")
 
 
 def _differences(values: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:

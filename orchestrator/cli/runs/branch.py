@@ -21,7 +21,7 @@ from orchestrator.registry.store import Store
 from orchestrator.states import Trust
 from orchestrator.submission.create_run import check_beginning
 from orchestrator.submission.resume_contract import OWN_FOLDER, Rule, config_changes, identity_changes
-from orchestrator.submission.resume_request import current_identity
+from orchestrator.submission.resume_request import current_identity, trained_identity
 from orchestrator.submission.secret_values import with_webhook
 from trainer.contract.config import build
 
@@ -117,6 +117,6 @@ def require_trusted(screen: Screen, store: Store, chosen: Target) -> Run | None:
 def _warn_of_differences(screen: Screen, store: Store, run: Run) -> None:
     """Code or software that differs now from what the run was trained with."""
     now = current_identity(run, build(RunConfig, store.config(run.config_digest)))
-    for change in identity_changes(run.identity, now):
+    for change in identity_changes(trained_identity(run), now):
         if change.term.rule is not Rule.HARMLESS:
             screen.warn("differs", f"{change.key} differs from what {run.name} was trained with: {change.term.why}")

@@ -250,7 +250,10 @@ def _code(fields: dict[str, Any]) -> str:
     for place in fields.get("user") or []:
         unknown = f" (changes not known: {place['dirty_reason']})" if place.get("dirty_reason") else ""
         dirty = " with changes" if place.get("dirty") else unknown
-        words.append(f"{place.get('path')} {_short(place.get('git') or place.get('sha256'))}{dirty}")
+        commit = f" {_short(place['git'])}" if place.get("git") else ""
+        words.append(f"{place.get('path')}{commit}{dirty}")
+    if digest := (fields.get("files") or {}).get("digest"):
+        words.append(f"files {_short(digest)}")
     return "   ".join(words)
 
 

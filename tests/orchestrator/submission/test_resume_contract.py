@@ -21,6 +21,7 @@ from orchestrator.submission.resume_contract import (
     require,
 )
 from orchestrator.submission.run_identity import identify
+from trainer.contract.user_code.code_record import CodeFile, CodeRecord
 
 KEYS = sorted(CONFIG)
 
@@ -99,15 +100,20 @@ def test_what_moves_work_between_ranks_changes_last_bits() -> None:
     assert harmless == {f"parallel.{name}" for name in same_numbers}
 
 
-@pytest.mark.parametrize("key", sorted(IDENTITY))
+def recorded(**files: str) -> dict[str, Any]:
+    return CodeRecord(files={name: CodeFile(path=name, sha256=text) for name, text in files.items()}).to_json()
+
+
+@pytest.mark.parametrize("key", sorted({*IDENTITY} - {"code.files"}))
 def test_a_changed_identity_is_judged_by_its_rule(key: str) -> None:
     name, _, field = key.partition(".")
     values: list[Any] = [{"torch": "2.12"}, {"torch": "2.13"}]
-    if key == USER_CODE:
-        values = [[{"path": "/code", "sha256": digest}] for digest in "ab"]
+    if key == USER_CODE:  # its files are compared
+        field, values = "files", [recorded(model=digest) for digest in "ab"]
     sides = [{name: {field: value} if field else value} for value in values]
-    (change,) = identity_changes(*sides)
-    assert (change.key, change.term) == (key, IDENTITY[key])
+    found = identity_changes(*sides)
+    assert {change.key: change.term for change in found}[key] == IDENTITY[key]
+    assert {change.key for change in found} <= {key, "code.files", USER_CODE}
     assert identity_changes(sides[0], sides[0]) == []
     assert identity_changes({}, sides[0]) == [], "what was not known then is no difference"
 
@@ -119,16 +125,15 @@ def test_packages_that_do_not_compute_may_come_and_go() -> None:
 
 def test_all_that_must_be_accepted_is_named_at_once() -> None:
     def identity(word: str, numpy: dict[str, str]) -> dict[str, Any]:
-        files = {"model.py": word, "data.py": "same"}
-        user = [{"path": "/code", "sha256": word, "files": files}]
-        return {"code": {"orch": word, "user": user}, "env": {"torch": word, "packages": {"triton": "3", **numpy}}}
+        files = recorded(model=word, data="same")
+        return {"code": {"orch": word, "files": files}, "env": {"torch": word, "packages": {"triton": "3", **numpy}}}
 
     sides = identity("a", {}), identity("b", {"numpy": "2.4"})
     with pytest.raises(Precondition) as caught:
         require(identity_changes(*sides), ["code.orch"], "orch resume r-1 train.steps=9")
     keys = "--accept code.user --accept env.torch --accept env.packages"
     assert caught.value.hint == f"orch resume r-1 train.steps=9 {keys}"
-    assert caught.value.where == "code.user: model.py changed; env.torch: a -> b; env.packages: numpy none -> 2.4"
+    assert caught.value.where == "code.user: model changed; env.torch: a -> b; env.packages: numpy none -> 2.4"
 
 
 def test_a_submitted_config_with_nothing_changed_is_the_same(submitted: dict[str, Any]) -> None:

@@ -1,7 +1,8 @@
 """The fork server: a process that has imported torch and the workload, touched no GPU, and forks ranks from itself.
 
-Started by the agent as `python -P -m trainer.agent.fork_server.server LINK AGENT RUN_DIR [REASON]`: the descriptor of
-its socket, the agent's pid, the run directory, and, when it must not stay warm, the reason.
+Started by the agent as `python -P -m trainer.agent.fork_server.server LINK AGENT RUN_DIR [REASON CODE CHANGES]`: the
+descriptor of its socket, the agent's pid, the run directory, and, when it must not stay warm, the reason and what it
+has recorded of the user's code.
 """
 
 import contextlib
@@ -20,6 +21,7 @@ from typing import NoReturn
 from setproctitle import setproctitle
 
 from trainer.agent.control import unix_transport
+from trainer.agent.fork_server.code_at_start import CodeAtStart, record_code
 from trainer.agent.fork_server.forked_child import RankMain, become_rank
 from trainer.agent.processes import process_tree
 from trainer.contract.config import JobConfig, load
@@ -187,8 +189,8 @@ def fork_unsafe_reason() -> str:
     return ""
 
 
-def _import_workload(config: JobConfig, link: socket.socket) -> RankMain:
-    """Import torch and the workload; reports and leaves when that fails.
+def _import_workload(config: JobConfig, link: socket.socket) -> tuple[RankMain, frozenset[str]]:
+    """Import torch and the workload; reports and leaves when that fails. Also returns what was imported before it.
 
     Nothing imported here is garbage: to look for it takes a quarter of the time now, and every collection in a rank
     longer later, so it is set apart before any rank is forked (as `gc.freeze` is documented for).
@@ -202,6 +204,7 @@ def _import_workload(config: JobConfig, link: socket.socket) -> RankMain:
         import_lazy_parts()
         gc.freeze()
         gc.enable()
+        ours = frozenset(sys.modules)
         # With the collector as usual: a module may have reasons of its own to stop it.
         import_workload(config)
     except BaseException as error:  # noqa: BLE001  # outermost edge
@@ -215,7 +218,7 @@ def _import_workload(config: JobConfig, link: socket.socket) -> RankMain:
         sys.exit(1)
     gc.freeze()
     main: RankMain = rank_main
-    return main
+    return main, ours
 
 
 def _torch_words(error: BaseException) -> str:
@@ -230,7 +233,7 @@ def main(arguments: list[str]) -> None:
     """Become the fork server of the agent that started this process."""
     outlive_step_signals()
     descriptor, agent, attempt = int(arguments[0]), int(arguments[1]), AttemptDir(Path(arguments[2]))
-    cold = arguments[3] if len(arguments) > 3 else ""
+    cold, *recorded = arguments[3:] or [""]
     # While it imports there are no ranks to take along, and a handler would have to wait for the import.
     process_tree.set_pdeathsig(agent, signal.SIGKILL)
     process_tree.become_subreaper()
@@ -239,19 +242,22 @@ def main(arguments: list[str]) -> None:
     link = socket.socket(fileno=descriptor)
     link.set_inheritable(False)
     config = load(attempt.run, attempt.number)
-    rank_main = None if config.command or cold else _import_workload(config, link)
+    rank_main, ours = (None, frozenset[str]()) if config.command or cold else _import_workload(config, link)
+    code = CodeAtStart(digest=recorded[0], changes=recorded[1]) if cold else record_code(attempt, config, ours)
     if rank_main is not None and (reason := fork_unsafe_reason()):
         # A process with threads must not fork: begin again as one that imports nothing.
         process_tree.kill_children()
         link.set_inheritable(True)
-        os.execv(
-            sys.executable, [sys.executable, "-P", "-m", "trainer.agent.fork_server.server", *arguments[:3], reason]
-        )
+        program = [sys.executable, "-P", "-m", "trainer.agent.fork_server.server"]
+        os.execv(sys.executable, [*program, *arguments[:3], reason, code.digest, code.changes])
     fork_server = ForkServer(link, rank_main)
     process_tree.set_pdeathsig(agent, process_tree.AGENT_DIED_SIGNAL)
     why = cold or ("" if rank_main else "the ranks are the user's own command")
     seconds = time.monotonic() - started
-    unix_transport.send(link, ForkServerReady(warm=rank_main is not None, reason=why, seconds=seconds))
+    ready = ForkServerReady(
+        warm=rank_main is not None, reason=why, seconds=seconds, code=code.digest, code_changes=code.changes
+    )
+    unix_transport.send(link, ready)
     fork_server.serve()
 
 

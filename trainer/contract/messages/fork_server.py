@@ -36,11 +36,16 @@ TO_FORK_SERVER = Direction[ToForkServer](*get_args(ToForkServer))
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ForkServerReady:
-    """It can start ranks; `warm`: it has imported what they need, `reason` says why not."""
+    """It can start ranks; `warm`: it has imported what they need, `reason` says why not.
+
+    `code`: digest of the user's code, on the first node; `code_changes`: what of it is not as it was before.
+    """
 
     warm: bool
     reason: str
     seconds: float
+    code: str = ""
+    code_changes: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,0 +1,110 @@
+"""Each attempt records the user's code that it imports, and other code than before is an event."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from trainer.agent.fork_server.code_at_start import CodeAtStart, record_code
+from trainer.contract.config import JobConfig, WorkloadConfig
+from trainer.contract.events import EventKind
+from trainer.contract.run_dir import AttemptDir, RunDir
+from trainer.contract.user_code.code_record import CodeRecord
+from trainer.contract.user_code.record_code import record_named
+
+
+@pytest.fixture
+def attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AttemptDir:
+    run = RunDir(tmp_path / "run-1")
+    run.make()
+    run.attempt(1).make()
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_NODEID", "0")
+    return run.attempt(1)
+
+
+def submit(run: RunDir, config: JobConfig) -> None:
+    record = record_named(config, run.path.parent)
+    identity = {"code": {"files": record.to_json()}, "submit_dir": str(run.path.parent)}
+    run.run.write_text(json.dumps({"identity": identity}))
+
+
+def test_code_that_was_edited_after_the_submit_is_named(attempt: AttemptDir, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import helper\n")
+    (tmp_path / "helper.py").write_text("width = 1\n")
+    config = JobConfig(command=("python", "train.py"))
+    submit(attempt.run, config)
+    assert record_code(attempt, config).changes == ""
+    attempt.code.unlink()
+    (tmp_path / "helper.py").write_text("width = 2\n")
+    found = record_code(attempt, config)
+    recorded = CodeRecord.read(attempt.code)
+    assert recorded is not None
+    assert (found.digest, found.changes) == (recorded.digest, "helper changed since the submit")
+
+
+def test_the_next_attempt_is_compared_with_what_trained_last(attempt: AttemptDir, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("width = 1\n")
+    config = JobConfig(command=("python", "train.py"))
+    submit(attempt.run, config)
+    script.write_text("width = 2\n")
+    assert record_code(attempt, config).changes == "train.py changed since the submit"
+    second, third = attempt.run.attempt(2), attempt.run.attempt(3)
+    for later in (second, third):
+        later.make()
+    assert record_code(second, config).changes == "", "the code of attempt 1, not that of the submit"
+    script.write_text("width = 3\n")
+    assert record_code(third, config).changes == "train.py changed since attempt 2"
+    script.write_text("width = 4\n")
+    assert record_code(third, config).changes == "train.py changed since the last start in this attempt"
+
+
+def test_a_workload_is_known_by_what_was_imported(
+    attempt: AttemptDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "hidden").mkdir()
+    (tmp_path / "mine_at_start.py").write_text("import importlib\nhelper = importlib.import_module('deep_at_start')\n")
+    (tmp_path / "hidden" / "deep_at_start.py").write_text("width = 1\n")
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path), str(tmp_path / "hidden")])
+    before = frozenset(sys.modules)
+    __import__("mine_at_start")
+    config = JobConfig(workload=WorkloadConfig(target="mine_at_start:Mine", path=(str(tmp_path),)))
+    record_code(attempt, config, before)
+    recorded = CodeRecord.read(attempt.code)
+    assert recorded is not None
+    assert set(recorded.files) == {"mine_at_start", "deep_at_start"}
+    for name in recorded.files:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize(("node", "config"), [("1", JobConfig(command=("python", "train.py"))), ("0", JobConfig())])
+def test_other_nodes_and_the_built_in_model_record_nothing(
+    attempt: AttemptDir, monkeypatch: pytest.MonkeyPatch, node: str, config: JobConfig
+) -> None:
+    monkeypatch.setenv("SLURM_NODEID", node)
+    assert record_code(attempt, config) == CodeAtStart()
+    assert not attempt.code.exists()
+
+
+def test_a_command_that_is_edited_between_two_generations_is_an_event(job, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("""import os, sys, time
+events = os.path.join(os.environ["ORCH_RUN_DIR"], "attempts", "001", "events", "agent-0000.jsonl")
+if os.environ["ORCH_GENERATION"] == "2":
+    while "code.changed" not in open(events).read():
+        time.sleep(0.01)
+    sys.exit(0)
+open(__file__, "a").write("# edited while it trains")
+sys.exit(3)
+""")
+    command = [sys.executable, str(script)]
+    work = job(nodes=1, ranks=1, command=command, env={"ORCH_SUBMIT_DIR": str(tmp_path)}).start()
+    work.go()
+    assert work.wait() == [0], work.story()
+    (changed,) = work.events(EventKind.CODE_CHANGED)
+    assert changed.data["reason"] == f"{script} changed since the last start in this attempt"
+    (recorded,) = work.events(EventKind.CODE_RECORDED)
+    assert recorded.data["digest"] != changed.data["digest"]

@@ -1,0 +1,185 @@
+"""Which files are the user's code: what a program imports, wherever it lies, and nothing that only lies beside it."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from trainer.contract.config import JobConfig, WorkloadConfig
+from trainer.contract.user_code.code_record import CodeFile, CodeRecord, changed_files
+from trainer.contract.user_code.record_code import read_again, record_named
+
+FILES = {
+    "mine_in.py": "import orch\nimport helpers_in\nfrom pack_in.deep import thing\n",
+    "helpers_in.py": "import math\n\ndef late():\n    from pack_in import late\n",
+    "pack_in/__init__.py": "from . import side\n",
+    "pack_in/side.py": "",
+    "pack_in/late.py": "",
+    "pack_in/deep.py": "from .side import x\nfrom .. import above\n",
+    "pack_in/unused.py": "",
+    "scratch.py": "import mine_in\n",
+}
+USED = {"mine_in", "helpers_in", "pack_in", "pack_in.side", "pack_in.late", "pack_in.deep"}
+
+
+def made(folder: Path, **more: str) -> Path:
+    for name, text in {**FILES, **more}.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    return folder
+
+
+def workload(*folders: Path) -> JobConfig:
+    return JobConfig(workload=WorkloadConfig(target="mine_in:Mine", path=tuple(map(str, folders))))
+
+
+def named(*folders: Path) -> CodeRecord:
+    return record_named(workload(*folders), Path("/"))
+
+
+def command(folder: Path, *words: str, **env: str) -> CodeRecord:
+    return record_named(JobConfig(command=words, env=env), folder)
+
+
+def test_what_a_workload_imports_is_its_code(tmp_path: Path) -> None:
+    assert set(named(made(tmp_path)).files) == USED
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["import importlib\nimportlib.import_module(name)\n", "__import__(name)\n", "exec(text)\n",
+     "import sys\nsys.path.insert(0, 'sub')\n", "from importlib import import_module\n"],
+)  # fmt: skip
+def test_where_imports_go_by_other_means_every_file_counts(tmp_path: Path, text: str) -> None:
+    record = named(made(tmp_path, **{"helpers_in.py": text}))
+    assert set(record.files) == {*USED, "pack_in.unused", "scratch"}
+    assert "helpers_in.py imports by other means" in record.covers
+
+
+def test_a_model_that_is_evaluated_imports_nothing_by_it(tmp_path: Path) -> None:
+    assert "scratch" not in named(made(tmp_path, **{"helpers_in.py": "model.eval()\n"})).files
+
+
+def test_several_folders_are_one_import_path(tmp_path: Path) -> None:
+    first, second = made(tmp_path / "first"), tmp_path / "second"
+    second.mkdir()
+    (second / "helpers_in.py").write_text("")
+    (first / "helpers_in.py").rename(second / "helpers_in.py")
+    assert set(named(first, second).files) == USED
+
+
+def test_notes_logs_and_databases_beside_the_code_are_no_code(tmp_path: Path) -> None:
+    before = named(made(tmp_path))
+    for name in ("README.md", "out.log", "runs.db", "scratch.py"):
+        (tmp_path / name).write_text("new")
+    subprocess.run(["git", "-C", str(tmp_path), "init", "-q"], check=True)
+    assert changed_files(before, named(tmp_path)) == []
+
+
+@pytest.mark.parametrize("again", [read_again, lambda record: named(Path(record.files["mine_in"].path).parent)])
+def test_hidden_files_behind_links_count_with_their_content(tmp_path: Path, again) -> None:
+    folder, elsewhere = made(tmp_path / "code"), tmp_path / "elsewhere"
+    (folder / ".gitignore").write_text("*")
+    subprocess.run(["git", "-C", str(folder), "init", "-q"], check=True)
+    (folder / "pack_in").rename(elsewhere)
+    (folder / "pack_in").symlink_to(elsewhere)
+    before = named(folder)
+    (elsewhere / "side.py").write_text("x = 2\n")
+    assert changed_files(before, again(before)) == ["pack_in.side changed"]
+    other = tmp_path / "other"
+    subprocess.run(["cp", "-r", str(elsewhere), str(other)], check=True)
+    (other / "late.py").write_text("y = 2\n")
+    (folder / "pack_in").unlink()
+    (folder / "pack_in").symlink_to(other)
+    assert changed_files(before, again(before)) == ["pack_in.late changed", "pack_in.side changed"]
+
+
+def test_a_module_that_comes_or_goes_is_named(tmp_path: Path) -> None:
+    before = named(
+        made(tmp_path, **{"mine_in.py": "try:\n import fancy_in\nexcept ImportError: pass\nimport helpers_in"})
+    )
+    (tmp_path / "fancy_in.py").write_text("")
+    (tmp_path / "helpers_in.py").unlink()
+    assert changed_files(before, named(tmp_path)) == ["helpers_in is gone", "fancy_in is new"]
+    assert "helpers_in is gone" in changed_files(before, read_again(before))
+
+
+def installed(folder: Path, name: str, **about: str) -> Path:
+    """A distribution as pip leaves it, in a folder that stands for `site-packages`."""
+    site = folder / "site-packages"
+    info = site / f"{name}-1.0.dist-info"
+    info.mkdir(parents=True)
+    (site / f"{name}.py").write_text("width = 1\n")
+    (info / "RECORD").write_text(f"{name}.py,sha256=abc,10\n{name}-1.0.dist-info/RECORD,,\n")
+    for file, text in about.items():
+        (info / file.replace("_json", ".json")).write_text(text)
+    return site
+
+
+@pytest.mark.parametrize(("about", "counts"), [({}, False), ({"direct_url_json": '{"url": "file:///mine"}'}, True)])
+def test_a_library_is_known_by_its_version_and_ones_own_package_by_its_content(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, about: dict[str, str], counts: bool
+) -> None:
+    site = installed(tmp_path, "wheel_in", **about)
+    monkeypatch.syspath_prepend(str(site))
+    (site / "by_hand_in.py").write_text("")
+    folder = made(tmp_path / "code", **{"mine_in.py": "import wheel_in, by_hand_in\n"})
+    assert set(named(folder).files) == {"mine_in", "by_hand_in", *(["wheel_in"] if counts else [])}
+
+
+def test_an_editable_install_is_the_users_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(made(tmp_path / "src")))
+    record = record_named(JobConfig(workload=WorkloadConfig(target="mine_in:Mine")), tmp_path)
+    assert set(record.files) == USED
+
+
+def test_what_was_imported_counts_wherever_it_came_from(tmp_path: Path) -> None:
+    made(tmp_path / "code", **{"mine_in.py": "import sys\nsys.path.append('DEEP')\nimport deep_in\n"})
+    program = f"""
+import json, sys
+from pathlib import Path
+from trainer.contract.config import JobConfig, WorkloadConfig
+from trainer.contract.user_code.record_code import record_imported
+skip = set(sys.modules)
+sys.path += [{str(tmp_path / "code")!r}, {str(tmp_path / "deep")!r}]
+import deep_in, helpers_in
+config = JobConfig(workload=WorkloadConfig(target="mine_in:Mine", path=({str(tmp_path / "code")!r},)))
+print(sorted(record_imported(sys.modules, skip, config).files))
+"""
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "deep_in.py").write_text("import email.charset\n")
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd="/")
+    # `helpers_in` imports `pack_in.late` only when its function is called.
+    assert done.stdout.strip() == "['deep_in', 'helpers_in', 'pack_in', 'pack_in.late', 'pack_in.side']"
+
+
+def test_a_command_is_known_by_the_scripts_and_settings_that_it_names(tmp_path: Path) -> None:
+    made(tmp_path, **{"run.sh": "#!/bin/sh\npython scratch.py\n", "big.yaml": "lr: 1\n", "out.log": ""})
+    found = command(tmp_path, "python", "-u", "mine_in.py", "--config=big.yaml", "--log", "out.log")
+    assert set(found.files) == {"mine_in.py", "big.yaml", *USED} - {"mine_in"}
+    assert set(command(tmp_path, "bash", "run.sh").files) == {"run.sh", "scratch.py", *USED}
+    assert set(command(tmp_path, "python", "-m", "pack_in.deep").files) == {"pack_in", "pack_in.deep", "pack_in.side"}
+    assert command(tmp_path, "python", "-c", "print(1)").files == {}
+
+
+def test_a_command_finds_modules_beside_its_script_and_on_pythonpath(tmp_path: Path) -> None:
+    made(tmp_path / "lib")
+    (tmp_path / "train.py").write_text("import mine_in\n")
+    assert set(command(tmp_path, "python", "train.py").files) == {"train.py"}
+    assert set(command(tmp_path, "python", "train.py", PYTHONPATH="lib").files) == {"train.py", *USED}
+    assert "helpers_in" in command(tmp_path, "python", str(tmp_path / "lib" / "scratch.py")).files
+
+
+def test_a_record_survives_its_file(tmp_path: Path) -> None:
+    name = os.fsdecode(b"\xff.py")
+    (tmp_path / name).write_text("a = 1\n")
+    record = command(tmp_path, "python", name)
+    record.write(tmp_path / "code.json")
+    read = CodeRecord.read(tmp_path / "code.json")
+    assert read is not None
+    assert (read.digest, list(read.files)) == (read.digest, ["\ufffd.py"])
+    assert CodeRecord.read(tmp_path / "absent.json") is None
+    assert CodeRecord.from_json({"schema": "orch.code/9"}) is None
+    assert CodeFile.read(tmp_path / "absent").sha256 == "unreadable: No such file or directory"

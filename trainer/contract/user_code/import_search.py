@@ -1,0 +1,131 @@
+"""Where a module's name leads, found without importing anything; and whether a file is the user's own code."""
+
+import importlib
+import os
+import sys
+import sysconfig
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+
+_ORCH = Path(__file__).resolve().parents[3]
+_OWN_PACKAGES = tuple(_ORCH / name for name in ("orch", "orchestrator", "trainer", "checkpointing"))
+_LIBRARY_FOLDERS = frozenset({"site-packages", "dist-packages"})
+_STANDARD = tuple({Path(sysconfig.get_path(kind)).resolve() for kind in ("stdlib", "platstdlib")})
+
+
+class ImportSearch:
+    """Finds modules as a job does: `first`, then this interpreter's own path, then `last`."""
+
+    def __init__(self, last: Iterable[Path] = (), first: Iterable[Path] = ()) -> None:
+        self._first, self._last = [str(place) for place in first], [str(place) for place in last]
+        importlib.invalidate_caches()  # a file may be younger than what the finders remember of its folder
+        self._found: dict[str, ModuleSpec | None] = {}
+
+    def file_of(self, name: str) -> Path | None:
+        """The file that `import name` would load; None for a namespace, a built-in module, or no module."""
+        spec = self._spec(name)
+        origin = spec.origin if spec is not None and spec.has_location else None
+        return Path(origin) if origin is not None and os.path.isfile(origin) else None
+
+    def is_there(self, name: str) -> bool:
+        return self._spec(name) is not None
+
+    def _spec(self, name: str) -> ModuleSpec | None:
+        if name not in self._found:
+            above, _, _ = name.rpartition(".")
+            self._found[name] = self._below(name, above) if above else self._top(name)
+        return self._found[name]
+
+    def _below(self, name: str, above: str) -> ModuleSpec | None:
+        package = self._spec(above)
+        places = package.submodule_search_locations if package is not None else None
+        return PathFinder.find_spec(name, list(places)) if places is not None else None
+
+    def _top(self, name: str) -> ModuleSpec | None:
+        namespace = None
+        for spec in self._tops(name):
+            if spec.origin is not None or spec.loader is not None:
+                return spec
+            namespace = namespace or spec  # a folder without a module: any module of that name goes first
+        return namespace
+
+    def _tops(self, name: str) -> Iterator[ModuleSpec]:
+        finders = [finder for finder in sys.meta_path if hasattr(finder, "find_spec")]
+        searches = [lambda: PathFinder.find_spec(name, self._first)]
+        searches += [lambda finder=finder: finder.find_spec(name, None) for finder in finders]
+        searches += [lambda: PathFinder.find_spec(name, self._last)]
+        yield from (spec for search in searches if (spec := search()) is not None)
+
+
+class UserFiles:
+    """Tells the user's own files from Python's, orch's, and those of installed distributions.
+
+    A distribution that was installed from a folder, an archive or a repository of the user's (`direct_url.json`) is
+    the user's code too: its version does not change with its content.
+    """
+
+    def __init__(self) -> None:
+        self._records: dict[Path, _Installed] = {}
+
+    def has(self, path: Path) -> bool:
+        """Whether this file is the user's own code."""
+        real = path.resolve()
+        if any(real.is_relative_to(own) for own in _OWN_PACKAGES):
+            return False
+        place = _library_folder(path)
+        if place is not None:
+            installed = self._records.setdefault(place, _Installed(place))
+            return not installed.has(path.relative_to(place).as_posix())
+        return not any(real.is_relative_to(place) for place in _STANDARD)
+
+
+class _Installed:
+    """What the installer has recorded of one `site-packages`."""
+
+    def __init__(self, place: Path) -> None:
+        self._place = place
+
+    def has(self, relative: str) -> bool:
+        """Whether the file belongs to a distribution that its version identifies."""
+        return f"\n{relative}," in self._files or relative.partition("/")[0].removesuffix(".py") in self._eggs
+
+    @cached_property
+    def _files(self) -> str:
+        """All lines of the RECORD files, those of the user's own distributions left out."""
+        infos = [info for info in self._place.glob("*.dist-info") if not (info / "direct_url.json").is_file()]
+        return "\n" + "\n".join(_text(info / "RECORD") for info in infos)
+
+    @cached_property
+    def _eggs(self) -> frozenset[str]:
+        """Top-level names of distributions without a RECORD, as Debian installs them."""
+        infos = list(self._place.glob("*.egg-info"))
+        infos += [info for info in self._place.glob("*.dist-info") if not (info / "RECORD").is_file()]
+        return frozenset(word for info in infos for word in _text(info / "top_level.txt").split())
+
+
+def _library_folder(path: Path) -> Path | None:
+    return next((above for above in path.parents if above.name in _LIBRARY_FOLDERS), None)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def shadowing_file(name: str, folders: Sequence[Path], search: ImportSearch) -> tuple[Path, str] | None:
+    """A module of that top-level name in one of the folders which the job would not import, and what it would."""
+    standard = name in sys.stdlib_module_names
+    for folder in folders:
+        for own in (folder / name / "__init__.py", folder / f"{name}.py"):
+            if not own.is_file():
+                continue
+            found = search.file_of(name)
+            if found is not None and found.exists() and found.samefile(own):
+                return None
+            if found is not None or standard:
+                return own, str(found) if found is not None else "a part of Python itself"
+    return None

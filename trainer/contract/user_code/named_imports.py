@@ -1,0 +1,45 @@
+"""What the text of a file imports: module names, and whether it imports by other means than `import`."""
+
+import ast
+import re
+from collections.abc import Iterator, Sequence
+
+_DYNAMIC = frozenset({"import_module", "run_path", "run_module", "spec_from_file_location", "__import__"})
+_BUILTINS = frozenset({"exec", "eval"})
+"""Names with which code imports what no `import` statement shows; `model.eval()` is not one of them."""
+_INDENTED = re.compile(rb"^[ \t]+(?:from|import)\s|[:;]\s*(?:from|import)\s", re.MULTILINE)
+
+
+def has_late_imports(text: bytes) -> bool:
+    """Whether an import may stand inside of a function: importing the module does not run it."""
+    return _INDENTED.search(text) is not None
+
+
+def named_imports(text: bytes, package: Sequence[str]) -> tuple[set[str], bool]:
+    """Dotted names that a module of this package imports, and whether it may import others besides.
+
+    A name may be a module's or one of its members'. Raises SyntaxError or ValueError for what is no Python.
+    """
+    tree = ast.parse(text)
+    return set(_imports(tree, package)), any(map(_is_dynamic, ast.walk(tree)))
+
+
+def _imports(tree: ast.AST, package: Sequence[str]) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            whole = ".".join([*base, *([node.module] if node.module else [])])
+            yield from filter(None, [whole, *(f"{whole}.{alias.name}".lstrip(".") for alias in node.names)])
+
+
+def _is_dynamic(node: ast.AST) -> bool:
+    if isinstance(node, ast.Name):
+        return node.id in _DYNAMIC | _BUILTINS
+    if isinstance(node, ast.alias):
+        return node.name.rpartition(".")[2] in _DYNAMIC
+    if isinstance(node, ast.Attribute):  # who changes `sys.path` imports from other folders, too
+        in_sys = isinstance(node.value, ast.Name) and node.value.id == "sys"
+        return node.attr in _DYNAMIC or (in_sys and node.attr == "path")
+    return False

@@ -1,0 +1,177 @@
+"""Records the user's code: by what is imported in this process, or by what its files name where nothing is run."""
+
+import os
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from trainer.contract.config import ProgramConfig
+from trainer.contract.user_code.code_record import CodeFile, CodeRecord
+from trainer.contract.user_code.import_search import ImportSearch, UserFiles
+from trainer.contract.user_code.named_imports import has_late_imports, named_imports
+
+MOST = 2000
+"""Files that a record has at most."""
+_SCRIPTS = (".py", ".sh")
+_SETTINGS = (".yaml", ".yml", ".toml")
+"""Suffixes of files that a command may name and that say how it trains."""
+_NAMED_SCRIPT = re.compile(rb"[\w./-]+\.(?:py|sh)\b")
+_LEFT_OUT = {"__pycache__", ".git", ".venv", "venv", "node_modules", ".mypy_cache", ".ruff_cache", ".pytest_cache"}
+_PYTHON = re.compile(r"(?:.*/)?python[\d.]*")
+
+
+def record_imported(modules: Mapping[str, Any], skip: Collection[str], config: ProgramConfig) -> CodeRecord:
+    """The user's modules that this process has imported, but for those in `skip`, and what their functions import."""
+    found = _Collector(ImportSearch(last=_folders(config, Path())))
+    for name, module in list(modules.items()):
+        file = getattr(module, "__file__", None)
+        if name not in skip and name != "__main__" and isinstance(file, str):
+            found.add(name, Path(file), imported=True)
+    found.follow()
+    return found.record(f"the modules that importing {config.workload.target} loads, and those that they name")
+
+
+def record_named(config: ProgramConfig, beside: Path) -> CodeRecord:
+    """The user's code by what its files name; nothing is imported. `beside`: the folder in which a command runs."""
+    return _record_command(config, beside) if config.command else _record_target(config, beside)
+
+
+def read_again(record: CodeRecord) -> CodeRecord:
+    """The files of a record as they are now."""
+    files = {name: CodeFile.read(Path(one.path)) for name, one in record.files.items()}
+    there = {name: one for name, one in files.items() if os.path.exists(one.path)}
+    gone = tuple(name for name in files if name not in there)
+    return CodeRecord(files=there, absent=gone, covers=record.covers)
+
+
+def _record_target(config: ProgramConfig, beside: Path) -> CodeRecord:
+    folders, module = _folders(config, beside), config.workload.target.partition(":")[0]
+    found = _Collector(ImportSearch(last=folders))
+    found.add_module(module)
+    found.follow()
+    covers = f"the modules that {config.workload.target} names, and those that they name"
+    return _with_folders(found, folders, covers)
+
+
+def _record_command(config: ProgramConfig, beside: Path) -> CodeRecord:
+    scripts = _named_files(config.command, beside)
+    first = dict.fromkeys(place.parent for _, place in scripts if place.suffix == ".py")
+    paths = config.env.get("PYTHONPATH", "").split(os.pathsep)
+    first |= dict.fromkeys([beside, *(beside / path for path in paths if path)])
+    found = _Collector(ImportSearch(first=first, last=_folders(config, beside)))
+    for name, place in scripts:
+        found.add(name, place, package=[])
+    for flag, module in zip(config.command, config.command[1:], strict=False):
+        if flag == "-m" and _PYTHON.fullmatch(config.command[0]):
+            found.add_module(module)
+            found.add_module(f"{module}.__main__")
+    found.follow()
+    places = dict.fromkeys(place.parent for _, place in scripts)
+    return _with_folders(found, list(places), "the scripts that the command names, and the modules that they name")
+
+
+def _with_folders(found: "_Collector", folders: Sequence[Path], covers: str) -> CodeRecord:
+    """Where a file imports by other means than `import`, every Python file of the folders counts."""
+    if found.dynamic and folders:
+        for folder in folders:
+            found.add_folder(folder)
+        covers += f"; {found.dynamic} imports by other means, so every Python file of its folder counts"
+    return found.record(covers)
+
+
+def _folders(config: ProgramConfig, beside: Path) -> list[Path]:
+    return [beside / Path(place).expanduser() for place in config.workload.path]
+
+
+def _named_files(command: Sequence[str], beside: Path) -> list[tuple[str, Path]]:
+    """Scripts and settings that the words of a command name, and scripts that these shell scripts name."""
+    words = [part for word in command for part in (word, word.partition("=")[2]) if part]
+    names = [word for word in words if word.endswith((*_SCRIPTS, *_SETTINGS))]
+    names += [command[0]] if "/" in command[0] and not _PYTHON.fullmatch(command[0]) else []
+    found = {name: beside / name for name in names if (beside / name).is_file()}
+    for name, place in list(found.items()):
+        if place.suffix == ".sh":
+            inner = {os.fsdecode(word) for word in _NAMED_SCRIPT.findall(_bytes(place))} - {name}
+            found |= {word: beside / word for word in sorted(inner) if (beside / word).is_file()}
+    return list(found.items())
+
+
+class _Collector:
+    """Gathers files of the user's, and follows what they import by name."""
+
+    def __init__(self, search: ImportSearch) -> None:
+        self._search, self._users = search, UserFiles()
+        self._files: dict[str, CodeFile] = {}
+        self._absent: set[str] = set()
+        self._waiting: list[tuple[Path, list[str], bool]] = []
+        self._seen: set[str] = set()
+        self.dynamic = ""
+
+    def add(self, name: str, path: Path, package: list[str] | None = None, *, imported: bool = False) -> None:
+        """A file, if it is the user's; `package`: in which it lies, by default the one in its name.
+
+        `imported`: what stands outside of its functions has been imported.
+        """
+        if name in self._files or len(self._files) >= MOST or not self._users.has(path):
+            return
+        self._files[name] = CodeFile.read(path)
+        if path.suffix == ".py":
+            parts = name.split(".")
+            above = parts if path.name == "__init__.py" else parts[:-1]
+            self._waiting.append((path, above if package is None else package, imported))
+
+    def add_module(self, name: str) -> None:
+        """A module and the packages that it is in, as far as they are the user's."""
+        parts = name.split(".")
+        for depth in range(1, len(parts) + 1):
+            part = ".".join(parts[:depth])
+            if part in self._seen:
+                continue
+            self._seen.add(part)
+            file = self._search.file_of(part)
+            if file is not None:
+                self.add(part, file)
+            elif depth == 1 and not self._search.is_there(part):
+                self._absent.add(part)
+            # Whatever lies in a library is not the user's.
+            if depth == 1 and (part in self._absent or (file is not None and part not in self._files)):
+                self._seen |= {name}
+                return
+
+    def add_folder(self, folder: Path) -> None:
+        for place, below, names in os.walk(folder):
+            below[:] = sorted(name for name in below if name not in _LEFT_OUT)
+            for file in (Path(place, name) for name in sorted(names) if name.endswith(".py")):
+                parts = file.relative_to(folder).with_suffix("").parts
+                self.add(".".join(parts[:-1] if parts[-1] == "__init__" and parts[1:] else parts), file)
+
+    def follow(self) -> None:
+        while self._waiting:
+            path, package, imported = self._waiting.pop()
+            text = _bytes(path)
+            if imported and not has_late_imports(text):
+                continue
+            try:
+                names, dynamic = named_imports(text, package)
+            except (SyntaxError, ValueError, RecursionError):
+                continue
+            self.dynamic = self.dynamic or (path.name if dynamic else "")
+            self._add_all(names)
+
+    def _add_all(self, names: Iterable[str]) -> None:
+        for name in sorted(names):
+            self.add_module(name)
+
+    def record(self, covers: str) -> CodeRecord:
+        more = f"; only the first {MOST} files" if len(self._files) >= MOST else ""
+        return CodeRecord(
+            files=dict(sorted(self._files.items())), absent=tuple(sorted(self._absent)), covers=covers + more
+        )
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""

@@ -329,18 +329,13 @@ def _above(key: str) -> Iterator[str]:
 
 def _field(identity: Mapping[str, Any], key: str) -> Any:
     if key == USER_CODE:
-        return code_record(identity)
+        return CodeRecord.of_identity(identity)
     value: Any = identity
     for name in key.split("."):
         value = value.get(name) if isinstance(value, Mapping) else None
     if key == "env.packages" and isinstance(value, Mapping):
         return {name: version for name, version in value.items() if name.lower().startswith(COMPUTING)}
     return value
-
-
-def code_record(identity: Mapping[str, Any]) -> CodeRecord | None:
-    """The user's code in an identity; None where it is not known."""
-    return CodeRecord.from_json((identity.get("code") or {}).get("files"))
 
 
 def words_of(change: Change) -> str:

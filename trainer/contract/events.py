@@ -22,7 +22,9 @@ class EventKind(StrEnum):
     PREFLIGHT = "preflight"  # node, name, ok, reason; or of all nodes together: ok, reason, speeds
     FORK_SERVER = "fork_server"  # node, warm (bool), reason, seconds: it is ready, or has died
     CODE_RECORDED = "code.recorded"  # digest: of the user's code that trains, whose files code.json has
-    CODE_CHANGED = "code.changed"  # digest, reason: other code trains than was submitted, or trained last
+    CODE_CHANGED = (
+        "code.changed"  # digest, reason, files {name: digest}: other code than was submitted, or trained last
+    )
     GENERATION_STARTED = "generation.started"  # world, nodes
     # step, seconds (since generation.started) (, held {parameters, gradients, optimizer: bytes of rank 0; on_host})
     GENERATION_FIRST_STEP = "generation.first_step"

@@ -28,6 +28,8 @@ def incidents_json(run: Run, notices: Sequence[Notice], generations: Sequence[Ge
         "stragglers": rows(
             EventKind.STRAGGLER, "rank", "node", "section", "ratio", "step", "steps", "gpu_hours", "over"
         ),
+        "code_recorded": rows(EventKind.CODE_RECORDED, "digest"),
+        "code_changes": rows(EventKind.CODE_CHANGED, "digest", "reason", "accepted"),
         "skipped": rows(EventKind.BATCH_SKIPPED, "step", "position", "reason"),
         "spares": rows(EventKind.SPARE_USED, "node", "name", "instead", "reason"),
         "unfit": [_unfit(item) for item in by_kind.get(EventKind.PREFLIGHT, ())],
@@ -104,6 +106,10 @@ def _still(over: Any) -> str:
     return "as fast again" if over else "slow"
 
 
+def _yes(accepted: Any) -> str:
+    return "by resume" if accepted else "no"
+
+
 _WHEN = Column("WHEN", "at", drop_order=2)
 _GENERATION = Column("ATT.GEN", "place")
 _RANK = Column("RANK", "rank", right=True)
@@ -121,11 +127,13 @@ _STRAGGLERS = [
 ]  # fmt: skip
 _SKIPPED = [_WHEN, _GENERATION, _STEP, Column("POSITION", "position", count, right=True), _REASON]
 _SPARES = [_WHEN, _GENERATION, Column("SPARE", "name"), Column("INSTEAD OF", "instead"), _REASON]
+_CODE = [_WHEN, _GENERATION, Column("OTHER CODE TRAINS", "reason", wraps=True), Column("ACCEPTED", "accepted", _yes)]
 _UNFIT = [_WHEN, Column("ATT", "attempt", right=True), _NODE, _REASON]
 _UNREADABLE = [_WHEN, _GENERATION, Column("EVENT", "unread"), _REASON]
 TABLES = (
     ("incidents", "incidents", _INCIDENTS),
     ("stragglers", "stragglers", _STRAGGLERS),
+    ("changes of the code", "code_changes", _CODE),
     ("batches left out", "skipped", _SKIPPED),
     ("spare nodes used", "spares", _SPARES),
     ("nodes that failed their checks", "unfit", _UNFIT),

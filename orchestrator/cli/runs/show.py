@@ -1,6 +1,5 @@
 """`orch show`: one run in full."""
 
-import re
 import time
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from checkpointing.storage.durable import dump_line
 from orchestrator.cli.access.registry import open_store
 from orchestrator.cli.access.run_folder import has_moved, warn_of_missing
 from orchestrator.cli.checkpoints.tested_layouts import reason_beside_tests
+from orchestrator.cli.runs.code_words import code_words, short_digests
 from orchestrator.cli.runs.config_changes import config_changes
 from orchestrator.cli.runs.incident_tables import incident_tables, incidents_json
 from orchestrator.cli.runs.next_commands import go_on, look_closer
@@ -30,7 +30,7 @@ from orchestrator.cli.terminal.render import Column, Screen, count, decimal, hos
 from orchestrator.home import registry_path
 from orchestrator.recovery.drilled_failures import drill_words
 from orchestrator.recovery.smaller_world import size_words
-from orchestrator.registry.records import Attempt, Checkpoint, Copy, Generation, RestoreTest, Run, Transition
+from orchestrator.registry.records import Attempt, Checkpoint, Copy, Generation, Notice, RestoreTest, Run, Transition
 from orchestrator.states import LIVE_RUNS
 from trainer.contract.run_dir import RunDir
 
@@ -60,7 +60,7 @@ def show(screen: Screen, run: str, history: bool) -> None:
         own = {**restore_tests_json(tests, proven, own_test), "notified": notified_json(row)}
         screen.data("show", {**document, **more, **own})
         return
-    _head(screen, found, row, own_test)
+    _head(screen, found, row, own_test, notices)
     for change in changes:
         before, now = dump_line(change["before"]), dump_line(change["now"])
         screen.say(f"changed  from attempt {change['attempt']} on: {change['key']} {before} -> {now}", hang=9)
@@ -108,7 +108,6 @@ def _document(
     }  # fmt: skip
 
 
-_DIGEST = re.compile(r"\b[0-9a-f]{32,64}\b")
 FAILURE_KEYS = ("kind", "reason", "rank", "node", "evidence")
 
 
@@ -192,7 +191,9 @@ def checkpoint_json(checkpoint: Checkpoint) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _head(screen: Screen, run: Run, row: dict[str, Any], own_test: RestoreTest | None) -> None:
+def _head(
+    screen: Screen, run: Run, row: dict[str, Any], own_test: RestoreTest | None, notices: list[Notice]
+) -> None:  # fmt: skip
     code, env = run.identity.get("code") or {}, run.identity.get("env") or {}
     lines = {
         "run": f"{run.name}  {run.state}" + (f"  {run.reason}" if run.reason else ""),
@@ -202,7 +203,7 @@ def _head(screen: Screen, run: Run, row: dict[str, Any], own_test: RestoreTest |
         "created": f"{screen.when(run.created_at)}   updated {span(row['age_s'])} ago",
         "tags": ", ".join(run.tags),
         "config": run.config_digest[:12] + _compared_with(run),
-        "code": _code(code),
+        "code": code_words(code, notices),
         "env": _words(env),
         "data": _words(run.identity.get("data") or {}),
         "told": notified_words(row),
@@ -237,28 +238,8 @@ def _beginning(imported: Any) -> str:
 def _words(fields: Any) -> str:
     """The values of an identity that fit a line; packages, variables and diffs are for --json."""
     if not isinstance(fields, dict):
-        return _short(fields)
-    return "  ".join(f"{key} {_short(value)}" for key, value in fields.items() if _fits(value))
-
-
-def _code(fields: dict[str, Any]) -> str:
-    """Our own version, then every folder of the user's with its commit or digest."""
-    ours = fields.get("orch")
-    if not isinstance(ours, dict):
-        return _words(fields)
-    words = [f"orch {ours.get('version')} {_short(ours.get('sha256'))}"]
-    for place in fields.get("user") or []:
-        unknown = f" (changes not known: {place['dirty_reason']})" if place.get("dirty_reason") else ""
-        dirty = " with changes" if place.get("dirty") else unknown
-        commit = f" {_short(place['git'])}" if place.get("git") else ""
-        words.append(f"{place.get('path')}{commit}{dirty}")
-    if digest := (fields.get("files") or {}).get("digest"):
-        words.append(f"files {_short(digest)}")
-    return "   ".join(words)
-
-
-def _short(value: Any) -> str:
-    return _DIGEST.sub(lambda match: match[0][:12], str(value))
+        return short_digests(fields)
+    return "  ".join(f"{key} {short_digests(value)}" for key, value in fields.items() if _fits(value))
 
 
 def _fits(value: Any) -> bool:

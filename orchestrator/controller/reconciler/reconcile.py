@@ -18,6 +18,7 @@ from orchestrator.controller.jobs.scheduler_snapshot import UNREACHABLE, Records
 from orchestrator.controller.leasing.observed_since import Clock, ObservedSince
 from orchestrator.controller.reconciler import user_requests
 from orchestrator.controller.reconciler.actor import SUBMIT_WITHIN, Actor
+from orchestrator.controller.reconciler.code_note import code_note
 from orchestrator.controller.reconciler.conclude import PoolSize, conclude, to_avoid
 from orchestrator.controller.reconciler.launch_conditions import update_exclusions, wait_for_room, with_exclusions
 from orchestrator.controller.reconciler.orphaned_jobs import sweep_orphans
@@ -326,7 +327,8 @@ class Controller:
             f"somebody holds it: `scontrol release {job.job_id}`" if is_held_by_somebody(self.actor, view, job) else ""
         )
         size = size_note(view, self._config(run.config_digest), job)
-        said = "".join(f"; {words}" for words in (size, held, silence.reason, evidence.odd, changed) if words)
+        code = code_note(self.store, attempt) if runs else ""
+        said = "".join(f"; {words}" for words in (size, held, silence.reason, evidence.odd, changed, code) if words)
         saves = f"{evidence.saves_failing}; " if evidence.saves_failing and runs else ""
         self.actor.note(run, f"{saves}job {job.job_id} is {job.state}{waits}{said}")
 

@@ -26,6 +26,7 @@ from orchestrator.states import Trust, may_move
 from trainer.contract.config_sections.scheduler_kinds import traits
 from trainer.contract.events import Event, EventKind
 from trainer.contract.failures.outcome import Failure, FailureKind
+from trainer.contract.user_code.code_record import CodeRecord
 
 UNREADABLE_EVENT = "event.unreadable"
 """The notice of an event that lacks what its kind must have."""
@@ -321,6 +322,16 @@ def _notice(writer: _EventWriter, node: str | None = None, *, kind: str = "", **
     writer.store.put_notice(notice, epoch=writer.epoch)
 
 
+def _code_changed(writer: _EventWriter) -> None:
+    """A person who has resumed with this code knows of the change."""
+    known = CodeRecord.of_identity(writer.view.run.identity)
+    files = writer.data.get("files") or {}
+    same = known is not None and [
+        name for name in files if name in known.files and known.files[name].sha256 == files[name]
+    ]
+    _notice(writer, "", accepted=bool(files) and same == list(files))
+
+
 def _preflight(writer: _EventWriter) -> None:
     """By the node's name: its agent's place in the job means nothing elsewhere."""
     if not writer.data["ok"]:
@@ -352,6 +363,8 @@ _HANDLERS: dict[str, Callable[[_EventWriter], None]] = {
     EventKind.INCIDENT: _notice,
     EventKind.STRAGGLER: _notice,
     EventKind.BATCH_SKIPPED: _notice,
+    EventKind.CODE_RECORDED: _notice,
+    EventKind.CODE_CHANGED: _code_changed,
     EventKind.DRILL: _notice,
     EventKind.RESTORE_TESTED: _notice,
     EventKind.PREFLIGHT: _preflight,

@@ -4,7 +4,7 @@ import os
 import sys
 from collections.abc import Collection
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from checkpointing.storage.durable import read_json
@@ -15,17 +15,36 @@ from trainer.contract.events import EventKind, EventLog
 from trainer.contract.messages.fork_server import ForkServerReady
 from trainer.contract.node_identity import discover
 from trainer.contract.run_dir import AttemptDir, RunDir
-from trainer.contract.user_code.code_record import CodeRecord
+from trainer.contract.user_code.code_record import CodeRecord, changed_digests, printable
 from trainer.contract.user_code.code_rule import CodeDecision, Occasion, judge_code
 from trainer.contract.user_code.record_code import read_again, record_imported, record_named
+
+MOST = 20
+"""Changed files whose digests an event has."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CodeAtStart:
-    """The digest of the user's code, and what of it is not as before; both empty where there is nothing to say."""
+    """The digest of the user's code, what of it is not as before in words, and the digests of the changed files.
+
+    All are empty where there is nothing to report.
+    """
 
     digest: str = ""
     changes: str = ""
+    files: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def judged(cls, before: CodeRecord | None, now: CodeRecord, occasion: Occasion, since: str) -> "CodeAtStart":
+        decision, reason = judge_code(before, now, occasion, since)
+        if decision is not CodeDecision.WARN or before is None:
+            return cls(digest=now.digest)
+        files = [(printable(name), digest) for name, digest in changed_digests(before, now).items()]
+        return cls(digest=now.digest, changes=reason, files=dict(files[:MOST]))
+
+    def write_change(self, events: EventLog) -> None:
+        if self.changes:
+            events.write(EventKind.CODE_CHANGED, digest=self.digest, reason=self.changes, files=self.files)
 
 
 def record_code(attempt: AttemptDir, config: JobConfig, skip: Collection[str] = ()) -> CodeAtStart:
@@ -42,37 +61,33 @@ def record_code(attempt: AttemptDir, config: JobConfig, skip: Collection[str] = 
     except OSError as error:  # training does not depend on it
         sys.stderr.write(f"orch: the code of this attempt is not recorded: {error}\n")
         return CodeAtStart()
-    decision, reason = judge_code(before, now, occasion, since)
-    return CodeAtStart(digest=now.digest, changes=reason if decision is CodeDecision.WARN else "")
+    return CodeAtStart.judged(before, now, occasion, since)
 
 
 def write_events(events: EventLog, node: int, ready: ForkServerReady) -> None:
     """What a fork server that is ready has to report."""
-    fields = asdict(ready)
-    digest, changes = fields.pop("code"), fields.pop("code_changes")
+    fields = {"warm": ready.warm, "reason": ready.reason, "seconds": ready.seconds}
     events.write(EventKind.FORK_SERVER, node=node, **fields)
-    if digest:
-        events.write(EventKind.CODE_RECORDED, digest=digest)
-    if changes:
-        events.write(EventKind.CODE_CHANGED, digest=digest, reason=changes)
+    if ready.code:
+        events.write(EventKind.CODE_RECORDED, digest=ready.code)
+    CodeAtStart(digest=ready.code, changes=ready.code_changes, files=ready.code_files).write_change(events)
 
 
 async def note_changes(attempt: AttemptDir, events: EventLog) -> None:
     """Look at the recorded files again when ranks start that import them again: an event for what has changed."""
 
-    def look() -> tuple[str, str]:
+    def look() -> CodeAtStart:
         before = CodeRecord.read(attempt.code)
-        now = None if before is None else read_again(before)
-        decision, reason = judge_code(before, now, Occasion.NEXT, _LAST_START)
-        if now is None or decision is not CodeDecision.WARN:
-            return "", ""
-        now.write(attempt.code)
-        return now.digest, reason
+        if before is None:
+            return CodeAtStart()
+        now = read_again(before)
+        found = CodeAtStart.judged(before, now, Occasion.NEXT, _LAST_START)
+        if found.changes:
+            now.write(attempt.code)
+        return found
 
     with suppress(OSError):
-        digest, reason = await start_detached(look)
-        if reason:
-            events.write(EventKind.CODE_CHANGED, digest=digest, reason=reason)
+        (await start_detached(look)).write_change(events)
 
 
 _LAST_START = "the last start in this attempt"
@@ -103,6 +118,6 @@ def _code_before(attempt: AttemptDir) -> tuple[CodeRecord | None, str, Occasion]
 
 def _submitted(run_json: Path) -> CodeRecord | None:
     try:
-        return CodeRecord.from_json(read_json(run_json)["identity"]["code"]["files"])
-    except (FileNotFoundError, ValueError, TypeError, KeyError):
+        return CodeRecord.of_identity(read_json(run_json)["identity"])
+    except (FileNotFoundError, ValueError, TypeError, KeyError, AttributeError):
         return None

@@ -1,12 +1,13 @@
 """The fork server: a process that has imported torch and the workload, touched no GPU, and forks ranks from itself.
 
-Started by the agent as `python -P -m trainer.agent.fork_server.server LINK AGENT RUN_DIR [REASON CODE CHANGES]`: the
+Started by the agent as `python -P -m trainer.agent.fork_server.server LINK AGENT RUN_DIR [REASON CODE]`: the
 descriptor of its socket, the agent's pid, the run directory, and, when it must not stay warm, the reason and what it
-has recorded of the user's code.
+has recorded of the user's code, as JSON.
 """
 
 import contextlib
 import gc
+import json
 import os
 import select
 import signal
@@ -15,6 +16,7 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import NoReturn
 
@@ -243,20 +245,21 @@ def main(arguments: list[str]) -> None:
     link.set_inheritable(False)
     config = load(attempt.run, attempt.number)
     rank_main, ours = (None, frozenset[str]()) if config.command or cold else _import_workload(config, link)
-    code = CodeAtStart(digest=recorded[0], changes=recorded[1]) if cold else record_code(attempt, config, ours)
+    code = CodeAtStart(**json.loads(recorded[0])) if cold else record_code(attempt, config, ours)
     if rank_main is not None and (reason := fork_unsafe_reason()):
         # A process with threads must not fork: begin again as one that imports nothing.
         process_tree.kill_children()
         link.set_inheritable(True)
         program = [sys.executable, "-P", "-m", "trainer.agent.fork_server.server"]
-        os.execv(sys.executable, [*program, *arguments[:3], reason, code.digest, code.changes])
+        os.execv(sys.executable, [*program, *arguments[:3], reason, json.dumps(asdict(code))])
     fork_server = ForkServer(link, rank_main)
     process_tree.set_pdeathsig(agent, process_tree.AGENT_DIED_SIGNAL)
     why = cold or ("" if rank_main else "the ranks are the user's own command")
     seconds = time.monotonic() - started
     ready = ForkServerReady(
-        warm=rank_main is not None, reason=why, seconds=seconds, code=code.digest, code_changes=code.changes
-    )
+        warm=rank_main is not None, reason=why, seconds=seconds, code=code.digest, code_changes=code.changes,
+        code_files=code.files,
+    )  # fmt: skip
     unix_transport.send(link, ready)
     fork_server.serve()
 

@@ -1,6 +1,6 @@
 """What an agent and its fork server say to each other."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, get_args
 
 from trainer.contract.messages.codec import Direction
@@ -38,7 +38,8 @@ TO_FORK_SERVER = Direction[ToForkServer](*get_args(ToForkServer))
 class ForkServerReady:
     """It can start ranks; `warm`: it has imported what they need, `reason` says why not.
 
-    `code`: digest of the user's code, on the first node; `code_changes`: what of it is not as it was before.
+    `code`: digest of the user's code, on the first node; `code_changes`: what of it is not as it was before, in words;
+    `code_files`: the digests of the files that have changed.
     """
 
     warm: bool
@@ -46,6 +47,7 @@ class ForkServerReady:
     seconds: float
     code: str = ""
     code_changes: str = ""
+    code_files: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -63,6 +63,11 @@ class CodeRecord:
         except (KeyError, TypeError, AttributeError):
             return None
 
+    @classmethod
+    def of_identity(cls, identity: Mapping[str, Any]) -> "CodeRecord | None":
+        """The record in a run's identity; None where it has none."""
+        return cls.from_json((identity.get("code") or {}).get("files"))
+
     def write(self, path: Path) -> None:
         write_durably(path, dump_line(self.to_json()).encode())
 
@@ -90,8 +95,16 @@ def changed_files(before: CodeRecord, now: CodeRecord) -> list[str]:
     A module that only one side has is no change by itself: the module that names it has changed, or it was imported
     for another reason.
     """
-    both = [name for name in before.files if name in now.files]
-    changed = [f"{name} changed" for name in both if before.files[name].sha256 != now.files[name].sha256]
+    changed = [f"{name} changed" for name in changed_digests(before, now) if name in before.files]
     gone = [f"{name} is gone" for name in before.files if name in now.absent]
     new = [f"{name} is new" for name in before.absent if name in now.files]
     return [*changed, *gone, *new]
+
+
+def changed_digests(before: CodeRecord, now: CodeRecord) -> dict[str, str]:
+    """PURE: the present digests of the files that have changed, or that the code had named before they were there."""
+    return {
+        name: one.sha256
+        for name, one in now.files.items()
+        if name in before.absent or (name in before.files and before.files[name].sha256 != one.sha256)
+    }

@@ -92,6 +92,8 @@ NOTICED: list[tuple[EventKind, dict[str, Any], str]] = [
      "rank 1 on n1 is slow: forward takes 1.30 x its peers' time"),
     (EventKind.STRAGGLER, {"rank": 1, "node": "n1", "section": "forward", "ratio": 1.0, "over": True},
      "rank 1 on n1 is as fast as its peers again"),
+    (EventKind.CODE_CHANGED, {"digest": "ab", "reason": "mine changed since attempt 1", "files": {}},
+     "other code trains: mine changed since attempt 1"),
     (EventKind.BATCH_SKIPPED, {"step": 7, "position": 96, "reason": "loss nan"},
      "the batch of step 7 is skipped from now on: loss nan"),
     (EventKind.SPARE_USED, {"node": 2, "name": "n3", "instead": "n2", "reason": "gone"},

@@ -86,6 +86,17 @@ def test_stragglers_batches_spares_and_unfit_nodes_have_their_tables(orch: Type,
         assert words in shown
 
 
+def test_other_code_is_named_with_the_digest_of_what_trained(orch: Type, seeds: Seeds) -> None:
+    run = seeds.run()
+    notice(seeds, run, EventKind.CODE_RECORDED, digest="ab" * 32)
+    notice(seeds, run, EventKind.CODE_CHANGED, digest="cd" * 32, reason="mine changed since the submit", files={})
+    (found,) = orch("show", run, "--json").data["code_changes"]
+    assert (found["attempt"], found["reason"]) == (1, "mine changed since the submit")
+    shown = orch("show", run).out
+    assert "files cdcdcdcdcdcd (attempt 1)" in shown
+    assert "mine changed since the submit" in shown
+
+
 def test_a_quiet_run_lists_nothing(orch: Type, seeds: Seeds) -> None:
     run = seeds.run()
     data = orch("show", run, "--json").data

@@ -1,5 +1,6 @@
 """`orch resume RUN KEY=VALUE`: what may change of a run that goes on, what needs a word, and what is refused."""
 
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ from trainer.contract import skipped_batches
 from trainer.contract.failures.outcome import Failure, FailureKind
 from trainer.contract.run_dir import RunDir
 from trainer.contract.token_shards import Index, prepare
+from trainer.contract.user_code.code_record import CodeFile, CodeRecord
 
 
 class Resumable:
@@ -220,6 +222,65 @@ def test_code_that_was_to_be_fixed_needs_no_word(
     assert typed.code == (4 if asks else 0), typed.err
     assert ("--accept code.user" in typed.err) == asks
     assert ("trains on with fixed code" in typed.err) == (not asks)
+
+
+class Repository:
+    """A workload of two modules under git, one of them ignored, whose run has trained."""
+
+    def __init__(self, seeds: Seeds, tmp_path: Path) -> None:
+        self.folder = tmp_path / "code"
+        self.folder.mkdir()
+        (self.folder / "my_model.py").write_text("import hidden_part\nclass Mine: ...\n")
+        (self.folder / "hidden_part.py").write_text("width = 1\n")
+        (self.folder / ".gitignore").write_text("hidden_part.py\n")
+        self.commit("init", "-q")
+        self.commit("add", ".")
+        self.commit("commit", "-qm", "one")
+        self.run = Resumable(
+            seeds, tmp_path, RunState.HELD, f"workload.path=[{self.folder}]", "workload.target=my_model:Mine"
+        )
+
+    def commit(self, *words: str) -> None:
+        author = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false")
+        subprocess.run(["git", "-C", str(self.folder), *author, *words], check=True)
+
+
+def test_a_commit_a_log_and_a_database_beside_the_code_are_no_other_code(
+    orch: Type, seeds: Seeds, service: SimpleNamespace, tmp_path: Path
+) -> None:
+    code = Repository(seeds, tmp_path)
+    for name in ("README.md", "out.log", "runs.db"):
+        (code.folder / name).write_text("grows")
+    code.commit("add", "README.md")
+    code.commit("commit", "-qm", "words")
+    (code.folder / "out.log").write_text("grows further")
+    assert orch("resume", code.run.name, "--no-controller").code == 0
+
+
+def test_a_change_in_a_file_that_git_ignores_is_other_code(
+    orch: Type, seeds: Seeds, service: SimpleNamespace, tmp_path: Path
+) -> None:
+    code = Repository(seeds, tmp_path)
+    (code.folder / "hidden_part.py").write_text("width = 2\n")
+    refused = orch("resume", code.run.name, "--no-controller")
+    assert (refused.code, "code.user: hidden_part changed" in refused.err) == (4, True), refused.err
+    assert orch("resume", code.run.name, "--accept", "code.user", "--no-controller").code == 0
+
+
+def test_resume_compares_with_the_code_that_trained_last(
+    orch: Type, seeds: Seeds, service: SimpleNamespace, tmp_path: Path
+) -> None:
+    """The code was edited before the job began: that code trained, and to go on with it needs no word."""
+    code = Repository(seeds, tmp_path)
+    (code.folder / "hidden_part.py").write_text("width = 2\n")
+    attempt = RunDir(Path(code.run.store.run(code.run.name).run_dir)).attempt(1)
+    attempt.path.mkdir(parents=True, exist_ok=True)
+    recorded = {"hidden_part": code.folder / "hidden_part.py", "found_late": tmp_path / "found_late.py"}
+    (tmp_path / "found_late.py").write_text("")
+    CodeRecord(files={name: CodeFile.read(path) for name, path in recorded.items()}).write(attempt.code)
+    assert orch("resume", code.run.name, "--no-controller").code == 0
+    (tmp_path / "found_late.py").write_text("other = 1")
+    assert "code.user: found_late changed" in orch("resume", code.run.name, "--no-controller").err
 
 
 def test_a_module_that_is_gone_is_to_be_put_back(

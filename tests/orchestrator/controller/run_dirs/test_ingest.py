@@ -8,9 +8,10 @@ import pytest
 from checkpointing.storage.durable import dump_line
 from orchestrator.controller.run_dirs.ingest import UNREADABLE_EVENT, ingest
 from orchestrator.controller.run_view import RunView
-from orchestrator.states import AttemptState, Trust
-from tests.scenarios.world import World, config
+from orchestrator.states import AttemptState, RunState, Trust
+from tests.scenarios.world import World, config, training
 from trainer.contract.events import EventKind, EventLog
+from trainer.contract.user_code.code_record import CodeFile, CodeRecord
 
 
 def begun(tmp_path: Path) -> tuple[World, EventLog]:
@@ -247,6 +248,30 @@ def test_a_save_whose_event_is_lost_is_known_by_the_heartbeat(tmp_path: Path) ->
     assert saved(20) is None, "what it began with it has not saved"
     assert saved(40) == 40
     assert saved(30) == 40
+
+
+@pytest.mark.parametrize(("digest", "accepted"), [("new", True), ("old", False), (None, False)])
+def test_code_that_a_person_resumed_with_is_accepted(tmp_path: Path, digest: str | None, accepted: bool) -> None:
+    world, log = begun(tmp_path)
+    if digest is not None:
+        files = CodeRecord(files={"mine": CodeFile(path="mine.py", sha256=digest)})
+        world.store.note_run(
+            world.name, epoch=world.lease.epoch, now=1.0, identity={"code": {"files": files.to_json()}}
+        )
+    log.write(EventKind.CODE_CHANGED, digest="d", reason="mine changed since attempt 1", files={"mine": "new"})
+    read(world)
+    (notice,) = world.store.notices(world.name)
+    assert (notice.data["reason"], notice.data["accepted"]) == ("mine changed since attempt 1", accepted)
+
+
+def test_the_status_names_code_that_nobody_has_accepted(tmp_path: Path) -> None:
+    world, log = begun(tmp_path)
+    training(world, 2)
+    assert world.run.state is RunState.RUNNING
+    log.write(EventKind.CODE_CHANGED, digest="d", reason="mine changed since the submit", files={"mine": "new"})
+    world.tick()
+    world.tick()
+    assert world.run.reason.endswith("; trains other code: mine changed since the submit")
 
 
 def test_what_watchers_noticed_is_kept_once(tmp_path: Path) -> None:

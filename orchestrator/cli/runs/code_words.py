@@ -1,0 +1,36 @@
+"""The line of `orch show` about code: orch's version, the user's folders with their commits, the files' digest."""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from orchestrator.registry.records import Notice
+from trainer.contract.events import EventKind
+
+_DIGEST = re.compile(r"\b[0-9a-f]{32,64}\b")
+
+
+def code_words(code: dict[str, Any], notices: Sequence[Notice]) -> str:
+    """What is known of the code in an identity; the digest is that of the files which trained last, if any have."""
+    ours = code.get("orch")
+    words = [f"orch {ours.get('version')} {short_digests(ours.get('sha256'))}"] if isinstance(ours, dict) else []
+    words += map(_place_words, code.get("user") or [])
+    kinds = (EventKind.CODE_RECORDED, EventKind.CODE_CHANGED)
+    trained = [notice for notice in notices if notice.kind in kinds]
+    if trained:
+        words.append(f"files {short_digests(trained[-1].data.get('digest'))} (attempt {trained[-1].attempt})")
+    elif digest := (code.get("files") or {}).get("digest"):
+        words.append(f"files {short_digests(digest)}")
+    return "   ".join(words)
+
+
+def _place_words(place: dict[str, Any]) -> str:
+    unknown = f" (changes not known: {place['dirty_reason']})" if place.get("dirty_reason") else ""
+    dirty = " with changes" if place.get("dirty") else unknown
+    commit = f" {short_digests(place['git'])}" if place.get("git") else ""
+    return f"{place.get('path')}{commit}{dirty}"
+
+
+def short_digests(value: Any) -> str:
+    """A text with every digest in it cut to twelve digits."""
+    return _DIGEST.sub(lambda match: match[0][:12], str(value))

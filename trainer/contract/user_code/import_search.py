@@ -52,11 +52,13 @@ class ImportSearch:
         return namespace
 
     def _tops(self, name: str) -> Iterator[ModuleSpec]:
-        finders = [finder for finder in sys.meta_path if hasattr(finder, "find_spec")]
-        searches = [lambda: PathFinder.find_spec(name, self._first)]
-        searches += [lambda finder=finder: finder.find_spec(name, None) for finder in finders]
-        searches += [lambda: PathFinder.find_spec(name, self._last)]
-        yield from (spec for search in searches if (spec := search()) is not None)
+        if (first := PathFinder.find_spec(name, self._first)) is not None:
+            yield first
+        for finder in sys.meta_path:
+            if hasattr(finder, "find_spec") and (found := finder.find_spec(name, None)) is not None:
+                yield found
+        if (last := PathFinder.find_spec(name, self._last)) is not None:
+            yield last
 
 
 class UserFiles:

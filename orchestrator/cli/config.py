@@ -110,12 +110,17 @@ def _compose(source: str, overrides: tuple[str, ...]) -> Any:
 
 
 def warn_of(screen: Screen, config: Any) -> None:
-    """Warn of methods that nobody will call, as they are only nearly named so, and of a pipeline that mostly waits."""
+    """Warn of methods that nobody will call, as they are only nearly named so, of modules that a job finds elsewhere,
+    and of a pipeline that mostly waits.
+    """
     from orchestrator.submission.pipeline_warning import few_micro_batches
+    from orchestrator.submission.user_code import shadowed_helpers
     from orchestrator.submission.workload_methods import near_methods  # ast: only where code is looked at
 
     for words in near_methods(config):
         screen.warn("near_method", words)
+    for words in shadowed_helpers(config):
+        screen.warn("shadowed_module", words)
     if waits := few_micro_batches(config):
         screen.warn("few_micro_batches", waits)
 

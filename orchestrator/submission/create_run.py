@@ -27,6 +27,7 @@ from orchestrator.submission.root_check import check_data, data_folder, refuse_s
 from orchestrator.submission.run_identity import identify
 from trainer.contract.config import WorkloadConfig
 from trainer.contract.token_shards import Index, TokensError, prepare_under
+from trainer.contract.user_code.code_record import CodeRecord
 
 Progress = Callable[[int, int], None]
 """Called with bytes done and bytes in all while text is tokenized."""
@@ -44,13 +45,14 @@ def create_run(
     imported: dict[str, Any] | None = None,
     on_recorded: Callable[[Run], None] = lambda run: None,
     tags: tuple[str, ...] = (),
+    code: CodeRecord | None = None,
 ) -> tuple[Run, Attempt]:
     """Check, prepare data, write the run and the intent of its first attempt, make its folder.
 
     `on_recorded` is called with the run as soon as it is in the registry; Ctrl-C never comes in between.
 
     `imported` tells of a checkpoint that the run begins with (`checkpoint` is its folder); it is put into the run's
-    folder before anybody sees that.
+    folder before anybody sees that. `code`: what importing the workload has shown.
 
     A kill in between leaves nothing, or a run that the next pass of a controller finishes; a refusal after the row
     is there leaves a run that the next pass cancels.
@@ -65,9 +67,8 @@ def create_run(
     data = given.data
     index = prepare_data(config, data, root, progress)
     recorded = {name: value for name, value in os.environ.items() if name not in config.env_from}
-    identity = identify(
-        config, kind, data=data_identity(data["data"]["path"], index) if index is not None else {}, environ=recorded
-    )
+    seen = data_identity(data["data"]["path"], index) if index is not None else {}
+    identity = identify(config, kind, data=seen, environ=recorded, imported=code)
     identity |= {"host": socket.gethostname()} | ({} if imported is None else {"imported": imported})
     digest = store.put_config(data)
     new = NewRun(

@@ -11,6 +11,8 @@ from orchestrator.errors import ConfigError
 from orchestrator.near_words import did_you_mean, nearest
 from orchestrator.submission.command_script import check_command
 from orchestrator.submission.workload_methods import missing_method
+from trainer.contract.user_code.import_search import ImportSearch, shadowing_file
+from trainer.contract.user_code.record_code import named_tops
 
 OURS = ("orch", "orchestrator", "trainer", "checkpointing")
 """Top-level names that always mean orch's own packages inside a job."""
@@ -74,6 +76,8 @@ def _check_target(target: str, folders: list[Path]) -> None:
     module, _, name = target.partition(":")
     top = module.partition(".")[0]
     places = [_ROOT] if top in OURS else folders
+    if top not in OURS:
+        _refuse_shadowed(target, top, folders)
     file = _file_of(module, places) or (None if top in OURS else _installed(module))
     if file is None:
         searched = ", ".join(str(place) for place in places) or "no folder (workload.path is empty)"
@@ -84,6 +88,29 @@ def _check_target(target: str, folders: list[Path]) -> None:
         )
     if file.suffix == ".py":
         _check_class(target, name, file)
+
+
+def _refuse_shadowed(target: str, top: str, folders: list[Path]) -> None:
+    """A job finds Python's modules and installed ones before those of `workload.path`."""
+    if (shadowed := shadowing_file(top, folders, ImportSearch(last=folders))) is not None:
+        own, first = shadowed
+        raise ConfigError(
+            f"workload.target={target}: a job would import {first} as {top}, which comes before {own}",
+            where="workload.path",
+            hint=f"rename it, for example to my_{own.parent.name if own.stem == '__init__' else own.name}, "
+            "and its imports and workload.target with it",
+        )
+
+
+def shadowed_helpers(config: RunConfig, beside: Path | None = None) -> list[str]:
+    """What to warn of modules that the workload names, and that a job finds elsewhere than in `workload.path`."""
+    folders = [Path(folder).expanduser() for folder in config.workload.path]
+    if config.command or config.trains_built_in_workload or not folders:
+        return []
+    own = config.workload.target.partition(":")[0].partition(".")[0]
+    names, search = named_tops(config, beside or Path.cwd()) - {own}, ImportSearch(last=folders)
+    found = [(name, shadowing_file(name, folders, search)) for name in sorted(names)]
+    return [f"the job imports {where[1]} as {name}, not {where[0]}" for name, where in found if where is not None]
 
 
 _ON_THE_PATH = "workload.path=[/folder/that/holds/it] puts a folder on the import path"

@@ -89,13 +89,8 @@ class BaseWorkload:
 
     def parallelize(self, model: nn.Module, layout: Layout) -> nn.Module:
         """FSDP over `fsdp_units` and the rest; has no plan for tensor parallelism and for shared sequences."""
-        sizes = {"tp": layout.sizes.tp, "cp": layout.sizes.cp, "pipeline.stages": layout.sizes.pp}
-        for name, size in {**sizes, "ep": self.config.parallel.ep}.items():
-            if size > 1:
-                raise WorkloadError(
-                    f"parallel.{name}={size}, but {type(self).__name__} has no `parallelize` of its own: "
-                    f"write one, or set parallel.{name}=1"
-                )
+        if refused := missing_parallelize(type(self), self.config):
+            raise WorkloadError(refused)
         model.to(layout.device)
         _refuse_batch_norm(model, layout, self.config)
         units = fsdp_units(model)
@@ -183,6 +178,19 @@ def hook(workload: object, name: str) -> Callable[..., Any] | None:
     found = getattr(workload, name, None)
     inherited = getattr(type(workload), name, None) is getattr(BaseWorkload, name)
     return found if callable(found) and not inherited else None
+
+
+def missing_parallelize(kind: type[Any], config: JobConfig) -> str:
+    """Why a class that leaves `parallelize` to BaseWorkload cannot have this layout; empty when it can."""
+    if getattr(kind, "parallelize", None) is not BaseWorkload.parallelize:
+        return ""
+    parallel = config.parallel
+    sizes = {"tp": parallel.tp, "cp": parallel.cp, "pipeline.stages": parallel.pipeline.stages, "ep": parallel.ep}
+    large = next((name for name, size in sizes.items() if size > 1), None)
+    if large is None:
+        return ""
+    remedy = f"write one, or set parallel.{large}=1"
+    return f"parallel.{large}={sizes[large]}, but {kind.__name__} has no `parallelize` of its own: {remedy}"
 
 
 def _refuse_batch_norm(model: nn.Module, layout: Layout, config: JobConfig) -> None:

@@ -200,6 +200,8 @@ def launch(
     """Write the run down, see to it that somebody launches it, and wait for its job; the data of `orch submit`."""
     from orchestrator.scheduler.available_schedulers import resolve
     from orchestrator.submission import create_run as launching
+    from orchestrator.submission import user_code
+    from orchestrator.submission.inspect_workload import inspecting
 
     screen.if_interrupted = lambda: "interrupted: no run was made"
 
@@ -208,11 +210,15 @@ def launch(
 
     if not no_controller:
         compare_with_controller(screen, resolve(cluster or composed.config.cluster.kind))
-    _ask_slurm(screen, composed, cluster)
+    config, kind = composed.config, resolve(cluster or composed.config.cluster.kind)
+    user_code.check(config)
+    with inspecting(config, kind, os.environ) as inspection:
+        _ask_slurm(screen, composed, cluster)
+        code = inspection.finish(screen.note, lambda words: screen.warn("workload_import", words))
     with open_store() as store, screen.bar("tokenizing") as meter:
         run, attempt = launching.create_run(
             store, composed, cluster=cluster, now=time.time(), progress=meter, imported=imported,
-            on_recorded=recorded, tags=tags,
+            on_recorded=recorded, tags=tags, code=code,
         )  # fmt: skip
     if not no_controller:
         _begin(run)

@@ -32,6 +32,11 @@ class ImportSearch:
     def is_there(self, name: str) -> bool:
         return self._spec(name) is not None
 
+    def is_namespace(self, name: str) -> bool:
+        """Whether it is a folder without a module of its own."""
+        spec = self._spec(name)
+        return spec is not None and spec.origin is None and spec.loader is None
+
     def _spec(self, name: str) -> ModuleSpec | None:
         if name not in self._found:
             above, _, _ = name.rpartition(".")

@@ -37,6 +37,14 @@ def record_named(config: ProgramConfig, beside: Path) -> CodeRecord:
     return _record_command(config, beside) if config.command else _record_target(config, beside)
 
 
+def named_tops(config: ProgramConfig, beside: Path) -> set[str]:
+    """Top-level modules that a workload's code names, and that are not its own."""
+    found = _Collector(ImportSearch(last=_folders(config, beside)))
+    found.add_module(config.workload.target.partition(":")[0])
+    found.follow()
+    return found.foreign
+
+
 def read_again(record: CodeRecord) -> CodeRecord:
     """The files of a record as they are now."""
     files = {name: CodeFile.read(Path(one.path)) for name, one in record.files.items()}
@@ -107,6 +115,7 @@ class _Collector:
         self._waiting: list[tuple[Path, list[str], bool]] = []
         self._seen: set[str] = set()
         self.dynamic = ""
+        self.foreign: set[str] = set()
 
     def add(self, name: str, path: Path, package: list[str] | None = None, *, imported: bool = False) -> None:
         """A file, if it is the user's; `package`: in which it lies, by default the one in its name.
@@ -126,6 +135,8 @@ class _Collector:
         parts = name.split(".")
         for depth in range(1, len(parts) + 1):
             part = ".".join(parts[:depth])
+            if part in self.foreign:
+                return
             if part in self._seen:
                 continue
             self._seen.add(part)
@@ -135,8 +146,9 @@ class _Collector:
             elif depth == 1 and not self._search.is_there(part):
                 self._absent.add(part)
             # Whatever lies in a library is not the user's.
-            if depth == 1 and (part in self._absent or (file is not None and part not in self._files)):
-                self._seen |= {name}
+            if depth == 1 and part not in self._files and (file is not None or not self._search.is_namespace(part)):
+                self.foreign.add(part)
+                self._seen.add(name)
                 return
 
     def add_folder(self, folder: Path) -> None:

@@ -1,0 +1,75 @@
+"""Imports a workload before there is a run of it: what it imports, and what of its configuration it cannot do.
+
+`python -P -m trainer.worker.startup.inspect_workload ANSWER` reads the configuration as JSON from stdin. It writes JSON
+objects, a line each, to the descriptor ANSWER: `code`, then `refused` (reason and remedy), and `done`; or `failed`.
+"""
+
+import json
+import os
+import sys
+from typing import Any, TextIO
+
+import torch
+from torch import nn
+
+from trainer.contract.config import JobConfig, build
+from trainer.contract.user_code.record_code import record_imported
+from trainer.worker import workload
+from trainer.worker.parallel.fsdp_units import CannotShard, chosen_units
+from trainer.worker.users_code import users_code
+
+
+def main(arguments: list[str]) -> None:
+    """Import, look, and answer."""
+    with os.fdopen(int(arguments[0]), "w", encoding="utf-8") as answer:
+        os.set_inheritable(answer.fileno(), False)
+        config = build(JobConfig, json.load(sys.stdin))
+        assert isinstance(config, JobConfig)
+        _inspect(config, answer)
+
+
+def _inspect(config: JobConfig, answer: TextIO) -> None:
+    before = frozenset(sys.modules)
+    try:
+        with users_code(f"importing {config.workload.target}"):
+            kind = workload.find(config.workload)
+    except workload.WorkloadError as error:
+        is_import = isinstance(error.__cause__, ImportError | SyntaxError)
+        _tell(answer, failed=str(error), is_import=is_import, done=True)
+        return
+    if not config.trains_built_in_workload:
+        _tell(answer, code=record_imported(sys.modules, before, config).to_json())
+    _tell(answer, refused=_missing_parallelize(kind, config) or _wrong_wrap(config), done=True)
+
+
+def _tell(answer: TextIO, **found: Any) -> None:
+    answer.write(f"{json.dumps(found)}\n")
+    answer.flush()
+
+
+def _missing_parallelize(kind: type[Any], config: JobConfig) -> list[str]:
+    what, _, remedy = workload.missing_parallelize(kind, config).partition(": ")
+    return [what, remedy] if what else []
+
+
+def _wrong_wrap(config: JobConfig) -> list[str]:
+    """Why `parallel.fsdp.wrap` names no part of the model; empty where it does, or where that needs real weights."""
+    wrap = config.parallel.fsdp.wrap
+    if wrap == "auto" or wrap.isdecimal():
+        return []
+    try:
+        with users_code("build_model()"), torch.device("meta"):
+            model = workload.build(config).build_model()
+    except workload.WorkloadError:
+        return []  # it may work where its data and devices are
+    if not isinstance(model, nn.Module):
+        return []
+    try:
+        chosen_units(model, wrap, [])
+    except CannotShard as error:
+        return [str(error), "type one of these, or parallel.fsdp.wrap=auto"]
+    return []
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
 
+from trainer.contract.secrets.secret_redaction import in_use
+
 NOTED_AFTER = 2.0
 """Seconds of waiting after which a person reads what is waited for."""
 _LAST_WORDS = 4096
@@ -36,6 +38,7 @@ class BoundedChild:
 
     def __init__(self, module: str, order: Mapping[str, Any], environ: Mapping[str, str], what: str) -> None:
         """`what`: what is being done, for the person who waits."""
+        self._redactor = in_use(environ)
         self._what, self._printed = what, tempfile.TemporaryFile()  # noqa: SIM115  # closed when the block is left
         self._answers, theirs = os.pipe()
         self._started = time.monotonic()
@@ -82,4 +85,4 @@ class BoundedChild:
         self._printed.seek(max(0, self._printed.seek(0, os.SEEK_END) - _LAST_WORDS))
         lines = [line.strip() for line in self._printed.read().decode(errors="replace").splitlines() if line.strip()]
         how = f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit code {status}"
-        return f"{how}: {lines[-1]}" if lines else how
+        return self._redactor.text(f"{how}: {lines[-1]}" if lines else how)

@@ -1,14 +1,16 @@
 """What importing a workload shows before there is a run: the modules that it loads, and what it cannot do."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
+from pathlib import Path
 
 from orchestrator.config.run_config import RunConfig
 from orchestrator.errors import ConfigError
 from orchestrator.scheduler.job_environment import Submitter
 from orchestrator.submission.bounded_child import BoundedChild, ChildAnswer
 from trainer.contract.config_sections.scheduler_kinds import traits
+from trainer.contract.secrets import run_secrets
 from trainer.contract.user_code.code_record import CodeRecord
 
 IMPORT_WITHIN = 60.0
@@ -54,8 +56,13 @@ def job_environment(config: RunConfig, environ: Mapping[str, str]) -> dict[str, 
     """The variables that the job's processes will have, as far as they are known here."""
     submitter = Submitter.here(environ)
     path = {"PYTHONPATH": submitter.package_root} if submitter.package_root else {}
+    made = {**submitter.environ(environ), **path, "OMP_NUM_THREADS": "1", **config.env}
     given = {name: environ[name] for name in config.env_from if name in environ}
-    return {**submitter.environ(environ), **path, "OMP_NUM_THREADS": "1", **config.env, **given}
+    if config.secrets_file:
+        with suppress(run_secrets.SecretsRefused, OSError):  # the submit itself names what is wrong with it
+            given |= run_secrets.read_list(Path(config.secrets_file))
+    run_secrets.enter(given, made)
+    return made
 
 
 def _judge(answer: ChildAnswer, config: RunConfig, kind: str, warn: Note) -> CodeRecord | None:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from trainer.contract.config import JobConfig, build
+from trainer.contract.secrets.secret_redaction import in_use
 from trainer.contract.user_code.record_code import record_imported
 from trainer.worker import workload
 from trainer.worker.parallel.fsdp_units import CannotShard, chosen_units
@@ -35,7 +36,7 @@ def _inspect(config: JobConfig, answer: TextIO) -> None:
             kind = workload.find(config.workload)
     except workload.WorkloadError as error:
         is_import = isinstance(error.__cause__, ImportError | SyntaxError)
-        _tell(answer, failed=str(error), is_import=is_import, done=True)
+        _tell(answer, failed=in_use().text(str(error)), is_import=is_import, done=True)
         return
     if not config.trains_built_in_workload:
         _tell(answer, code=record_imported(sys.modules, before, config).to_json())

@@ -5,6 +5,7 @@ import os
 import sys
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from functools import cached_property
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
@@ -60,8 +61,10 @@ class ImportSearch:
         if (first := PathFinder.find_spec(name, self._first)) is not None:
             yield first
         for finder in sys.meta_path:
-            if hasattr(finder, "find_spec") and (found := finder.find_spec(name, None)) is not None:
-                yield found
+            # A finder may be anybody's: one that fails here fails in the import, too, and is named there.
+            with suppress(ImportError, AttributeError, TypeError, ValueError, LookupError, OSError):
+                if (found := finder.find_spec(name, None)) is not None:
+                    yield found
         if (last := PathFinder.find_spec(name, self._last)) is not None:
             yield last
 

@@ -5,6 +5,7 @@ import os
 import socket
 import tempfile
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from secrets import token_hex
 from typing import Any, NoReturn
@@ -35,6 +36,17 @@ Progress = Callable[[int, int], None]
 BUILT_IN = WorkloadConfig().target
 
 
+@dataclass(frozen=True, kw_only=True)
+class RunOrigin:
+    """What a run has besides its configuration."""
+
+    imported: dict[str, Any] | None = None
+    """The checkpoint that it begins with, put into the run's folder before that appears."""
+    code: CodeRecord | None = None
+    """What importing the workload has shown."""
+    tags: tuple[str, ...] = ()
+
+
 def create_run(
     store: Store,
     composed: Composed,
@@ -42,23 +54,18 @@ def create_run(
     cluster: str | None,
     now: float,
     progress: Progress | None = None,
-    imported: dict[str, Any] | None = None,
+    origin: RunOrigin | None = None,
     on_recorded: Callable[[Run], None] = lambda run: None,
-    tags: tuple[str, ...] = (),
-    code: CodeRecord | None = None,
 ) -> tuple[Run, Attempt]:
     """Check, prepare data, write the run and the intent of its first attempt, make its folder.
 
     `on_recorded` is called with the run as soon as it is in the registry; Ctrl-C never comes in between.
 
-    `imported` tells of a checkpoint that the run begins with (`checkpoint` is its folder); it is put into the run's
-    folder before anybody sees that. `code`: what importing the workload has shown.
-
     A kill in between leaves nothing, or a run that the next pass of a controller finishes; a refusal after the row
     is there leaves a run that the next pass cancels.
     Raises ConfigError, SubmitRejected (of this machine), Precondition, RegistryError.
     """
-    config = composed.config
+    config, origin = composed.config, origin or RunOrigin()
     kind = _kind(cluster or config.cluster.kind)
     root = writable_root(config.cluster.root, shared=config.cluster.shared_root)
     user_code.check(config)
@@ -68,8 +75,8 @@ def create_run(
     index = prepare_data(config, data, root, progress)
     recorded = {name: value for name, value in os.environ.items() if name not in config.env_from}
     seen = data_identity(data["data"]["path"], index) if index is not None else {}
-    identity = identify(config, kind, data=seen, environ=recorded, imported=code)
-    identity |= {"host": socket.gethostname()} | ({} if imported is None else {"imported": imported})
+    identity = identify(config, kind, data=seen, environ=recorded, imported=origin.code)
+    identity |= {"host": socket.gethostname()} | ({} if origin.imported is None else {"imported": origin.imported})
     digest = store.put_config(data)
     new = NewRun(
         slug=config.name,
@@ -79,7 +86,7 @@ def create_run(
         total_steps=0 if config.command else config.train.steps,
         identity=given.redacted(identity),
         scheduler=instance_of(kind)(),
-        tags=tags,
+        tags=origin.tags,
     )
     nonce = token_hex(4)
     with interrupts_held():

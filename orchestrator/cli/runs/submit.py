@@ -217,8 +217,8 @@ def launch(
         code = inspection.finish(screen.note, lambda words: screen.warn("workload_import", words))
     with open_store() as store, screen.bar("tokenizing") as meter:
         run, attempt = launching.create_run(
-            store, composed, cluster=cluster, now=time.time(), progress=meter, imported=imported,
-            on_recorded=recorded, tags=tags, code=code,
+            store, composed, cluster=cluster, now=time.time(), progress=meter, on_recorded=recorded,
+            origin=launching.RunOrigin(imported=imported, code=code, tags=tags),
         )  # fmt: skip
     if not no_controller:
         _begin(run)

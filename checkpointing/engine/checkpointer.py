@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -74,7 +75,8 @@ class Checkpointer:
         # its save for long; a dead peer is noticed at once all the same.
         self._ranks, self._save_ranks = world.group(), world.group(_LONG)
         self._flush_ranks = world.group(_LONG) if len(tiers.tiers) > 1 else None
-        self._restorer = Restorer(tiers.tiers, self._ranks, owner, self._events.emit, options=restore)
+        options = replace(restore or RestoreOptions(), verdicts=tiers.pins)
+        self._restorer = Restorer(tiers.tiers, self._ranks, owner, self._events.emit, options=options)
         self._judge = PlausibilityJudge(self._config.plausibility)
         self._flusher: Flusher | None = None
         self._first = tiers.tiers[0]

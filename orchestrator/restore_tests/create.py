@@ -28,8 +28,10 @@ from trainer.contract.config import build
 from trainer.contract.restore_test import CHECKPOINT_VARIABLE, RESTORE_PROGRAM
 from trainer.contract.run_dir import RunDir
 
-LONGEST = "30"
-"""Time limit of a test in Slurm's notation, unless the run's is shorter or `restore_tests.cluster.time` says so."""
+LEAST_MINUTES = 30
+"""Time limit of a test of a small checkpoint, unless the run's is shorter or `restore_tests.cluster.time` is set."""
+BYTES_PER_MINUTE = 2 << 30
+"""A larger checkpoint gets one minute more for each: it is read three times, at 100 MB/s or faster."""
 LOW_PRIORITY = 10000
 """sbatch's `--nice` of a test: behind everybody's jobs, and anybody may ask for it."""
 NAME_ROOM = 48
@@ -187,13 +189,15 @@ def _composed(saved_with: dict[str, Any], run: Run, settings: RestoreTestsConfig
     data = {**copy.deepcopy(data), **with_layout(data, asked.layout)}
     data["name"] = f"{run.name[:NAME_ROOM]}-test"
     data["cluster"]["sbatch"] = {"nice": LOW_PRIORITY, **data["cluster"]["sbatch"]}
-    data["cluster"] |= {"time": _time(data["cluster"]["time"]), **settings.cluster}
+    longest = LEAST_MINUTES + asked.checkpoint.bytes // BYTES_PER_MINUTE
+    data["cluster"] |= {"time": _time(data["cluster"]["time"], longest), **settings.cluster}
     if asked.kind:
         data["cluster"]["kind"] = asked.kind
     data["checkpoint"] |= {"every": 0, "tiers": [], "max_unsaved_steps": 0}
     data["recovery"] |= {"restarts_in_place": 0, "max_failures": 0}
     data["detection"]["spike"]["deviations"] = 0.0
-    data["detection"]["hang"]["slow"] = data["detection"]["hang"]["most"]  # one rank reads, the others wait
+    hang = data["detection"]["hang"]
+    hang["slow"] = hang["most"] = max(hang["most"], 60.0 * longest)  # ranks read, and wait for the slowest reader
     data["drill"]["events"] = []
     data["restore_tests"] |= {"every": OFF}
     if data["command"]:
@@ -228,8 +232,8 @@ def _command(data: dict[str, Any], run: Run, settings: RestoreTestsConfig, check
     }
 
 
-def _time(limit: str) -> str:
+def _time(limit: str, longest: int) -> str:
     try:
-        return limit if minutes("cluster.time", limit) <= minutes("cluster.time", LONGEST) else LONGEST
+        return limit if minutes("cluster.time", limit) <= longest else str(longest)
     except ConfigError:
-        return LONGEST
+        return str(longest)

@@ -20,6 +20,7 @@ class LaunchToken:
     nonce: str  # of the attempt; part of its checkpoint names
     checkpoints: tuple[str, ...] = ()  # folder names of earlier attempts that this attempt may inherit
     perhaps: tuple[str, ...] = ()  # further ones, on nodes' own disks: inherited where they are found, never missed
+    corrupt: tuple[str, ...] = ()  # those of earlier attempts that must not be loaded, whatever else is left
     over: tuple[str, ...] = ()  # `<attempt>-<nonce>` of the run's earlier attempts: they write no more
     config_digest: str = ""  # of the config that this attempt was decided with; empty: not known
     trained: bool = False  # an earlier attempt of the run has reached a step, whether or not it was saved
@@ -27,7 +28,10 @@ class LaunchToken:
 
     def write(self, path: Path) -> None:
         """Put the token in force; without effect once it was revoked, however late a paused controller does it."""
-        write_durably(path, dump_line({"schema": "orch.go/1", **asdict(self)}).encode())
+        fields = asdict(self)
+        if not self.corrupt:  # agents of older versions know no such key
+            del fields["corrupt"]
+        write_durably(path, dump_line({"schema": "orch.go/1", **fields}).encode())
 
     @classmethod
     def read(cls, path: Path) -> "LaunchToken":

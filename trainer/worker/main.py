@@ -177,7 +177,7 @@ def _checkpointer(session: Session, token: LaunchToken, on_event: Callable[[str,
         on_event,
         config=config.checkpoint,
         link=_agent_writer(spec),
-        restore=RestoreOptions(suspects=spec.suspects, optional_names=token.perhaps),
+        restore=RestoreOptions(suspects=spec.suspects, optional_names=token.perhaps, corrupt=token.corrupt),
     )
 
 

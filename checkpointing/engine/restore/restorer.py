@@ -13,7 +13,7 @@ from torch import Tensor
 from checkpointing.config import MEMORY
 from checkpointing.engine.ranks.failure import explain, is_damage, result_or
 from checkpointing.engine.ranks.group import RankGroup
-from checkpointing.engine.ranks.peer_codec import peer_message
+from checkpointing.engine.restore.candidates import Candidate, newer_names, rank_candidate
 from checkpointing.engine.restore.foreign_dcp import describe, foreign_names, source_of, step_of
 from checkpointing.engine.restore.loader import Loaded, load, load_own, on_all_ranks
 from checkpointing.engine.restore.memory_tier import Memory
@@ -26,7 +26,9 @@ from checkpointing.format.commit import parse_name
 from checkpointing.format.index import INDEX, Index
 from checkpointing.format.manifest import Manifest
 from checkpointing.owner import Owner
+from checkpointing.storage.backends import Storage
 from checkpointing.tiers.catalog import DistrustedCheckpoints
+from checkpointing.tiers.corrupt_copies import corrupt_copies, why_corrupt
 from checkpointing.tiers.tier import ResolvedTier
 from checkpointing.verification.verify import read_sealed
 
@@ -44,11 +46,15 @@ class RestoreOptions:
     """Which checkpoints a restore may choose: steps that are `suspects` only when nothing else can be loaded.
 
     `optional_names` are inherited names that need not be there: nodes that are not in this job may hold them.
-    `trust_foreign` allows DCP checkpoints of other makers, for whose bytes nothing vouches.
+    `trust_foreign` allows DCP checkpoints of other makers, for whose bytes nothing vouches. `corrupt` are names of
+    earlier attempts that must not be loaded: with nothing else, the restore fails. `verdicts` is the storage of the
+    run's own folder, where restore tests and verifications record bad copies.
     """
 
     suspects: Collection[int] = ()
     optional_names: Collection[str] = ()
+    corrupt: Collection[str] = ()
+    verdicts: Storage | None = None
     trust_foreign: bool = False
 
 
@@ -68,17 +74,6 @@ class Restored:
     bytes_read: int = 0
     bytes_needed: int = 0
     verified: bool = True
-
-
-@peer_message
-@dataclass(frozen=True)
-class Candidate:
-    """A checkpoint in a tier: `place` is the tier's number, -1 for memory."""
-
-    step: int
-    name: str
-    place: int
-    foreign: bool = False
 
 
 class Restorer:
@@ -101,6 +96,7 @@ class Restorer:
         self._suspects, self._trust_foreign = frozenset(options.suspects), options.trust_foreign
         self._required_names = tuple(name for name in owner.inherit if name not in options.optional_names)
         self._optional_names = tuple(options.optional_names)
+        self._corrupt, self._verdicts = tuple(options.corrupt), options.verdicts
         self.memory = memory
         self.distrusted = DistrustedCheckpoints()
         """What must not be relied on from now on."""
@@ -116,8 +112,9 @@ class Restorer:
         for name in missing:
             refusals.append(Refused(name, "not there, although this attempt is to inherit it", damaged=False))
             self._refuse(refusals[-1], None)
-        for name in _newer(self._optional_names, found):
+        for name in newer_names(self._optional_names, found):
             self._refuse(Refused(name, "not found: another node may have it on its own disk", damaged=False), None)
+        found = self._without_corrupt(found, refusals)
         for candidate in self._without_suspects(found):
             start = time.monotonic()
             try:
@@ -130,6 +127,7 @@ class Restorer:
             doubted = (each for each in found if each.step > restored.step or each.step in self._suspects)
             self.distrusted.pass_over(each.name for each in doubted if each.name != restored.name)
             return restored
+        refusals += [Refused(name, "was found CORRUPT, and no run resumes from it") for name in self._corrupt]
         if refusals:
             raise nothing_verifies(refusals, touched=False)
         return None
@@ -150,7 +148,9 @@ class Restorer:
             memory = self.memory
             found += [Candidate(memory.step(name), name, -1) for name in memory.names(self._ranks)]
         foreign = [candidate for candidate in names if candidate.foreign]
-        return [*sorted(found, key=_rank), *sorted(foreign, key=_rank)], _newer(self._required_names, found)
+        return [*sorted(found, key=rank_candidate), *sorted(foreign, key=rank_candidate)], newer_names(
+            self._required_names, found
+        )
 
     def _some_places_are_of_a_node(self) -> bool:
         return any(not place.shared for place in self._places)
@@ -166,7 +166,9 @@ class Restorer:
                 for entry in place.catalog.accepted(owner)
             ]
             # Only what lies in a shared place can be late; the others' nodes tell for themselves.
-            late = self._ranks.leads and not self._some_places_are_of_a_node() and _newer(self._required_names, found)
+            late = (
+                self._ranks.leads and not self._some_places_are_of_a_node() and newer_names(self._required_names, found)
+            )
             if not late or time.monotonic() >= deadline:
                 return found + self._listed_foreign()
             time.sleep(_PATIENCE_S)
@@ -180,6 +182,21 @@ class Restorer:
             if place.shared
             for name in foreign_names(place.storage)
         ]
+
+    def _without_corrupt(self, found: Sequence[Candidate], refusals: list[Refused]) -> list[Candidate]:
+        """Leave out what was found CORRUPT since it was committed, also what memory still holds of it."""
+        mine = corrupt_copies(self._verdicts, self._places) if self._ranks.leads else ()
+        copies = self._ranks.broadcast(mine)
+        kept = []
+        for candidate in found:
+            reason = why_corrupt(copies, candidate.name, candidate.place)
+            if not reason:
+                kept.append(candidate)
+                continue
+            refusals.append(Refused(candidate.name, f"was found CORRUPT: {reason}"))
+            if candidate.place == 0:
+                self._refuse(refusals[-1], candidate)
+        return kept
 
     def _without_suspects(self, found: Sequence[Candidate]) -> list[Candidate]:
         """Suspects come last: they are loaded only when nothing else can be."""
@@ -355,21 +372,6 @@ def _restored(candidate: Candidate, tier: str, extra: dict[str, Any], loaded: Lo
         bytes_read=loaded.bytes_read,
         bytes_needed=loaded.bytes_needed,
     )
-
-
-def _rank(candidate: Candidate) -> tuple[Any, ...]:
-    """The newest step first, at the same step the fastest tier, there the latest attempt and take."""
-    parts = parse_name(candidate.name)
-    latest = (-parts.attempt, -parts.take, parts.nonce) if parts is not None else (0, 0, candidate.name)
-    return -candidate.step, candidate.place, *latest
-
-
-def _newer(names: Sequence[str], found: Sequence[Candidate]) -> list[str]:
-    """Those of `names` that are newer than everything in `found`, newest first."""
-    known = [parts for candidate in found if (parts := parse_name(candidate.name)) is not None]
-    newest = max(known, default=None)
-    parsed = [parts for name in names if (parts := parse_name(name)) is not None]
-    return [str(parts) for parts in sorted(parsed, reverse=True) if newest is None or parts > newest]
 
 
 @contextmanager

@@ -114,6 +114,8 @@ def _record_verdict(screen: Screen, target: Target, report: "Report") -> None:
     """Write down what was found of a run's checkpoint: retention must not rely on a bad copy."""
     if target.run_dir is None or report.level < LEAST_KEPT:
         return
+    if report.faults and not any(fault.is_damage for fault in report.faults):
+        return  # a file that cannot be read now may be read later
     from checkpointing.storage.backends import LocalStorage
     from checkpointing.tiers.catalog import Catalog
     from checkpointing.verification import verdicts

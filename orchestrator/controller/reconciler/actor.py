@@ -312,7 +312,7 @@ class Actor:
             inheritable_checkpoints.expected(shared, rows, copies),
         )
         listed = inheritable_checkpoints.inheritable(seen, rows, number, expected)
-        return {"checkpoints": listed.checkpoints, "perhaps": listed.perhaps}
+        return {"checkpoints": listed.checkpoints, "perhaps": listed.perhaps, "corrupt": listed.corrupt}
 
     def _time_between_failures(self, run: Run, config: RunConfig) -> float:
         now = self.clock.wall()

@@ -284,8 +284,8 @@ def _restored(writer: _EventWriter) -> None:
     if writer.data.get("tier") == MEMORY:
         return  # its bytes on the disk were not looked at
     known = writer.known()
-    if known is not None and known.trust is Trust.SUSPECT:
-        return  # it was loaded because nothing else was left
+    if known is not None and known.trust in (Trust.SUSPECT, Trust.CORRUPT):
+        return  # a resume takes back no verdict: only a restore test does
     writer.trust(Trust.RESTORED, f"attempt {writer.attempt} resumed from it")
 
 

@@ -58,10 +58,12 @@ class Inheritance:
     """Names of an attempt's launch token, each list newest first; not to find one of `checkpoints` is told as a fault.
 
     `perhaps` are newer ones out of sight: most likely on nodes' own disks, and the next job may get the same nodes.
+    `corrupt` ones are in sight and never loaded: with nothing else, the attempt ends instead of beginning at step 0.
     """
 
     checkpoints: tuple[str, ...]
     perhaps: tuple[str, ...] = ()
+    corrupt: tuple[str, ...] = ()
 
 
 def inheritable(
@@ -70,8 +72,8 @@ def inheritable(
     """What the attempt may load of what earlier ones have left.
 
     In sight is what counts, whatever the registry has heard of deletions: all but the corrupt, a suspect only when
-    nothing older is left. With nothing of that, the corrupt and the `expected` ones are listed all the same: every byte
-    is verified before it is used, and to begin from nothing must never happen just because nothing was listed.
+    nothing older is left. With nothing of that, the `expected` ones are listed all the same: to begin from nothing must
+    never happen just because nothing was listed.
     """
     rows = {item.name: item for item in known if item.attempt < attempt}
     earlier = [entry for entry in seen if entry.attempt < attempt]
@@ -81,7 +83,7 @@ def inheritable(
         entry
         for entry in good
         if _trust(rows, entry.name) is not Trust.SUSPECT or not any(step < entry.step for step in sound)
-    ] or earlier
+    ]
     newest = max((entry.step for entry in kept), default=-1)
     in_sight = {entry.name for entry in earlier}
     hidden = [
@@ -93,6 +95,7 @@ def inheritable(
     return Inheritance(
         checkpoints=(*(entry.name for entry in kept), *missed),
         perhaps=tuple(item.name for item in hidden if item.name not in missed),
+        corrupt=tuple(entry.name for entry in earlier if _trust(rows, entry.name) is Trust.CORRUPT),
     )
 
 

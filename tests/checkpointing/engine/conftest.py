@@ -64,6 +64,7 @@ class Bench:
         nonce: str = NONCE,
         inherit: tuple[str, ...] = (),
         optional_names: tuple[str, ...] = (),
+        corrupt: tuple[str, ...] = (),
         fence: Callable[[], bool] = lambda: True,
         keep: int = 3,
         storage: Storage | None = None,
@@ -80,7 +81,7 @@ class Bench:
             config=config,
             # In threads of this process, unless a test is about the other one.
             link=link or InProcessWriter(storage),
-            restore=RestoreOptions(optional_names=optional_names),
+            restore=RestoreOptions(optional_names=optional_names, corrupt=corrupt),
             pauses=pauses,
         )
         self.made.append(made)

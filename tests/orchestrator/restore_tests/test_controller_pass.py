@@ -132,6 +132,18 @@ def test_what_is_due_becomes_a_run_with_an_order(desk: Desk) -> None:
     assert desk.passes() == [], "one at a time"
 
 
+@pytest.mark.parametrize(("gib", "minutes"), [(0, "30"), (2, "31"), (2000, "1030")])
+def test_a_large_checkpoint_has_more_time(tmp_path: Path, gib: int, minutes: str) -> None:
+    desk = Desk(tmp_path, "cluster.time=2-00:00:00")
+    row = replace(desk.checkpoint(200), bytes=gib << 30)
+    test = begin_test(desk.store, DirectFiles(), desk.run, Asked(checkpoint=row, forced=True), NOW)
+    config = desk.store.config(desk.store.run(test.test).config_digest)
+    assert config["cluster"]["time"] == minutes
+    hang = config["detection"]["hang"]
+    assert hang["slow"] == hang["most"] == max(3600.0, 60.0 * int(minutes))
+    desk.store.close()
+
+
 def test_its_run_counts_to_the_step_to_which_the_test_trains(desk: Desk) -> None:
     desk.passes()
     test = desk.store.run(desk.under_way().test)

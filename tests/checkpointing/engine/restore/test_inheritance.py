@@ -18,6 +18,7 @@ from checkpointing.owner import Owner
 from checkpointing.storage.backends import LocalStorage
 from checkpointing.tiers.catalog import Catalog
 from checkpointing.tiers.tier import ResolvedTier
+from checkpointing.verification.verdicts import Verdict, manifest_of, record
 from tests.checkpointing.engine.conftest import NONCE, Bench, blank, same, state
 
 
@@ -51,6 +52,57 @@ def test_what_is_perhaps_there_is_taken_and_only_told_of_when_it_is_not(bench: B
         shutil.rmtree(bench.folder(step))
     alone = {**given, "inherit": (names[10],)}
     assert bench.checkpointer(**alone, optional_names=(names[10],)).restore(blank()) is None
+
+
+def found_corrupt(bench: Bench, step: int, reason: str = "model.half: fingerprint differs") -> None:
+    """As a restore test writes it, or `orch ckpt verify`: bytes and digests agree, the values are wrong."""
+    storage, name = LocalStorage(bench.root), bench.folder(step).name
+    manifest = manifest_of(storage, name)
+    found = Verdict(name=name, place=str(bench.root), manifest=manifest, ok=False, level=5, at=1.0, reason=reason)
+    record(storage, found)
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_corrupt_one_is_not_loaded_in_place_nor_by_a_later_attempt(bench: Bench, own: bool) -> None:
+    bench.saved(5, 10)
+    found_corrupt(bench, 10)
+    restored = (bench.checkpointer() if own else heir(bench, 10, 5)).restore(blank())
+    assert restored is not None
+    assert restored.step == 5
+    (refusal,) = bench.told("checkpoint.refused")
+    assert (refusal["step"], refusal["damaged"]) == (10, True)
+    assert refusal["reason"] == "was found CORRUPT: model.half: fingerprint differs"
+
+
+def test_with_nothing_but_corrupt_ones_nothing_begins_at_step_0(bench: Bench) -> None:
+    bench.saved(5)
+    found_corrupt(bench, 5)
+    with pytest.raises(NothingIntact, match="was found CORRUPT: model.half"):
+        bench.checkpointer().restore(blank())
+    name = bench.folder(5).name
+    with pytest.raises(NothingIntact, match="no run resumes from it"):
+        bench.checkpointer(attempt=2, nonce="22222222", corrupt=(name,)).restore(blank())
+
+
+def test_a_corrupt_one_that_was_saved_anew_is_another_one(bench: Bench) -> None:
+    bench.saved(5)
+    found_corrupt(bench, 5)
+    shutil.rmtree(bench.folder(5))
+    bench.saved(5)
+    restored = bench.checkpointer().restore(blank())
+    assert restored is not None
+    assert restored.step == 5
+
+
+def test_what_memory_holds_of_a_corrupt_one_is_not_loaded_either(bench: Bench) -> None:
+    """A generation that restarts in place has the same state in its arena."""
+    made = bench.saved(5, 10)
+    found_corrupt(bench, 10)
+    target = blank()
+    restored = made.restore(target)
+    assert restored is not None
+    assert restored.step == 5
+    assert same(target, state(5))
 
 
 @pytest.mark.usefixtures("impatient")

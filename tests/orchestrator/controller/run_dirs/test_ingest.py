@@ -130,6 +130,17 @@ def test_a_checkpoint_s_trust_follows_what_happened_to_it(tmp_path: Path) -> Non
     assert world.attempts[0].saved_step == 20
 
 
+def test_a_resume_takes_back_no_verdict(tmp_path: Path) -> None:
+    world, log = begun(tmp_path)
+    log.write(EventKind.CHECKPOINT_COMMITTED, step=10, name="a", bytes=7, seconds=0.1)
+    read(world)
+    world.store.trust(world.name, "a", Trust.CORRUPT, "restore test r-test-1", epoch=world.lease.epoch, now=1.0)
+    log.write(EventKind.CHECKPOINT_RESTORED, step=10, name="a", seconds=0.1)
+    read(world)
+    (saved,) = world.store.checkpoints(world.name)
+    assert (saved.trust, saved.reason) == (Trust.CORRUPT, "restore test r-test-1")
+
+
 def test_where_a_generation_was_loaded_from(tmp_path: Path) -> None:
     world, log = begun(tmp_path)
     log.write(EventKind.CHECKPOINT_COMMITTED, step=10, name="a", bytes=7, seconds=0.5, stall=0.02)
@@ -179,16 +190,6 @@ def test_what_was_refused_for_another_reason_than_its_bytes_stays_what_it_was(tm
     (saved,) = world.store.checkpoints(world.name)
     assert (saved.trust, saved.tier) == (Trust.COMMITTED, "")
     assert [item.tier for item in world.store.copies(world.name)] == ["/far"]
-
-
-def test_a_corrupt_one_that_can_be_loaded_again_is_trusted_again(tmp_path: Path) -> None:
-    world, log = begun(tmp_path)
-    log.write(EventKind.CHECKPOINT_COMMITTED, step=10, name="a", bytes=7, seconds=0.1)
-    log.write(EventKind.CHECKPOINT_REFUSED, step=10, name="a", reason="chunk 3 differs", damaged=True)
-    log.write(EventKind.CHECKPOINT_RESTORED, step=10, name="a", seconds=0.1)
-    read(world)
-    (saved,) = world.store.checkpoints(world.name)
-    assert saved.trust is Trust.RESTORED
 
 
 def test_the_coordinator_s_doubt_hits_what_was_saved_before(tmp_path: Path) -> None:

@@ -46,12 +46,20 @@ def steps(names: tuple[str, ...]) -> list[int]:
         ([row(30, Trust.SUSPECT), row(20, Trust.SUSPECT), row(10, Trust.CORRUPT)], [30, 20]),
         ([row(30, Trust.SUSPECT), row(20, Trust.SUSPECT)], [10]),
         ([row(30, Trust.DELETED)], [30, 20, 10]),  # told of one tier, seen in another
-        ([row(30, Trust.CORRUPT), row(20, Trust.CORRUPT), row(10, Trust.CORRUPT)], [30, 20, 10]),  # never from nothing
+        ([row(30, Trust.CORRUPT), row(20, Trust.CORRUPT), row(10, Trust.CORRUPT)], []),
+        ([row(30, Trust.CORRUPT), row(20, Trust.CORRUPT), row(10, Trust.SUSPECT)], [10]),
     ],
 )
 def test_a_suspect_is_left_out_as_long_as_an_older_one_exists(rows, left):
     seen = [entry(30), entry(20), entry(10)]
     assert steps(inheritable(seen, rows, 2).checkpoints) == left
+
+
+def test_a_corrupt_one_is_named_so_that_nothing_begins_from_step_0():
+    rows = [row(30, Trust.CORRUPT), row(10, Trust.CORRUPT)]
+    assert steps(inheritable([entry(30), entry(10)], rows, 2).corrupt) == [30, 10]
+    assert steps(inheritable([entry(30), entry(20), entry(10)], rows, 2).corrupt) == [30, 10]
+    assert inheritable([entry(20)], [row(20)], 2).corrupt == ()
 
 
 def test_only_earlier_attempts_leave_something():

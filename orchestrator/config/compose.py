@@ -210,11 +210,12 @@ def _resolved(values: dict[str, Any], origins: dict[keys.Path, str]) -> dict[str
     from omegaconf.errors import OmegaConfBaseException
 
     try:
-        schema = OmegaConf.structured(RunConfig)
-        OmegaConf.set_readonly(schema, False)  # frozen dataclasses make read-only configs
-        merged = OmegaConf.merge(schema, values)
+        merged = OmegaConf.merge(_writable_schema(RunConfig), values)
         data: dict[str, Any] = _plain(OmegaConf.to_container(merged, resolve=True))
     except OmegaConfBaseException as error:
+        for path, kind, example in _LISTS:  # OmegaConf 2.3 does not say which list a wrong entry is in
+            entries = (_branch(values, path) or {}).get(path[-1])
+            _typed_entries(entries if isinstance(entries, list) else [], kind, path, example, origins)
         what, path, hint = wrong_types.complaint(error, values, _FOLDERS)
         raise ConfigError(what, where=_where(path, origins), hint=hint) from error
     for path, kind, example in _LISTS:
@@ -229,14 +230,25 @@ _LISTS: tuple[tuple[keys.Path, Any, str], ...] = (
 """Lists of mappings, of which OmegaConf does not check the entries."""
 
 
+def _writable_schema(kind: Any) -> Any:
+    """An OmegaConf schema that can be merged into: frozen dataclasses make every section of it read-only."""
+    from omegaconf import DictConfig, OmegaConf  # heavy
+
+    schema = OmegaConf.structured(kind)
+    sections = [schema]
+    for section in sections:
+        OmegaConf.set_readonly(section, False)
+        sections += [section[name] for name in section if isinstance(section[name], DictConfig)]
+    return schema
+
+
 def _typed_entries(
     entries: list[dict[str, Any]], kind: Any, path: keys.Path, example: str, origins: dict[keys.Path, str]
 ) -> None:
     from omegaconf import OmegaConf  # heavy
     from omegaconf.errors import OmegaConfBaseException
 
-    schema = OmegaConf.structured(kind)
-    OmegaConf.set_readonly(schema, False)
+    schema = _writable_schema(kind)
     for entry in entries:
         try:
             entry.update(_plain(OmegaConf.to_container(OmegaConf.merge(schema, entry))))

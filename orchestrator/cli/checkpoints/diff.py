@@ -5,10 +5,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from orchestrator.cli.checkpoints import torch_env
-from orchestrator.cli.checkpoints.target import WAYS, Target, find_one
+from orchestrator.cli.checkpoints.kept_while_read import kept_while_read, require_there
+from orchestrator.cli.checkpoints.target import Target, find_one
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Column, Screen, count
-from orchestrator.errors import CheckpointInvalid, NotFound
+from orchestrator.errors import CheckpointInvalid
 
 if TYPE_CHECKING:
     from checkpointing.verification.tensor_diff import TensorDiff
@@ -30,7 +31,8 @@ def diff(screen: Screen, first: str, second: str, everything: bool) -> None:
     first. The exit code is 0 whether or not they differ.
     """
     left, right = find_one(first, screen.warn), find_one(second, screen.warn)
-    found = _compared(screen, left, right)
+    with kept_while_read(left, right):
+        found = _compared(screen, left, right)
     changed = [item for item in found if not item.equal]
     settings = _settings(left, right)
     if screen.json:
@@ -62,7 +64,7 @@ def _compared(screen: Screen, left: Target, right: Target) -> "list[TensorDiff]"
         with screen.bar("compare") as meter:
             found: list[TensorDiff] = compare(first, second, meter)
     except (Refused, FileNotFoundError) as refusal:
-        _require_there(left, right)
+        require_there(left, right)
         if not isinstance(refusal, Refused):
             raise
         side = side if refusal.name == side.name else left
@@ -70,16 +72,6 @@ def _compared(screen: Screen, left: Target, right: Target) -> "list[TensorDiff]"
             f"{refusal.name} cannot be compared: {refusal.reason}", hint=f"orch ckpt verify {side.path}"
         ) from refusal  # fmt: skip
     return found
-
-
-def _require_there(*targets: Target) -> None:
-    """Raises NotFound for one that is deleted, or was while it was read: retention does not wait for readers."""
-    from checkpointing.tiers.catalog import Catalog
-
-    for target in targets:
-        if not Catalog(target.path.rpartition("/")[0], target.storage).is_committed(target.name):
-            looks = f"`orch ckpt ls {target.run}` lists what is left; `orch ckpt pin` keeps one" if target.run else WAYS
-            raise NotFound(f"{target.name} is not there any more: it is being deleted", where=target.path, hint=looks)
 
 
 def _part(key: str) -> str:

@@ -11,6 +11,7 @@ import click
 
 from orchestrator.cli.checkpoints import torch_env
 from orchestrator.cli.checkpoints.import_weights import bring, staged
+from orchestrator.cli.checkpoints.kept_while_read import kept_while_read
 from orchestrator.cli.checkpoints.target import find_one
 from orchestrator.cli.config import OVERRIDES
 from orchestrator.cli.terminal.argument_types import ClusterKind, NonEmptyPath
@@ -43,12 +44,11 @@ def export(
     if with_optimizer and to != "torch":
         raise ConfigError("safetensors has no place for an optimizer", where="--with-optimizer", hint="--to torch")
     folder = folder.expanduser()
+    _require_folder(folder, to)
     before = (folder / _PROVENANCE).exists()
     screen.if_interrupted = lambda: (
         f"interrupted: {folder} is {'complete' if (folder / _PROVENANCE).exists() and not before else 'not written'}"
     )
-    if folder.exists() and not folder.is_dir():
-        raise Precondition(f"{folder} is a file, and must be a folder", hint="name a new folder")
     chosen = find_one(target, screen.warn)
     torch_env.prepare()
     from checkpointing.errors import CheckpointError
@@ -59,7 +59,7 @@ def export(
         to=to, folder=folder.resolve(), dtype=dtype, with_optimizer=with_optimizer, run=chosen.run, config=chosen.config
     )
     try:
-        with screen.bar(f"step {chosen.step}") as meter:
+        with kept_while_read(chosen), screen.bar(f"step {chosen.step}") as meter:
             done, provenance = write(chosen.storage, chosen.name, order, meter)
     except CheckpointError as error:
         raise CheckpointInvalid(
@@ -70,6 +70,24 @@ def export(
             "the folder is not empty", where=str(folder), hint="name a new folder, or empty this one first"
         ) from error
     _tell_export(screen, chosen, folder, done, provenance, built_in=order.built_in)
+
+
+def _require_folder(folder: Path, to: str) -> None:
+    """Raise Precondition for a file that is there, ConfigError for a name that only a file would have."""
+    if folder.exists() and not folder.is_dir():
+        raise Precondition(f"{folder} is a file, and must be a folder", hint="name a new folder")
+    if folder.suffix in _FILES and not folder.is_dir():
+        meant = folder.with_suffix("")
+        written = (
+            f"{meant}/checkpoint.pt"
+            if to == "torch"
+            else f"{meant}/model.safetensors, or checkpoint.pt with --to torch"
+        )
+        hint = f"name the folder: {shlex.quote(str(meant))}   (it then has {written})"
+        raise ConfigError(f"{folder} is the name of a file, and an export is a folder", where="DIR", hint=hint)
+
+
+_FILES = frozenset({".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".tar", ".zip", ".gguf"})
 
 
 def _tell_export(

@@ -10,11 +10,12 @@ import click
 
 from checkpointing.storage.disk_errors import error_words
 from orchestrator.cli.checkpoints import torch_env
+from orchestrator.cli.checkpoints.kept_while_read import kept_while_read, require_there
 from orchestrator.cli.checkpoints.target import Target, find
 from orchestrator.cli.checkpoints.tiers import missing_files
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Screen, size
-from orchestrator.errors import CheckpointInvalid
+from orchestrator.errors import CheckpointInvalid, NotFound
 
 if TYPE_CHECKING:
     from checkpointing.verification.verify import Fault, Report
@@ -47,15 +48,29 @@ def verify(screen: Screen, target: str, level: int, copies: bool) -> int:
     screen.if_interrupted = lambda: "interrupted: only results that were printed are recorded"
     found = find(target, screen.warn)
     chosen = found if copies else list({item.name: item for item in reversed(found)}.values())[::-1]
-    answers = [_answer(screen, item, level) for item in chosen]
+    answers = [answer for item in chosen if (answer := _kept(screen, item, level, alone=len(chosen) == 1)) is not None]
     if screen.json:
         screen.data("ckpt.verify", answers)
     return 0 if all(answer["ok"] for answer in answers) else CheckpointInvalid.exit_code
 
 
+def _kept(screen: Screen, target: Target, level: int, *, alone: bool) -> dict[str, Any] | None:
+    """The answer for one checkpoint, which is pinned meanwhile; None for one of several that its run has deleted."""
+    try:
+        with kept_while_read(target):
+            return _answer(screen, target, level)
+    except NotFound as error:
+        if alone:
+            raise
+        screen.note(f"{error.what}: left out")
+        return None
+
+
 def _answer(screen: Screen, target: Target, level: int) -> dict[str, Any]:
     with screen.bar(target.name if target.step is None else f"step {target.step}") as meter:
         report = _report(target, level, meter)
+    if not report.ok and target.run is not None:
+        require_there(target)  # its run may have deleted it meanwhile: that is no fault
     rate = report.bytes / report.seconds / 1024**3 if report.seconds > 0 else 0.0
     _show(screen, target, report, rate)
     _record_verdict(screen, target, report)

@@ -23,7 +23,7 @@ def answer(program: click.Command, line: str) -> Iterator[str]:
         yield "\t".join((_kind(item), *(" ".join(str(text or "").split()) for text in (item.value, item.help))))
 
 
-def _kind(item: CompletionItem[str]) -> str:
+def _kind(item: "CompletionItem[str]") -> str:
     if item.type in (FILE, "dir"):
         return FILE
     return OPEN if item.type == OPEN else "word"

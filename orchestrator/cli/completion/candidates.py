@@ -13,8 +13,8 @@ from orchestrator.registry import fast_queries
 from orchestrator.states import ENDED_RUNS, LIVE_RUNS, RunState
 from trainer.contract.config_sections.scheduler_kinds import choices
 
-Item = CompletionItem[str]
-Source = Callable[[click.Context, str], Iterable[Item]]
+Item: typing.TypeAlias = "CompletionItem[str]"  # no type arguments before click 8.5
+Source = Callable[[click.Context, str], Iterable["Item"]]
 
 _STOPPED = {*ENDED_RUNS, RunState.HELD}
 _STATES: dict[str, typing.Collection[str]] = {

@@ -8,6 +8,7 @@ from typing import Any
 
 from orchestrator.cli.access.registry import open_store
 from orchestrator.cli.checkpoints.import_weights import bring, staged
+from orchestrator.cli.checkpoints.kept_while_read import kept_while_read
 from orchestrator.cli.checkpoints.target import Target, find_one
 from orchestrator.cli.runs.branch import config_of, require_trusted
 from orchestrator.cli.terminal.render import Screen, count
@@ -48,5 +49,5 @@ def _weights(chosen: Target) -> Iterator[Any]:
     from checkpointing.engine.interchange.sealed_checkpoint import SealedCheckpoint  # torch
     from trainer.worker.interchange.checkpoint_source import weights_of
 
-    with SealedCheckpoint(chosen.storage, chosen.name) as sealed:
+    with kept_while_read(chosen), SealedCheckpoint(chosen.storage, chosen.name) as sealed:
         yield weights_of(sealed, Path(chosen.path))

@@ -14,7 +14,7 @@ class CompletedText(click.types.StringParamType):
 
     def shell_complete(
         self, ctx: click.Context, param: click.Parameter, incomplete: str
-    ) -> list[CompletionItem[str]]:  # fmt: skip
+    ) -> "list[CompletionItem[str]]":  # fmt: skip  (the class has no type arguments before click 8.5)
         from orchestrator.cli.completion.candidates import candidates  # only when a shell asks
 
         return candidates(ctx, str(param.name), incomplete)

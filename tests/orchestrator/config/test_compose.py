@@ -154,7 +154,7 @@ def test_a_workload_is_named_by_one_string(made: Compose) -> None:
 
 
 def test_a_command_needs_neither_data_nor_a_fitting_model(made: Compose) -> None:
-    composed = made("command: [python, train.py, --lr, 1e-3]\nmodel: {kv_heads: 1, heads: 1}\n")
+    composed = made("includes: [cluster/local]\ncommand: [python, train.py, --lr, 1e-3]\n", "cluster.nodes=3")
     assert composed.config.command == ("python", "train.py", "--lr", "1e-3")
 
 

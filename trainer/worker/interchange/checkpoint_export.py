@@ -23,7 +23,7 @@ from checkpointing.storage.backends import Storage
 from checkpointing.storage.digests import digest
 from trainer.contract.config import JobConfig
 from trainer.worker.interchange import hugging_face
-from trainer.worker.interchange.checkpoint_source import MODEL, model_keys
+from trainer.worker.interchange.checkpoint_source import MODEL, further_names, model_keys
 from trainer.worker.interchange.weights_import import PROVENANCE, PROVENANCE_SCHEMA, TORCH_FILE
 from trainer.worker.saved_state.optimizer_state import PREFIXES
 
@@ -95,6 +95,8 @@ def _safetensors_names(source: SealedCheckpoint, request: ExportRequest) -> list
             odd = sorted(theirs.keys() ^ model.keys())[0]
             raise Refused(source.manifest.name, f"does not hold the built-in model of its configuration: {odd}")
         model = {theirs[name]: model[name] for name in theirs}
+    else:
+        model |= further_names(source, model)  # strict loading wants every name
     return [ExportedTensor(key=key, name=name, dtype=_dtype(source, key, request)) for name, key in model.items()]
 
 
@@ -114,8 +116,12 @@ def _torch_names(source: SealedCheckpoint, request: ExportRequest) -> list[Expor
 def _nested(source: SealedCheckpoint, request: ExportRequest) -> Callable[[Mapping[str, Tensor]], dict[str, Any]]:
     def nest(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         model = {name.removeprefix(MODEL): t for name, t in tensors.items() if name.startswith(MODEL)}
+        keys = model_keys(source)
+        names = {key: name for name, key in keys.items()}
+        # Strict loading wants every name of a shared tensor.
+        model |= {name: model[names[key]] for name, key in further_names(source, keys).items()}
         if request.built_in and "output.weight" not in model and "embedding.weight" in model:
-            model["output.weight"] = model["embedding.weight"]  # tied: strict loading wants both names
+            model["output.weight"] = model["embedding.weight"]  # of a checkpoint that has no further names noted
         state: dict[str, dict[str, Tensor]] = {}
         for name, tensor in tensors.items():
             if name.startswith(_OPTIMIZER):

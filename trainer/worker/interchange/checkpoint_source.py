@@ -9,7 +9,7 @@ from checkpointing.engine.interchange.sealed_checkpoint import SealedCheckpoint
 from checkpointing.errors import Refused
 from checkpointing.format.index import TensorInfo
 from trainer.worker.interchange.weights_import import ImportSource
-from trainer.worker.saved_state.checkpoint_contents import buffers_name
+from trainer.worker.saved_state.checkpoint_contents import SHARED_NAMES, buffers_name
 
 MODEL, _BUFFERS = "model/", buffers_name(0)
 
@@ -23,6 +23,13 @@ def model_keys(source: SealedCheckpoint) -> dict[str, str]:
     if not found:
         raise Refused(source.manifest.name, f"has no tensors of a model (keys that begin with {MODEL})")
     return found
+
+
+def further_names(source: SealedCheckpoint, known: Mapping[str, str]) -> dict[str, str]:
+    """Further names of tensors that the model shares (tied embeddings) -> keys; of a checkpoint that has them noted."""
+    noted = source.manifest.extra.get(SHARED_NAMES)
+    names = noted if isinstance(noted, dict) else {}
+    return {str(name): known[first] for name, first in names.items() if name not in known and first in known}
 
 
 class CheckpointTensors:

@@ -73,3 +73,17 @@ def facts(
         **OWN_BUFFERS,
         **({"loss_scale": dict(loss_scale)} if loss_scale else {}),
     }
+
+
+SHARED_NAMES = "shared_names"
+"""Of a checkpoint's facts: further names of the model's tensors -> the name under which each is saved."""
+
+
+def shared_names(model: nn.Module) -> dict[str, str]:
+    """Further names of `model.state_dict()` for parameters and buffers that have several (tied embeddings)."""
+    kept, first, found = model.state_dict().keys(), dict[int, str](), dict[str, str]()
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    for name, tensor in named:
+        if name in kept and first.setdefault(id(tensor), name) != name:
+            found[name] = first[id(tensor)]
+    return found

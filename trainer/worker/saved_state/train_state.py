@@ -120,6 +120,8 @@ class TrainState:
             metrics=self.metrics,
             loss_scale=self.loss_scale.facts(),
         )
+        if names := checkpoint_contents.shared_names(self._model):
+            extra[checkpoint_contents.SHARED_NAMES] = names
         tensors = self._inventory.tensors()
         set_origin(tensors[self._rng], self._rank, self.step)
         return saver.save(self.step, tensors, extra, self._facts(tensors), self.loss_scale.new_overflows)

@@ -9,6 +9,7 @@ import pytest
 
 from checkpointing.tiers.catalog import Catalog
 from checkpointing.verification.verify import verify
+from orchestrator.cli.checkpoints import verify as verification
 from orchestrator.cli.runs import submit
 from orchestrator.controller import service
 from orchestrator.states import RunState
@@ -77,6 +78,79 @@ def test_export_refuses_what_makes_no_sense(orch: Type, run: tuple[str, Path], t
     (tmp_path / "mine.yaml").write_text("a: 1\n")
     said = orch("ckpt", "export", run[0], tmp_path / "mine.yaml")
     assert (said.code, "mine.yaml is a file, and must be a folder" in said.err) == (4, True)
+
+
+@pytest.mark.parametrize("name", ["out.pt", "model.safetensors", "a.b/x.pth"])
+def test_the_name_of_a_file_makes_no_folder(orch: Type, run: tuple[str, Path], tmp_path: Path, name: str) -> None:
+    said = orch("ckpt", "export", run[0], tmp_path / name, "--to", "torch")
+    assert said.code == 2
+    assert f"{tmp_path / name} is the name of a file, and an export is a folder" in said.err
+    folder = (tmp_path / name).with_suffix("")
+    assert f"name the folder: {folder}   (it then has {folder}/checkpoint.pt)" in said.err
+    assert not (tmp_path / name).exists()
+
+
+@pytest.mark.parametrize("verb", ["export", "verify", "diff"])
+def test_a_checkpoint_is_pinned_while_it_is_read(
+    orch: Type, run: tuple[str, Path], tmp_path: Path, verb: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from checkpointing.storage.backends import LocalStorage
+
+    opened, pins = LocalStorage.open, run[1].parent / "pins"
+    seen: list[list[str]] = []
+
+    def look(self: LocalStorage, name: str) -> Any:
+        if name.endswith(".distcp"):
+            seen.append([pin.name for pin in pins.iterdir()])
+        return opened(self, name)
+
+    monkeypatch.setattr(LocalStorage, "open", look)
+    report = verification._report
+    monkeypatch.setattr(
+        verification, "_report", lambda *given: (seen.append([pin.name for pin in pins.iterdir()]), report(*given))[1]
+    )
+    words = {"export": [run[0], tmp_path / "out"], "verify": [run[0]], "diff": [run[0], run[0]]}[verb]
+    assert orch("ckpt", verb, *words).code == 0
+    assert all(names == [run[1].name] for names in seen)
+    assert verb == "diff" or seen, "equal fingerprints are not read"
+    assert not list(pins.iterdir())
+    orch("ckpt", "pin", run[0], "--note", "mine")
+    assert orch("ckpt", verb, *words[:-1], *([tmp_path / "two"] if verb == "export" else words[-1:])).code == 0
+    assert json.loads((pins / run[1].name).read_text())["note"] == "mine", "a pin of the user's stays"
+
+
+@pytest.mark.parametrize("verb", ["export", "verify"])
+def test_one_that_its_run_deletes_meanwhile_is_not_called_damaged(
+    orch: Type, run: tuple[str, Path], tmp_path: Path, verb: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from checkpointing.retention import pins
+    from checkpointing.storage.backends import LocalStorage
+
+    opened = LocalStorage.open
+
+    def delete(self: LocalStorage, name: str) -> Any:
+        if name.endswith(".distcp"):
+            (run[1] / "COMMIT").unlink(missing_ok=True)
+            (run[1] / "__0_0.distcp").unlink(missing_ok=True)
+        return opened(self, name)
+
+    def refuse(*_: Any) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    def report(*given: Any) -> Any:
+        (run[1] / "__0_0.distcp").unlink()
+        found = reported(*given)
+        (run[1] / "COMMIT").unlink()
+        return found
+
+    monkeypatch.setattr(LocalStorage, "open", delete)
+    reported = verification._report
+    monkeypatch.setattr(verification, "_report", report)
+    monkeypatch.setattr(pins, "pin", refuse)  # another user's run
+    said = orch("ckpt", verb, run[0], *([tmp_path / "out"] if verb == "export" else []))
+    assert (said.code, f"{run[1].name} is not there any more: it is being deleted" in said.err) == (3, True), said.err
+    assert f"`orch ckpt ls {run[0]}` lists what is left" in said.err
+    assert not (tmp_path / "out").exists()
 
 
 def settings(tmp_path: Path) -> list[str]:

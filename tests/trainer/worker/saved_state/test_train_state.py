@@ -102,3 +102,25 @@ def test_a_counter_is_read_from_where_the_checkpoint_has_it(
     TrainState(objects, config_digest="", seed=1).restore(saver)
     assert [name for name in saver.read if name.endswith("num_batches_tracked")] == [key]
     assert model.num_batches_tracked == 1
+
+
+def test_further_names_of_shared_tensors_are_saved(layout: mesh.Layout) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, bias=False))
+    model[1].weight = model[0].weight
+    objects = TrainObjects(
+        workload=SimpleNamespace(), model=model, optimizer=torch.optim.AdamW(model.parameters()), data=NoData(),
+        layout=layout,
+    )  # fmt: skip
+    given: list[dict[str, Any]] = []
+
+    class Saver(SaverWith):
+        def save(
+            self, step: int, tensors: Mapping[str, torch.Tensor], extra: dict[str, Any], *_: Any, **__: Any
+        ) -> bool:
+            given.append(extra)
+            return True
+
+    state = TrainState(objects, config_digest="", seed=1)
+    state.restore(Saver(None))
+    assert state.save(Saver(None))
+    assert given[0][checkpoint_contents.SHARED_NAMES] == {"1.weight": "0.weight"}

@@ -1,0 +1,66 @@
+"""A pin on the checkpoint of a run while a command reads it: a live run may delete it at any moment."""
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from orchestrator.cli.checkpoints.target import WAYS, Target
+from orchestrator.errors import NotFound
+
+NOTE = "being read by orch, process"
+
+
+@contextmanager
+def kept_while_read(*targets: Target) -> Iterator[None]:
+    """Pin these checkpoints for as long as they are read, unless they are pinned already.
+
+    Raises NotFound for one that was deleted before the pin was there. A folder in which no pin can be written is read
+    without one, and a checkpoint that goes meanwhile raises NotFound, too.
+    """
+    from checkpointing.errors import CheckpointError
+
+    pinned = [target for target in targets if _pin(target)]
+    try:
+        require_there(*(target for target in targets if target.run is not None))
+        yield
+    except (CheckpointError, FileNotFoundError):
+        require_there(*(target for target in targets if target.run is not None))
+        raise
+    finally:
+        for target in pinned:
+            _unpin(target)
+
+
+def require_there(*targets: Target) -> None:
+    """Raise NotFound for a checkpoint that is deleted, or was while it was read."""
+    from checkpointing.tiers.catalog import Catalog
+
+    for target in targets:
+        if not Catalog(target.path.rpartition("/")[0], target.storage).is_committed(target.name):
+            looks = f"`orch ckpt ls {target.run}` lists what is left; `orch ckpt pin` keeps one" if target.run else WAYS
+            raise NotFound(f"{target.name} is not there any more: it is being deleted", where=target.path, hint=looks)
+
+
+def _pin(target: Target) -> bool:
+    """Write a pin where there is none; whether it was written."""
+    from checkpointing.retention import pins
+    from checkpointing.storage.backends import LocalStorage
+
+    if target.run is None or target.run_dir is None:
+        return False
+    with suppress(OSError):
+        storage = LocalStorage(target.run_dir.checkpoints)
+        if target.name not in pins.pinned_names(storage):
+            pins.pin(storage, target.name, f"{NOTE} {os.getpid()} on {os.uname().nodename}", time.time())
+            return True
+    return False
+
+
+def _unpin(target: Target) -> None:
+    from checkpointing.retention import pins
+    from checkpointing.storage.backends import LocalStorage
+
+    assert target.run_dir is not None
+    with suppress(OSError):
+        pins.unpin(LocalStorage(target.run_dir.checkpoints), target.name)

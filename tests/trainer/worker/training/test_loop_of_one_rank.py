@@ -1,15 +1,20 @@
 """What the loop does at the boundary of a step, seen in what it saves and reports: one rank, in this process."""
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
+from checkpointing.errors import SaveFailed
 from tests.trainer.worker.my_workload import Plane
-from tests.trainer.worker.training.one_rank import OneRank
+from tests.trainer.worker.training.one_rank import KeptSaves, OneRank
 from trainer.contract.failures.outcome import ExitCode
-from trainer.contract.ranks.progress import StopReason
+from trainer.contract.ranks.progress import Phase, StopReason
+from trainer.worker.training.spikes import BadStep
+from trainer.worker.workload import WorkloadError
 
 MakeRank = Callable[..., OneRank]
 HERE = "tests.trainer.worker.training.test_loop_of_one_rank"
@@ -78,3 +83,205 @@ def test_a_save_that_is_asked_for_leaves_no_validation_out(one_rank: MakeRank) -
     ask(run, StopReason.SAVE_AND_GO_ON, at=4)
     assert run.train() == ExitCode.FINISHED
     assert (run.saver.tried, run.validated()) == ([4, 8], [4, 8])
+
+
+class Numbered(Plane):
+    """A weight whose gradient is the number of its batch; `metrics` returns it."""
+
+    def build_model(self):
+        return torch.nn.Linear(1, 1, bias=False)
+
+    def build_optimizer(self, model):
+        return torch.optim.SGD(model.parameters(), lr=1.0)
+
+    def build_data(self, layout):
+        self.data = super().build_data(layout)
+        return self.data
+
+    def loss(self, model, batch):
+        self.newest = self.data.consumed
+        out = model(torch.ones(1, 1)).sum() * self.data.consumed
+        return out - out.detach() + 2.5
+
+    def metrics(self):
+        return {"batch": float(self.newest)}
+
+
+class Scheduled(Numbered):
+    def build_scheduler(self, optimizer):
+        self.scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+        return self.scheduler
+
+
+class Broken(Numbered):
+    """A loss that is no number in the fourth step."""
+
+    def loss(self, model, batch):
+        return super().loss(model, batch) * (float("nan") if self.data.consumed == 4 else 1.0)
+
+
+def weights(run: OneRank) -> dict[int, float]:
+    return {step: float(tensors["model/weight"]) for step, tensors in run.saver.saved.items()}
+
+
+def test_every_step_moves_the_weights_by_its_own_gradient_clipped_and_at_its_rate(one_rank: MakeRank) -> None:
+    run = one_rank(
+        workload=own("Numbered"), optimizer={"warmup_steps": 2, "lr": 1e-2, "clip_norm": 2.5}, train={"steps": 4},
+        checkpoint={"every": 1},
+    )  # fmt: skip
+    assert run.train() == ExitCode.FINISHED
+    lines, found = run.lines(), weights(run)
+    assert [lines[step]["grad_norm"] for step in (1, 2, 3, 4)] == [1.0, 2.0, 3.0, 4.0]
+    assert [lines[step]["position"] for step in (1, 2, 3, 4)] == [0, 1, 2, 3]
+    assert [lines[step]["loss"] for step in (1, 2, 3, 4)] == [2.5] * 4
+    assert [lines[step]["metrics"] for step in (1, 2, 3, 4)] == [{"batch": float(step)} for step in (1, 2, 3, 4)]
+    rates = [lines[step]["lr"] for step in (1, 2, 3, 4)]
+    assert rates[:2] == [0.005, 0.01]
+    assert rates[2] > rates[3]
+    moved = [found[step] - found[step + 1] for step in (1, 2, 3)]
+    clipped = (2.0, 2.5, 2.5)
+    assert moved == pytest.approx([rate * norm for rate, norm in zip(rates[1:], clipped, strict=True)], rel=1e-4)
+
+
+def test_a_scheduler_of_the_workload_sets_the_rate_after_each_step(one_rank: MakeRank) -> None:
+    run = one_rank(workload=own("Scheduled"), train={"steps": 3})
+    assert run.train() == ExitCode.FINISHED
+    assert [line["lr"] for _, line in sorted(run.lines().items())] == [1.0, 0.5, 0.25]
+    assert run.session.objects.optimizer.param_groups[0]["lr"] == 0.125
+
+
+def test_skipped_positions_are_taken_and_not_trained_on(one_rank: MakeRank) -> None:
+    run = one_rank(workload=own("Numbered"), train={"steps": 3}, skip=(1, 2))
+    assert run.train() == ExitCode.FINISHED
+    assert [line["position"] for _, line in sorted(run.lines().items())] == [0, 3, 4]
+    assert [line["grad_norm"] for _, line in sorted(run.lines().items())] == [1.0, 4.0, 5.0]
+
+
+def test_a_loss_that_is_no_number_ends_the_rank_before_a_save_of_it(one_rank: MakeRank) -> None:
+    run = one_rank(workload=own("Broken"), checkpoint={"every": 4})
+    with pytest.raises(BadStep, match=r"^step 4: loss nan, gradient norm nan; its batch is at position 3 of the data$"):
+        run.train()
+    assert run.saver.tried == []
+    assert not math.isfinite(float(run.lines()[4]["loss"]))
+
+
+def test_saves_follow_their_interval_and_the_last_step(one_rank: MakeRank) -> None:
+    run = one_rank(workload=own("Numbered"), checkpoint={"every": 3})
+    assert run.train() == ExitCode.FINISHED
+    assert (run.saver.tried, run.saver.waits) == ([3, 6, 8], 2)
+    assert {step: facts["loss"] for step, facts in run.saver.facts.items()} == dict.fromkeys((3, 6, 8), 2.5)
+    cell = run.cell.read()
+    assert (cell.step, cell.saved_step, cell.phase) == (8, 8, Phase.DONE)
+    assert run.final()["step"] == 8
+    assert run.final()["loss"] == 2.5
+    (first,) = run.events("generation.first_step")
+    assert (first.data["step"], first.data["seconds"] > 0) == (1, True)
+
+
+def test_the_last_save_is_waited_for_and_tried_again(one_rank: MakeRank) -> None:
+    """What is still being written may take the place that it needs."""
+    saver = KeptSaves(accepts=lambda step: saver.tried.count(8) != 1)
+    run = one_rank(saver, workload=own("Numbered"), checkpoint={"every": 0})
+    assert run.train() == ExitCode.FINISHED
+    assert saver.tried == [8, 8]
+
+
+@pytest.mark.parametrize(
+    ("saver", "why"),
+    [
+        (KeptSaves(commits=False, failure="disk full"), "disk full"),
+        (KeptSaves(accepts=lambda step: False), "its save was skipped"),
+    ],
+)
+def test_a_last_step_that_is_in_no_checkpoint_is_a_failure(one_rank: MakeRank, saver: KeptSaves, why: str) -> None:
+    run = one_rank(saver, workload=own("Numbered"), checkpoint={"every": 0})
+    with pytest.raises(SaveFailed, match=f"the last checkpoint was not saved: {why}"):
+        run.train()
+    assert saver.tried == ([8] if saver.failure else [8, 8])
+
+
+def test_a_save_of_an_earlier_step_need_not_be_waited_for(one_rank: MakeRank) -> None:
+    saver = KeptSaves(accepts=lambda step: step != 3)
+    run = one_rank(saver, workload=own("Numbered"), checkpoint={"every": 3})
+    assert run.train() == ExitCode.FINISHED
+    assert saver.tried[0] == 3
+    assert saver.tried.count(3) == 1
+    assert saver.waits == 2
+
+
+def test_too_many_steps_without_a_checkpoint_end_the_run(one_rank: MakeRank) -> None:
+    saver = KeptSaves(commits=False)
+    run = one_rank(saver, workload=own("Numbered"), checkpoint={"every": 2, "max_unsaved_steps": 4})
+    text = r"5 steps are in no committed checkpoint, the newest is of step 0 \(checkpoint.max_unsaved_steps=4\): saves"
+    with pytest.raises(SaveFailed, match=text):
+        run.train()
+    assert run.state.step == 5
+
+
+def test_commits_in_time_let_it_go_on(one_rank: MakeRank) -> None:
+    run = one_rank(workload=own("Numbered"), checkpoint={"every": 2, "max_unsaved_steps": 4})
+    assert run.train() == ExitCode.FINISHED
+
+
+def test_best_checkpoints_need_a_number_that_exists(one_rank: MakeRank) -> None:
+    run = one_rank(workload=own("Numbered"), checkpoint={"best": {"metric": "accuracy"}})
+    text = r"^checkpoint.best.metric=accuracy: the workload has no such number, only loss, batch$"
+    with pytest.raises(WorkloadError, match=text):
+        run.train()
+    validated = one_rank(
+        workload=own("Validated"), validation={"every": 3}, checkpoint={"best": {"metric": "accuracy"}}
+    )
+    with pytest.raises(WorkloadError, match="only loss, batches$"):
+        validated.train()
+    assert validated.state.step == 3
+
+
+def test_each_validation_is_saved_where_the_best_are_kept(one_rank: MakeRank) -> None:
+    run = one_rank(
+        workload=own("Validated"), validation={"every": 3}, checkpoint={"every": 0, "best": {"metric": "batches"}}
+    )
+    assert run.train() == ExitCode.FINISHED
+    assert run.saver.tried == [3, 6, 8]
+    assert {step: facts["metrics"] for step, facts in run.saver.facts.items()} == {
+        step: {"batches": float(step)} for step in (3, 6, 8)
+    }
+
+
+def test_a_restore_test_trains_to_its_step_and_saves_nothing(one_rank: MakeRank) -> None:
+    run = one_rank(workload=own("Numbered"), checkpoint={"every": 2})
+    assert run.train(test_until=5) == ExitCode.FINISHED
+    assert (run.state.step, run.saver.tried, max(run.lines())) == (5, [], 5)
+    assert "probe" not in run.final()
+
+
+def test_a_stop_is_agreed_and_saved(one_rank: MakeRank) -> None:
+    run = one_rank(workload=own("Validated"), checkpoint={"every": 0})
+    ask(run, StopReason.CANCEL, at=3)
+    assert run.train() == ExitCode.STOPPED_AFTER_SAVE
+    (agreed,) = run.events("stop.agreed")
+    assert agreed.data == {"step": 4, "reason": "cancel"}, "a step's votes are read when the next one is queued"
+    assert run.saver.tried == [4]
+    assert not run.session.attempt.final.exists()
+
+
+def test_the_built_in_model_probes_one_step_more_and_changes_nothing(one_rank: MakeRank, text_tokens: Path) -> None:
+    run = one_rank(
+        workload={"target": "trainer.worker.llama:LlamaWorkload", "args": {}}, data={"path": str(text_tokens)},
+        train={"steps": 4, "dtype": "float32"},
+    )  # fmt: skip
+    run.train()
+    longer = one_rank(
+        workload={"target": "trainer.worker.llama:LlamaWorkload", "args": {}}, data={"path": str(text_tokens)},
+        train={"steps": 5, "dtype": "float32"}, optimizer={"lr": 0.0},
+    )  # fmt: skip
+    calm = one_rank(
+        workload={"target": "trainer.worker.llama:LlamaWorkload", "args": {}}, data={"path": str(text_tokens)},
+        train={"steps": 4, "dtype": "float32"}, optimizer={"lr": 0.0},
+    )  # fmt: skip
+    longer.train()
+    calm.train()
+    probe, fifth = calm.final()["probe"], longer.lines()[5]
+    assert probe["step"] == 5
+    assert (probe["loss"], probe["grad_norm"]) == (fifth["loss"], fifth["grad_norm"])
+    assert run.final()["probe"]["lr"] == run.lines()[4]["lr"], "the rate of the last step goes on"
+    assert all(parameter.grad is None for parameter in run.session.objects.model.parameters())

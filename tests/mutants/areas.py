@@ -1,0 +1,48 @@
+"""The code that mutants are made of, by area, and the tests that must notice them.
+
+Of `checkpointing/` it is what a save runs on its way to a commit.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+AREAS = {
+    "training": ("trainer/worker/training",),
+    "parallel": ("trainer/worker/parallel", "trainer/worker/pipeline", "trainer/worker/experts"),
+    "saved_state": ("trainer/worker/saved_state",),
+    "recovery": ("orchestrator/recovery",),
+    "commit": (
+        "checkpointing/engine/save",
+        "checkpointing/format/commit.py",
+        "checkpointing/format/index.py",
+        "checkpointing/format/manifest.py",
+        "checkpointing/format/node_files.py",
+        "checkpointing/writer",
+        "checkpointing/storage/direct_io.py",
+        "checkpointing/storage/durable.py",
+        "checkpointing/storage/reserved_file.py",
+    ),
+}
+NAMED_OTHERWISE = {"trainer/worker/parallel": "tests/trainer/worker/layouts"}
+"""Folders of code whose tests lie in a folder of another name."""
+WHOLE_WORKERS = "trainer/worker"
+"""A package with tests of its own, beside those of its folders: its loops and checkpoints as a whole."""
+
+
+def sources(area: str) -> Iterator[str]:
+    """Paths of its files, relative to the tree."""
+    for name in AREAS[area]:
+        path = ROOT / name
+        found = [path] if path.is_file() else sorted(path.rglob("*.py"))
+        yield from (str(one.relative_to(ROOT)) for one in found if one.name != "__init__.py")
+
+
+def test_files(source: str) -> list[str]:
+    """The test files of the folder in which this file lies."""
+    folder = str(Path(source).parent)
+    folders = [f"tests/{folder}", *filter(None, [NAMED_OTHERWISE.get(folder)])]
+    found = [path for one in folders for path in sorted((ROOT / one).glob("**/test_*.py"))]
+    if folder.startswith(WHOLE_WORKERS):
+        found += sorted((ROOT / "tests" / WHOLE_WORKERS).glob("test_*.py"))
+    return [str(path.relative_to(ROOT)) for path in found]

@@ -1,0 +1,112 @@
+"""Which tests run which lines: recorded once, and kept by test file while nothing that it runs has changed."""
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from coverage import CoverageData
+
+from tests.mutants.areas import AREAS, ROOT, sources, test_files
+
+TREE = ("orch", "orchestrator", "trainer", "checkpointing", "tests", "configs", "sbatch_templates", "examples")
+FAST = "not slurm and not proof"
+
+
+@dataclass(frozen=True)
+class TestRun:
+    """One test in the recorded run."""
+
+    seconds: float
+    passed: bool
+    ranks: bool
+    """Whether it starts real ranks."""
+    lines: dict[str, list[int]] = field(default_factory=dict)
+    """By source file."""
+
+
+def copy_tree(folder: Path) -> None:
+    """Everything that tests import, with its bytecode."""
+    for name in TREE:
+        shutil.copytree(ROOT / name, folder / name)
+    for name in ("pyproject.toml", "README.md"):
+        shutil.copy2(ROOT / name, folder / name)
+
+
+def environment(tree: Path) -> dict[str, str]:
+    """That of tests which import `tree`, and no other."""
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(("COV_", "COVERAGE_", "PYTEST_"))}
+    return {**kept, "PYTHONPATH": str(tree)}
+
+
+def tests_by_line(cache: Path, areas: Iterable[str]) -> dict[str, TestRun]:
+    """Every fast test of these areas, by its id; records those of files that have changed since the last time."""
+    wanted = sorted({file for area in areas for source in sources(area) for file in test_files(source)})
+    known: dict[str, Any] = json.loads(cache.read_text()) if cache.exists() else {}
+    stale = [file for file in wanted if file not in known or known[file]["digests"] != _digests(known[file]["digests"])]
+    if stale:
+        sys.stdout.write(f"recording which lines {len(stale)} test files run\n")
+        sys.stdout.flush()
+        known |= _recorded(stale)
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        cache.write_text(json.dumps(known))
+    return {name: TestRun(**test) for file in wanted for name, test in known[file]["tests"].items()}
+
+
+def _digests(files: Iterable[str], tree: Path = ROOT) -> dict[str, str]:
+    return {
+        file: hashlib.sha256((tree / file).read_bytes()).hexdigest() if (tree / file).exists() else "" for file in files
+    }
+
+
+def _recorded(files: list[str]) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory(prefix="orch-mutants-") as temporary:
+        tree = Path(temporary)
+        copy_tree(tree)
+        shutil.copy2(ROOT / "tests/mutants/recorded/sitecustomize.py", tree)
+        (tree / "lines").mkdir()
+        (tree / "current").write_text("")
+        include = "\n    ".join(source for area in AREAS for source in sources(area))
+        (tree / "coverage.ini").write_text(
+            f"[run]\npatch = _exit\nsigterm = true\ndisable_warnings = no-data-collected\nrelative_files = true\n"
+            f"include =\n    {include}\n"
+        )
+        subprocess.run(
+            [
+                sys.executable, "-m", "pytest", "-q", "-p", "tests.mutants.recorder", "-p", "no:cacheprovider",
+                "-p", "no:cov", "-p", "no:xdist", "-m", FAST, *files,
+            ],
+            cwd=tree, env=environment(tree), stdout=(tree / "out").open("w"), stderr=subprocess.STDOUT, check=False,
+        )  # fmt: skip
+        ended = json.loads((tree / "ended.json").read_text())
+        lines = _lines(tree)
+        found: dict[str, Any] = {file: {"tests": {}} for file in files}
+        for name, how in ended.items():
+            found[name.partition("::")[0]]["tests"][name] = asdict(TestRun(**how, lines=lines[name]))
+        for file, one in found.items():
+            sources_run = (source for test in one["tests"].values() for source in test["lines"])
+            one["digests"] = _digests({file, *sources_run}, tree)
+    return found
+
+
+def _lines(tree: Path) -> dict[str, dict[str, list[int]]]:
+    """By test and source file, of all processes that were recorded."""
+    found: dict[str, dict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
+    for path in (tree / "lines").iterdir():
+        data = CoverageData(basename=str(path))
+        data.read()
+        for test in data.measured_contexts():
+            data.set_query_context(test)
+            for file in data.measured_files():
+                source = str(Path(file).relative_to(tree) if Path(file).is_absolute() else file)
+                found[test][source].update(data.lines(file) or [])
+    plain = {test: {file: sorted(at) for file, at in files.items() if at} for test, files in found.items()}
+    return defaultdict(dict, plain)

@@ -1,0 +1,186 @@
+"""Runs the tests of a mutant, in a copy of the tree and in a fork of a process that has imported torch."""
+
+import ast
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+
+from tests.mutants.areas import ROOT, test_files
+from tests.mutants.mutations import Mutant
+from tests.mutants.tested_lines import TREE, TestRun, copy_tree, environment
+
+PATIENCE = 60.0
+"""Seconds of a mutant's tests in addition to five times what they took in the recorded run."""
+IMPORT_ONLY = "<import>"
+
+
+@dataclass(frozen=True)
+class Trial:
+    """How the tests of one mutant have ended."""
+
+    mutant: Mutant
+    caught_by: str
+    """The first test that failed, or empty."""
+    seconds: float
+    tests: int
+    """How many run the line."""
+
+
+def tests_of(mutant: Mutant, tests: Mapping[str, TestRun]) -> list[str]:
+    """The fast tests of the folder that run the line, shortest first, real ranks last.
+
+    A line that runs when the file is imported counts for all that run another one of the file, or for all there are.
+    """
+    files = set(test_files(mutant.file))
+    own = {name: test for name, test in tests.items() if name.partition("::")[0] in files and test.passed}
+    if _is_in_a_function(mutant):
+        first, last = _statement(mutant)
+        found = [
+            name for name, test in own.items() if any(first <= at <= last for at in test.lines.get(mutant.file, ()))
+        ]
+    else:
+        found = [name for name, test in own.items() if mutant.file in test.lines]
+        found = found or [name for name, test in own.items() if not test.ranks]
+    return sorted(found, key=lambda name: (own[name].ranks, own[name].seconds))
+
+
+def _is_in_a_function(mutant: Mutant) -> bool:
+    functions = [node for node in ast.walk(_tree(mutant)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    return any(node.body[0].lineno <= mutant.line <= (node.end_lineno or 0) for node in functions)
+
+
+def _statement(mutant: Mutant) -> tuple[int, int]:
+    """First and last line of the smallest statement around it, of which not every line need be recorded.
+
+    Of one with a body it is what stands before that.
+    """
+    statements = [node for node in ast.walk(_tree(mutant)) if isinstance(node, ast.stmt)]
+    around = [node for node in statements if node.lineno <= mutant.line <= (node.end_lineno or 0)]
+    smallest = max(around, key=lambda node: (node.lineno, -(node.end_lineno or 0)))
+    body = getattr(smallest, "body", None)
+    return smallest.lineno, max(smallest.lineno, body[0].lineno - 1 if body else smallest.end_lineno or 0)
+
+
+def _tree(mutant: Mutant) -> ast.Module:
+    return ast.parse((ROOT / mutant.file).read_text())
+
+
+class Slot:
+    """A copy of the tree in which one mutant at a time is planted."""
+
+    def __init__(self) -> None:
+        self.tree = Path(tempfile.mkdtemp(prefix="orch-mutants-"))
+        copy_tree(self.tree)
+        self._pid, self._began, self._limit = 0, 0.0, 0.0
+        self._mutant: Mutant | None = None
+        self._tests: Sequence[str] = ()
+
+    @property
+    def is_free(self) -> bool:
+        return self._mutant is None
+
+    def begin(self, mutant: Mutant, tests: Mapping[str, TestRun]) -> None:
+        """Plant it and start its tests."""
+        self._mutant, self._tests = mutant, tests_of(mutant, tests)
+        path = self.tree / mutant.file
+        path.write_text(mutant.planted((ROOT / mutant.file).read_text()))
+        # Bytecode is valid for a time of its source and a size: no two mutants have the same.
+        os.utime(path, (mutant.begin, mutant.begin))
+        (self.tree / "caught").write_text("")
+        self._began = time.monotonic()
+        self._limit = PATIENCE + 5 * sum(tests[name].seconds for name in self._tests)
+        if not self._tests:
+            return
+        self._pid = os.fork()
+        if not self._pid:
+            _run(self.tree, self._tests)
+        os.setpgid(self._pid, self._pid)
+
+    def poll(self) -> Trial | None:
+        """The trial, once it is over; its file is then as before."""
+        assert self._mutant is not None
+        seconds = time.monotonic() - self._began
+        caught = (self.tree / "caught").read_text()
+        if self._pid:
+            ended = os.waitid(os.P_PID, self._pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if not ended and not caught and seconds < self._limit:
+                return None
+            # Its ranks and writers too, before its number may be another process's; a test that hangs has noticed.
+            os.killpg(self._pid, signal.SIGKILL)
+            _, status = os.waitpid(self._pid, 0)
+            caught = caught or self._other_end(os.waitstatus_to_exitcode(status), seconds)
+        shutil.copy2(ROOT / self._mutant.file, self.tree / self._mutant.file)
+        trial = Trial(self._mutant, caught, seconds, len(self._tests))
+        self._mutant, self._pid = None, 0
+        return trial
+
+    def _other_end(self, code: int, seconds: float) -> str:
+        """Why its tests ended without one that failed; raises RuntimeError where that says nothing about them."""
+        if seconds >= self._limit:
+            return "time limit"
+        if code > 0:
+            assert self._mutant is not None
+            raise RuntimeError(f"{self._mutant.name}: pytest ended with {code}:\n{(self.tree / 'out').read_text()}")
+        return f"signal {-code}" if code else ""
+
+    def close(self) -> None:
+        shutil.rmtree(self.tree, ignore_errors=True)
+
+
+class _FirstFailure:
+    """A plugin that runs tests in the given order, and names the first one that fails."""
+
+    def __init__(self, note: Path, tests: Sequence[str]) -> None:
+        self._note, self._place = note, {name: place for place, name in enumerate(tests)}
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        items.sort(key=lambda item: self._place.get(item.nodeid, len(self._place)))
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self._write(report.nodeid)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            self._write(f"{IMPORT_ONLY} {report.nodeid}")
+
+    def _write(self, name: str) -> None:
+        if not self._note.read_text():
+            self._note.write_text(name)
+
+
+def _run(tree: Path, tests: Sequence[str]) -> NoReturn:
+    """In a forked child: as a new pytest that sees no other tree than `tree`."""
+    code: Any = 70
+    try:
+        output = os.open(tree / "out", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        for descriptor in (1, 2):
+            os.dup2(output, descriptor)
+        os.chdir(tree)
+        os.environ.clear()
+        os.environ.update(_ENVIRONMENT | environment(tree))
+        sys.path[:] = [str(tree), *(one for one in sys.path if one and Path(one).resolve() != ROOT)]
+        for name in [name for name in sys.modules if name.partition(".")[0] in TREE]:
+            del sys.modules[name]
+        options = ["-q", "-x", "--timeout=60", "-p", "no:cacheprovider", "-p", "no:cov", "-p", "no:xdist"]
+        code = pytest.main([*options, *tests], plugins=[_FirstFailure(tree / "caught", tests)])
+    except BaseException:  # noqa: BLE001  # outermost edge of a forked child
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(int(code))
+
+
+_ENVIRONMENT = dict(os.environ)

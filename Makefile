@@ -8,7 +8,7 @@ INTEROP := $(VENV)/interop
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q
 TREE := orch orchestrator trainer checkpointing tests benchmarks examples
 
-.PHONY: help venv demo check lint test test-gpu proof bench wheel clean
+.PHONY: help venv demo check lint test test-gpu mutants proof bench wheel clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -49,6 +49,9 @@ test: lint $(INTEROP)/.ready  ## everything, the real Slurm included (about 12 m
 
 proof: venv $(INTEROP)/.ready  ## the long counts; writes docs/proof.md
 	$(BIN)/python -m benchmarks.proof
+
+mutants: venv  ## plant 100 one-line bugs: at least 90 % must fail a fast test (15 minutes, the first time 10 more)
+	$(BIN)/python -m tests.mutants
 
 test-gpu: venv  ## kill, hang, desync, resume and memory on the GPUs here: one table to send back (under ten minutes)
 	$(BIN)/python -m tests.gpu

@@ -14,19 +14,19 @@ import sys
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from tests.mutants.areas import AREAS, ROOT, sources
 from tests.mutants.mutations import Mutant, mutants
-from tests.mutants.tested_lines import tests_by_line
-from tests.mutants.trials import Slot, Trial
+from tests.mutants.tested_lines import TestRun, tests_by_line
+from tests.mutants.trials import Slot, Trial, tests_of
 
 ENOUGH = 0.9
 _IMPORTED = (
     "torch", "torch.distributed.checkpoint", "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp",
-    "torch.distributed.pipelining", "torch.distributed.tensor.parallel", "fsspec", "sqlalchemy",
-    "omegaconf", "psutil",
+    "torch.distributed.pipelining", "torch.distributed.tensor.parallel", "fsspec", "hypothesis", "omegaconf", "psutil",
+    "sqlalchemy", "xdist.scheduler",
 )  # fmt: skip
 """What forked tests need not import again; no tensor is made before the fork, because its threads would be missing."""
 
@@ -57,7 +57,7 @@ def tried(todo: Iterable[Mutant], jobs: int, cache: Path, areas: Sequence[str]) 
         warnings.simplefilter("ignore")
         for name in _IMPORTED:
             importlib.import_module(name)
-    waiting, slots = list(todo), [Slot() for _ in range(jobs)]
+    waiting, slots = sorted(todo, key=lambda one: _cost(one, tests)), [Slot() for _ in range(jobs)]
     try:
         while waiting or not all(slot.is_free for slot in slots):
             for slot in slots:
@@ -69,6 +69,12 @@ def tried(todo: Iterable[Mutant], jobs: int, cache: Path, areas: Sequence[str]) 
     finally:
         for slot in slots:
             slot.close()
+
+
+def _cost(mutant: Mutant, tests: Mapping[str, TestRun]) -> tuple[bool, float]:
+    """Those without real ranks come first, and so do survivors that are found soon."""
+    own = [tests[name] for name in tests_of(mutant, tests)]
+    return any(test.ranks for test in own), sum(test.seconds for test in own)
 
 
 def line(trial: Trial) -> str:

@@ -29,6 +29,7 @@ _ARITHMETIC: dict[type[ast.operator], tuple[str, str]] = {
     ast.Mod: ("%", "//"),
     ast.Pow: ("**", "*"),
 }
+_ANY_ORDER = ("isinstance", "issubclass", "getattr", "hasattr", "setattr", "equal", "isclose", "min", "max", "gcd")
 _COUNTED = 8
 """Numbers up to this one are places and counts; higher ones, and fractions, are settings."""
 
@@ -84,7 +85,8 @@ class _Planter:
     def _within(self, node: ast.AST) -> Iterator[Mutant]:
         for child in _mutable_children(node):
             yield from self._of(child)
-            yield from self._within(child)
+            if not isinstance(child, ast.Raise):  # what it says is a message
+                yield from self._within(child)
 
     def _of(self, node: ast.AST) -> Iterator[Mutant]:
         match node:
@@ -178,9 +180,7 @@ def _is_left_out(node: ast.AST) -> bool:
             return True
         case ast.Expr(value=ast.Constant()):
             return True
-        case ast.Call(func=func) if _is_warning(func):
-            return True
-        case ast.Call(func=ast.Name(id=name)) if name[:1].isupper() and name.endswith(("Error", "Refused", "Warning")):
+        case ast.Expr(value=ast.Call(func=func)) if _is_warning(func):
             return True
         case ast.FunctionDef(name="__repr__" | "__str__"):
             return True
@@ -203,7 +203,7 @@ def _others(value: float) -> tuple[float, float]:
 
 
 def _is_warning(func: ast.expr) -> bool:
-    return ast.unparse(func).startswith(("warnings.", "log.", "logging."))
+    return ast.unparse(func).startswith(("warnings.", "log.", "_log.", "logging."))
 
 
 def _is_text(*operands: ast.expr) -> bool:
@@ -220,8 +220,8 @@ def _is_plain(test: ast.expr) -> bool:
 
 
 def _is_typed(func: ast.expr) -> bool:
-    """Whether Python refuses its arguments in another order."""
-    return ast.unparse(func) in ("isinstance", "issubclass", "getattr", "hasattr", "setattr")
+    """Whether Python refuses its arguments in another order, or their order makes no difference."""
+    return ast.unparse(func).rpartition(".")[2] in _ANY_ORDER
 
 
 def _is_starred(*arguments: ast.expr) -> bool:

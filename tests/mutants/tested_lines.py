@@ -17,7 +17,17 @@ from coverage import CoverageData
 
 from tests.mutants.areas import AREAS, ROOT, sources, test_files
 
-TREE = ("orch", "orchestrator", "trainer", "checkpointing", "tests", "configs", "sbatch_templates", "examples")
+TREE = (
+    "orch",
+    "orchestrator",
+    "trainer",
+    "checkpointing",
+    "tests",
+    "benchmarks",
+    "configs",
+    "sbatch_templates",
+    "examples",
+)
 FAST = "not slurm and not proof"
 
 

@@ -10,6 +10,7 @@ import time
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -19,6 +20,8 @@ from tests.mutants.areas import ROOT, test_files
 from tests.mutants.mutations import Mutant
 from tests.mutants.tested_lines import TREE, TestRun, copy_tree, environment
 
+MOST_SECONDS = 40.0
+"""What the tests of a mutant took together in the recorded run, at most: the slowest of many are left out."""
 PATIENCE = 60.0
 """Seconds of a mutant's tests in addition to five times what they took in the recorded run."""
 IMPORT_ONLY = "<import>"
@@ -39,7 +42,8 @@ class Trial:
 def tests_of(mutant: Mutant, tests: Mapping[str, TestRun]) -> list[str]:
     """The fast tests of the folder that run the line, shortest first, real ranks last.
 
-    A line that runs when the file is imported counts for all that run another one of the file, or for all there are.
+    A line that runs when the file is imported counts for all that run another one of the file, or for all there are, in
+    one process where there are some.
     """
     files = set(test_files(mutant.file))
     own = {name: test for name, test in tests.items() if name.partition("::")[0] in files and test.passed}
@@ -49,9 +53,11 @@ def tests_of(mutant: Mutant, tests: Mapping[str, TestRun]) -> list[str]:
             name for name, test in own.items() if any(first <= at <= last for at in test.lines.get(mutant.file, ()))
         ]
     else:
-        found = [name for name, test in own.items() if mutant.file in test.lines]
-        found = found or [name for name, test in own.items() if not test.ranks]
-    return sorted(found, key=lambda name: (own[name].ranks, own[name].seconds))
+        own = {name: test for name, test in own.items() if not test.ranks} or own
+        found = [name for name, test in own.items() if mutant.file in test.lines] or list(own)
+    chosen = sorted(found, key=lambda name: (own[name].ranks, own[name].seconds))
+    until = accumulate(own[name].seconds for name in chosen)
+    return [name for name, seconds in zip(chosen, until, strict=True) if seconds <= MOST_SECONDS or name == chosen[0]]
 
 
 def _is_in_a_function(mutant: Mutant) -> bool:
@@ -173,7 +179,18 @@ def _run(tree: Path, tests: Sequence[str]) -> NoReturn:
         sys.path[:] = [str(tree), *(one for one in sys.path if one and Path(one).resolve() != ROOT)]
         for name in [name for name in sys.modules if name.partition(".")[0] in TREE]:
             del sys.modules[name]
-        options = ["-q", "-x", "--timeout=60", "-p", "no:cacheprovider", "-p", "no:cov", "-p", "no:xdist"]
+        options = [
+            "-q",
+            "-x",
+            "--timeout=60",
+            "-p",
+            "no:cacheprovider",
+            "-p",
+            "no:cov",
+            "-p",
+            "no:xdist",
+            *_IMPORTED_EARLY,
+        ]
         code = pytest.main([*options, *tests], plugins=[_FirstFailure(tree / "caught", tests)])
     except BaseException:  # noqa: BLE001  # outermost edge of a forked child
         traceback.print_exc()
@@ -184,3 +201,5 @@ def _run(tree: Path, tests: Sequence[str]) -> NoReturn:
 
 
 _ENVIRONMENT = dict(os.environ)
+_IMPORTED_EARLY = ("-W", "ignore::pytest.PytestAssertRewriteWarning")
+"""Plugins whose assertions are not rewritten, because they were imported before the fork."""

@@ -105,3 +105,14 @@ def test_what_counts_as_a_failure(kind, of_cluster, of_run):
     )
     assert (cluster.failures, own.failures) == (of_cluster, of_run)
     assert failure_rate.WINDOW == 90 * DAY
+
+
+def test_time_counts_by_nodes_and_a_clock_that_was_set_back_takes_none_away():
+    spans = [
+        AttemptSpan(run="mine", nodes=4, seconds=0.25, failures=()),
+        AttemptSpan(run="mine", nodes=4, seconds=-50.0, failures=(FailureKind.NODE_LOST,)),
+        AttemptSpan(run="other", nodes=2, seconds=3.0, failures=()),
+    ]
+    others, own = count_failures(spans, "mine")
+    assert (others.node_seconds, own.node_seconds) == (6.0, 1.0)
+    assert (others.failures, own.failures) == (0, 1)

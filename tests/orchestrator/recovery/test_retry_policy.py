@@ -287,3 +287,26 @@ def test_a_requested_drill_uses_up_nothing() -> None:
 
 def test_a_drill_that_needs_a_person_gets_one() -> None:
     assert after(replace(past(1, K.DESYNC, 10), drilled=True)).action is Action.HOLD
+
+
+def test_between_two_failures_two_hours_count_at_most():
+    """A queue of days is no outage: 13 gaps of two hours are more than a day, 12 are just one, 11 are not."""
+    for failures, hours, action in ((13, 2.0, Action.HOLD), (13, 90.0, Action.HOLD), (12, 90.0, Action.RETRY)):
+        row = outage(K.NODE_LOST, hours * (failures - 1), failures)
+        assert after(*row).action is action, (failures, hours)
+
+
+@pytest.mark.parametrize(
+    ("kind", "trained", "is_progress"),
+    [(K.RANK_KILLED, 1799.0, False), (K.RANK_KILLED, 1800.0, True), (K.PREEMPTED, 299.0, False),
+     (K.PREEMPTED, 300.0, True)],
+)  # fmt: skip
+def test_an_attempt_of_a_command_that_lasted_counts_as_progress(kind: FailureKind, trained: float, is_progress: bool):
+    """Half an hour, or five minutes where it was taken away: its checkpoints cannot be seen."""
+    row = [
+        *(past(n, K.RANK_KILLED, None) for n in range(9)),
+        past(9, kind, None, trained=trained),
+        past(10, K.RANK_KILLED, None),
+    ]
+    found = after(*row, steps_known=False)
+    assert (found.action is Action.RETRY) == is_progress

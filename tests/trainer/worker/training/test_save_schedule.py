@@ -161,3 +161,26 @@ def test_steps_that_only_memory_holds_count_as_unsaved() -> None:
     loop._check_saved(700)
     with pytest.raises(SaveFailed, match="201 steps are in no committed checkpoint, the newest is of step 500"):
         loop._check_saved(701)
+
+
+@pytest.mark.parametrize(("saves", "found"), [(7, 100.0), (8, 2.0)])
+def test_one_save_that_hung_is_no_measure_once_enough_are_known(saves: int, found: float) -> None:
+    schedule = Job(CheckpointConfig()).save_schedule
+    schedule.read_saver(0, None, [2.0] * (saves - 1) + [100.0])
+    assert schedule.save_seconds == found
+    schedule.read_saver(0, None, [2.0] * (saves - 1) + [16.0])
+    assert schedule.save_seconds == 16.0, "eight times as long as usual is still slow"
+
+
+@pytest.mark.parametrize(("quiet", "busy", "slowdown"), [(8, 8, 1.5), (7, 8, 0.0), (8, 7, 0.0)])
+def test_steps_beside_a_save_are_compared_once_enough_are_known(quiet: int, busy: int, slowdown: float) -> None:
+    """A step takes twice as long beside a save of three seconds: half of that time is the save's."""
+    schedule = Job(CheckpointConfig()).save_schedule
+    schedule.read_saver(0, None, [3.0])
+    for _ in range(quiet):
+        schedule.step_took(1.0)
+    schedule.save_tried(1, True)
+    for _ in range(busy):
+        schedule.step_took(2.0)
+    assert schedule._slowdown(1.0) == slowdown
+    assert schedule._slowdown(5.0) == 0.0, "steps beside a save that take less time cost nothing"

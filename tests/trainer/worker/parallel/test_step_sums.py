@@ -13,7 +13,7 @@ RANKS = 3
 
 def found(**case: Any) -> list[Any]:
     """By rank."""
-    words = [sys.executable, "-m", "tests.trainer.worker.training.step_sums_ranks", str(RANKS), json.dumps([case])]
+    words = [sys.executable, "-m", "tests.trainer.worker.parallel.step_sums_ranks", str(RANKS), json.dumps([case])]
     done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
     assert not done.returncode, done.stderr
     return [results[0][0] for results in json.loads(done.stdout)]

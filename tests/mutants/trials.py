@@ -89,6 +89,7 @@ class Slot:
         copy_tree(self.tree)
         self._pid, self._began, self._limit = 0, 0.0, 0.0
         self._mutant: Mutant | None = None
+        self._before, self._time = "", 0.0
         self._tests: Sequence[str] = ()
 
     @property
@@ -99,7 +100,8 @@ class Slot:
         """Plant it and start its tests."""
         self._mutant, self._tests = mutant, tests_of(mutant, tests)
         path = self.tree / mutant.file
-        path.write_text(mutant.planted((ROOT / mutant.file).read_text()))
+        self._before, self._time = path.read_text(), path.stat().st_mtime
+        path.write_text(mutant.planted(self._before))
         # Bytecode is valid for a time of its source and a size: no two mutants have the same.
         os.utime(path, (mutant.begin, mutant.begin))
         (self.tree / "caught").write_text("")
@@ -125,7 +127,9 @@ class Slot:
             os.killpg(self._pid, signal.SIGKILL)
             _, status = os.waitpid(self._pid, 0)
             caught = caught or self._other_end(os.waitstatus_to_exitcode(status), seconds)
-        shutil.copy2(ROOT / self._mutant.file, self.tree / self._mutant.file)
+        path = self.tree / self._mutant.file
+        path.write_text(self._before)
+        os.utime(path, (self._time, self._time))
         trial = Trial(self._mutant, caught, seconds, len(self._tests))
         self._mutant, self._pid = None, 0
         return trial

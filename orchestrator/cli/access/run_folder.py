@@ -12,7 +12,7 @@ from trainer.contract.run_dir import RunDir
 
 ASK_WITHIN = 2.0
 """Seconds in which a file system is to answer: one that hangs holds up nobody who asks for the state of a run."""
-_PUT_BACK = (
+PUT_BACK = (
     "move it back or put a link there; or make the registry anew from every folder that holds runs: "
     "`orch db rebuild --root FOLDER --root OTHER`"
 )
@@ -21,7 +21,7 @@ _PUT_BACK = (
 def existing_folder(run: str, run_dir: str) -> RunDir:
     """The folder of a run; raises Precondition when it is not there."""
     if not Path(run_dir).is_dir():
-        raise Precondition(_missing(run), where=run_dir, hint=_PUT_BACK)
+        raise Precondition(_missing(run), where=run_dir, hint=PUT_BACK)
     if why := foreign(Path(run_dir)):
         raise Precondition(why, where=run_dir, hint="ask who put it there; nothing in it is read")
     return RunDir(Path(run_dir))
@@ -30,13 +30,13 @@ def existing_folder(run: str, run_dir: str) -> RunDir:
 def warn_of_missing(screen: Screen, run: str, run_dir: str) -> None:
     """For verbs that can answer without it."""
     if _is_missing(run_dir):
-        screen.warn("folder_missing", f"{_missing(run)}: {run_dir}; {_PUT_BACK}")
+        screen.warn("folder_missing", f"{_missing(run)}: {run_dir}; {PUT_BACK}")
 
 
 def warn_of_moved(screen: Screen, row: dict[str, Any]) -> None:
     """The same by a status row: a run that has never had a job may have no folder yet."""
     if has_moved(row):
-        screen.warn("folder_missing", f"{_missing(row['run'])}: {row['run_dir']}; {_PUT_BACK}")
+        screen.warn("folder_missing", f"{_missing(row['run'])}: {row['run_dir']}; {PUT_BACK}")
 
 
 def has_moved(row: dict[str, Any]) -> bool:

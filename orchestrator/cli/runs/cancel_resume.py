@@ -10,7 +10,7 @@ import click
 
 from orchestrator.cli.access import run_location
 from orchestrator.cli.access.registry import open_store, wake_controller
-from orchestrator.cli.access.run_folder import existing_folder
+from orchestrator.cli.access.run_folder import PUT_BACK, existing_folder
 from orchestrator.cli.access.slurm_environment import warn_of_silence
 from orchestrator.cli.runs.edited_config import warn_of_edited_config
 from orchestrator.cli.runs.next_commands import restore_test_again
@@ -186,6 +186,8 @@ def _request(store: Any, verb: str, name: str, target: RunState, here: bool, cha
         )
     if verb == "cancel" and run.state is RunState.CANCELLED:
         return {**item, "answer": "was cancelled already"}
+    if verb == "resume":
+        _require_folder(run, store.attempts(run.name))
     moves = here and item["here"] and not (change is not None and change.overrides)
     if verb == "resume" and not moves and run.state in LIVE_RUNS:
         return _already_live(run, item, change)
@@ -195,8 +197,6 @@ def _request(store: Any, verb: str, name: str, target: RunState, here: bool, cha
             where=run.reason,
             hint=f"`orch show {run.name}` tells what happened",
         )
-    if verb == "resume":
-        existing_folder(run.name, run.run_dir)
     changed = _changed(store, run, change) if change is not None else {}
     ask = store.add_user_request(run.name, verb, ({"here": key} if key else {}) | changed, now=time.time())
     return {**item, "ask": ask}
@@ -215,6 +215,23 @@ def _require_cluster(verb: str, run: Run, key: str, attempts: list[Any]) -> None
             f"it is not known which cluster has the jobs of {run.name}",
             where=run.reason,
             hint=f"if it is this one ({key}): `orch resume {run.name} --here`, then `orch cancel {run.name}`",
+        )
+
+
+def _require_folder(run: Run, attempts: list[Any]) -> None:
+    """Raise Precondition where the run's folder is not there, or has lost its `run.json`: nothing could go on in it.
+
+    The folder of a run that was never submitted may still have to be made.
+    """
+    from orchestrator.controller.reconciler.ownership import never_submitted
+    from orchestrator.controller.run_dirs.run_folder import hidden
+
+    if never_submitted(attempts) and run.state in LIVE_RUNS:
+        return
+    folder = existing_folder(run.name, run.run_dir)
+    if not never_submitted(attempts) and (why := hidden(run, attempts[0])):
+        raise Precondition(
+            f"{why}; what is there is not the folder of {run.name}", where=str(folder.path), hint=PUT_BACK
         )
 
 

@@ -14,6 +14,7 @@ from orchestrator.registry.records import Checkpoint, Generation, NewRun, Restor
 from orchestrator.registry.store import Store
 from orchestrator.states import AttemptState, RunState, Trust
 from trainer.contract.failures.outcome import Failure, FailureKind
+from trainer.contract.run_dir import RunDir
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,7 @@ class Seeds:
         now = time.time()
         run, _ = self.store.create_run(self.new(slug), now=now, nonce="0123abcd")
         Path(run.run_dir).mkdir(parents=True, exist_ok=True)
+        RunDir(Path(run.run_dir)).run.write_text('{"nonce": "0123abcd"}')
         self.store.move_attempt(
             run.name, 1, AttemptState.SUBMITTED, "job 41", epoch=self.epoch, now=now, job_id="41", job_state="PENDING"
         )

@@ -7,6 +7,7 @@ CheckpointError
  +- NothingVerifies   checkpoints exist and every one of them was refused
  |   +- NothingIntact  because every one of them is damaged: another try reads the same bytes
  |   +- NothingFits    because the others are of another model: another try has the same code
+ +- TierUnavailable   the library for a tier's URL is not installed here
  +- SaveFailed        one save was given up; carries its step and the reason
      +- FencedOff     the attempt no longer holds its launch token, so it must not commit
      +- Unsound       the state itself must not be saved, however often that is tried
@@ -80,3 +81,7 @@ class FencedOff(SaveFailed):
 
 class Unsound(SaveFailed):
     """A save that was given up because of what was to be saved: it was torn, or cannot be right."""
+
+
+class TierUnavailable(CheckpointError, ImportError):
+    """A tier whose library is not installed here."""

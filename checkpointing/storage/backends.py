@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Protocol, cast
 
 from checkpointing.storage.digests import Bytes, Sink
-from checkpointing.storage.durable import fsync_dir, fsync_file, make_folder, write_durably
+from checkpointing.storage.durable import fsync_dir, fsync_file, make_folder, naming, write_durably
 from checkpointing.storage.remote_errors import as_oserror
 
 _BUFFER_BYTES = 1 << 20
@@ -42,7 +42,7 @@ class _DurableFile:
     """A new local file: small writes are gathered, `close` waits for the disk and for the folder's entry."""
 
     def __init__(self, path: Path) -> None:
-        self._folder = path.parent
+        self._path = path
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         self._held = bytearray()
         self._written = self._begun = 0
@@ -63,7 +63,10 @@ class _DurableFile:
 
     def _write_all(self, view: memoryview) -> None:
         while len(view):
-            size = os.write(self._descriptor, view)
+            try:
+                size = os.write(self._descriptor, view)
+            except OSError as error:
+                raise naming(error, self._path) from None
             self._written += size
             view = view[size:]
         # Asking to forget what was written before makes the disk begin with it now, and not only at the fsync; and a
@@ -76,9 +79,11 @@ class _DurableFile:
         try:
             self._drain()
             os.fsync(self._descriptor)
+        except OSError as error:
+            raise naming(error, self._path) from None
         finally:
             os.close(self._descriptor)
-        fsync_dir(self._folder)
+        fsync_dir(self._path.parent)
 
     def abort(self) -> None:
         os.close(self._descriptor)
@@ -133,22 +138,22 @@ class LocalStorage:
 class _RemoteFile:
     """A new object: it comes into being when it is closed."""
 
-    def __init__(self, stream: Any) -> None:
-        self._stream = stream
+    def __init__(self, stream: Any, url: str) -> None:
+        self._stream, self._url = stream, url
 
     def write(self, data: Bytes) -> int:
-        with as_oserror():
+        with as_oserror(self._url):
             self._stream.write(bytes(data))
         return len(data)
 
     def close(self) -> None:
-        with as_oserror():
+        with as_oserror(self._url):
             self._stream.close()
 
     def abort(self) -> None:
         from fsspec.spec import AbstractBufferedFile  # loaded by whoever opened the stream
 
-        with as_oserror():
+        with as_oserror(self._url):
             if isinstance(self._stream, AbstractBufferedFile):
                 self._stream.closed = True  # else the garbage collector would close, and so upload, the torn object
                 self._stream.discard()
@@ -159,11 +164,11 @@ class _RemoteFile:
 class _RemoteReader(io.RawIOBase):
     """An object being read; what goes wrong on the way is an OSError."""
 
-    def __init__(self, stream: BinaryIO) -> None:
-        self._stream = stream
+    def __init__(self, stream: BinaryIO, url: str) -> None:
+        self._stream, self._url = stream, url
 
     def read(self, size: int = -1) -> bytes:
-        with as_oserror():
+        with as_oserror(self._url):
             return self._stream.read(size)
 
     def readinto(self, room: Any) -> int:
@@ -204,36 +209,39 @@ class FsspecStorage:
     def _at(self, path: str) -> str:
         return f"{self._root}/{path}" if path else self._root
 
+    def _url(self, path: str) -> str:
+        return str(self._fs.unstrip_protocol(self._at(path)))
+
     def _make_folder_of(self, target: str) -> None:
         if self._folders:
             self._fs.makedirs(target.rpartition("/")[0], exist_ok=True)
 
     def create(self, path: str) -> Sink:
         target = self._at(path)
-        with as_oserror():
+        with as_oserror(self._url(path)):
             self._fs.invalidate_cache(target.rpartition("/")[0])
             if self._fs.exists(target):
                 raise FileExistsError(f"{target} exists already")
             self._make_folder_of(target)
-            return _RemoteFile(self._fs.open(target, "wb"))
+            return _RemoteFile(self._fs.open(target, "wb"), self._url(path))
 
     def publish(self, path: str, data: bytes) -> None:
         target = self._at(path)
-        with as_oserror():
+        with as_oserror(self._url(path)):
             self._make_folder_of(target)
             self._fs.pipe_file(target, data)
 
     def open(self, path: str) -> BinaryIO:
         target = self._at(path)
-        with as_oserror():
+        with as_oserror(self._url(path)):
             self._fs.invalidate_cache(target.rpartition("/")[0])
             # Checkpoints are read in chunks of several MiB: reading ahead would fetch most bytes twice.
             stream: BinaryIO = self._fs.open(target, "rb", cache_type="none")
-        return stream if self._folders else cast(BinaryIO, _RemoteReader(stream))
+        return stream if self._folders else cast(BinaryIO, _RemoteReader(stream, self._url(path)))
 
     def list(self, path: str) -> dict[str, int | None]:
         target = self._at(path)
-        with as_oserror():
+        with as_oserror(self._url(path)):
             self._fs.invalidate_cache(target)
             try:
                 found = self._fs.ls(target, detail=True)
@@ -246,7 +254,7 @@ class FsspecStorage:
 
     def delete(self, path: str) -> None:
         target = self._at(path)
-        with as_oserror(), contextlib.suppress(FileNotFoundError):
+        with as_oserror(self._url(path)), contextlib.suppress(FileNotFoundError):
             if self._folders and self._fs.isdir(target):
                 self._fs.rmdir(target)
             else:

@@ -31,8 +31,15 @@ def error_words(error: OSError) -> str:
 
 
 def explain_disk_error(error: BaseException, folder: Path) -> str:
-    """`disk full (FOLDER)`; empty when the storage is not what refused. `folder` stands for errors that name none."""
-    words = disk_words(error.errno) if isinstance(error, OSError) else ""
-    named = error.filename if isinstance(error, OSError) else None
-    where = Path(named).parent if isinstance(named, str) else folder
-    return f"{words} ({where})" if words else ""
+    """`disk full (FOLDER)`; empty when the storage is not what refused. `folder` stands for errors that name none.
+
+    Of an object store, which the error names by its URL, its library's own words are kept.
+    """
+    if not isinstance(error, OSError) or not (words := disk_words(error.errno)):
+        return ""
+    named = error.filename if isinstance(error.filename, str) else ""
+    if "://" in named:
+        return f"{named}: {error.strerror or words}"
+    if named:
+        folder = Path(named) if named.endswith("/") else Path(named).parent
+    return f"{words} ({folder})"

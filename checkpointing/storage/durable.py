@@ -22,6 +22,8 @@ def fsync_dir(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        raise naming(error, f"{folder}/") from None
     finally:
         os.close(descriptor)
 
@@ -45,6 +47,8 @@ def fsync_file(path: Path) -> None:
         os.fsync(descriptor)
         # An earlier fsync that failed leaves pages that look written and are not.
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    except OSError as error:
+        raise naming(error, path) from None
     finally:
         os.close(descriptor)
 
@@ -61,7 +65,7 @@ def write_durably(path: Path, data: bytes, *, mode: int = 0o600) -> None:
         os.replace(temporary, path)
     except OSError as error:
         temporary.unlink(missing_ok=True)
-        raise _naming(error, path) from None
+        raise naming(error, path) from None
     fsync_dir(path.parent)
 
 
@@ -75,10 +79,10 @@ def write_atomically(path: Path, data: bytes, *, mode: int = 0o600) -> None:
         os.replace(temporary, path)
     except OSError as error:
         temporary.unlink(missing_ok=True)
-        raise _naming(error, path) from None
+        raise naming(error, path) from None
 
 
-def _naming(error: OSError, path: Path) -> OSError:
+def naming(error: OSError, path: Path | str) -> OSError:
     """The error of a write or fsync, which names no file, with the file's name."""
     error.filename = error.filename or str(path)
     return error

@@ -17,13 +17,17 @@ _FOREIGN = (
 
 
 @contextlib.contextmanager
-def as_oserror() -> Iterator[None]:
-    """Raise OSError (EIO) in the place of a library's own network error."""
+def as_oserror(place: str) -> Iterator[None]:
+    """Raise OSError (EIO) in the place of a library's own network error; every error names the place that it is about.
+
+    Libraries name no file: without this, the error would be taken for one of whatever folder the caller has in mind.
+    """
     loaded = [(sys.modules.get(module), name) for module, name in _FOREIGN]
     kinds = tuple(getattr(module, name) for module, name in loaded if module is not None)
     try:
         yield
-    except kinds as error:
-        if isinstance(error, OSError):
-            raise
-        raise OSError(errno.EIO, f"{type(error).__name__}: {error}") from error
+    except (OSError, *kinds) as error:
+        if not isinstance(error, OSError):
+            raise OSError(errno.EIO, f"{type(error).__name__}: {error}", place) from error
+        error.filename = error.filename or place
+        raise

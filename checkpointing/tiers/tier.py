@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from checkpointing.config import RUN, CheckpointConfig, TierConfig
+from checkpointing.errors import TierUnavailable
 from checkpointing.storage.backends import Storage, storage_at
 from checkpointing.tiers.catalog import Catalog
 
@@ -55,13 +56,16 @@ def resolve_tiers(
 def resolve_tier(tier: TierConfig, run_checkpoints: Path, run_name: str, node_name: str) -> ResolvedTier:
     """One of the tiers; makes no folder.
 
-    Raises ValueError for a name that is no folder's, ImportError when a URL needs a library that is missing.
+    Raises ValueError for a name that is no folder's, TierUnavailable when a URL needs a library that is missing.
     """
     for name in (run_name, node_name):
         if not _FOLDER.fullmatch(name):
             raise ValueError(f"checkpoint.tiers: {name!r} cannot be the name of a folder")
     path = _root(tier, run_checkpoints, run_name, node_name)
-    storage = storage_at(path)
+    try:
+        storage = storage_at(path)
+    except ImportError as error:
+        raise TierUnavailable(f"checkpoint.tiers: {tier.path} needs a library that is missing: {error}") from error
     return ResolvedTier(
         path=path,
         storage=storage,

@@ -202,6 +202,7 @@ def launch(
     from orchestrator.submission import create_run as launching
     from orchestrator.submission import user_code
     from orchestrator.submission.inspect_workload import inspecting
+    from orchestrator.submission.tier_check import checking_tiers
 
     screen.if_interrupted = lambda: "interrupted: no run was made"
 
@@ -212,8 +213,9 @@ def launch(
         compare_with_controller(screen, resolve(cluster or composed.config.cluster.kind))
     config, kind = composed.config, resolve(cluster or composed.config.cluster.kind)
     user_code.check(config)
-    with inspecting(config, kind, os.environ) as inspection:
+    with inspecting(config, kind, os.environ) as inspection, checking_tiers(config, os.environ) as finish_tiers:
         _ask_slurm(screen, composed, cluster)
+        finish_tiers(screen.note)
         code = inspection.finish(screen.note, lambda words: screen.warn("workload_import", words))
     with open_store() as store, screen.bar("tokenizing") as meter:
         run, attempt = launching.create_run(

@@ -1,10 +1,12 @@
 """Where the tiers of a run lie."""
 
+import sys
 from pathlib import Path
 
 import pytest
 
 from checkpointing.config import CheckpointConfig, TierConfig
+from checkpointing.errors import TierUnavailable
 from checkpointing.storage.backends import FsspecStorage, LocalStorage
 from checkpointing.tiers.tier import ResolvedTier, resolve_tiers
 
@@ -68,3 +70,11 @@ def test_what_cannot_be_is_refused_with_a_reason(tmp_path: Path) -> None:
         resolve_tiers(CheckpointConfig(), tmp_path, "..", "node")
     with pytest.raises(ValueError, match="write the whole path"):
         found(tmp_path, TierConfig(path="~nobody-of-that-name/x"))
+
+
+def test_a_missing_library_is_told_with_its_tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
+    with pytest.raises(
+        TierUnavailable, match=r"checkpoint\.tiers: gs://bucket needs a library that is missing: .*gcsfs"
+    ):
+        found(tmp_path, TierConfig(path="gs://bucket"))

@@ -4,13 +4,13 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from checkpointing.errors import NothingFits, NothingIntact, NothingVerifies, SaveFailed
+from checkpointing.errors import NothingFits, NothingIntact, NothingVerifies, SaveFailed, TierUnavailable
 from trainer.contract.failures.failure_patterns import Meaning, error_says
 from trainer.contract.failures.outcome import MORE_MEMORY, ExitCode, Failure, FailureKind
 from trainer.contract.messages.agents import RankExit
 
 _NOT_STARTED = (126, 127)
-_CHECKPOINTS = frozenset(one.__name__ for one in (SaveFailed, NothingVerifies, NothingIntact))
+_CHECKPOINTS = frozenset(one.__name__ for one in (SaveFailed, NothingVerifies, NothingIntact, TierUnavailable))
 """Exceptions that say: the run's checkpoints cannot be written, or none of them can be trusted."""
 _OF_CODE = frozenset(
     {"AssertionError", "AttributeError", "IndexError", "KeyError", "NameError", "TypeError", "ValueError"}

@@ -1,0 +1,77 @@
+"""A tier that cannot be used is refused before the submit, with its name."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from checkpointing.config import CheckpointConfig, TierConfig
+from checkpointing.tiers import probe_tiers
+from orchestrator.config.run_config import RunConfig
+from orchestrator.errors import Precondition
+from orchestrator.submission.bounded_child import ChildAnswer
+from orchestrator.submission.tier_check import _judge, checking_tiers
+from tests.orchestrator.ordinary_user import folder_of_an_ordinary_user
+
+
+def check(*tiers: TierConfig) -> None:
+    config = RunConfig(checkpoint=CheckpointConfig(tiers=tiers))
+    with checking_tiers(config, os.environ) as finish:
+        finish(lambda words: None)
+
+
+@pytest.mark.parametrize(
+    ("url", "reason"),
+    [
+        ("gs://bucket/runs", "a library is missing: "),
+        ("nope://bucket", "Protocol not known"),
+        ("file:///proc/1/no/such/folder", "No such file or directory"),
+    ],
+)
+def test_why_a_tier_cannot_be_used(url: str, reason: str) -> None:
+    refused = probe_tiers.refusal(url)
+    assert refused is not None
+    assert reason in refused[0]
+
+
+def test_a_tier_that_works_keeps_nothing_of_the_probe(tmp_path: Path) -> None:
+    assert probe_tiers.refusal(f"file://{tmp_path}/new") is None
+    assert list((tmp_path / "new").iterdir()) == []
+
+
+def test_the_tier_is_named_with_the_remedy() -> None:
+    """With a real process."""
+    with pytest.raises(
+        Precondition, match=r"checkpoint\.tiers: nope://bucket cannot be used: Protocol not known"
+    ) as caught:
+        check(TierConfig(), TierConfig(path="memory://works"), TierConfig(path="nope://bucket"))
+    assert "nope://" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (ChildAnswer(found={"trying": "s3://b"}), "s3://b cannot be used: it does not answer within 30 s"),
+        (ChildAnswer(found={"trying": "s3://b"}, died="killed by SIGSEGV"), "s3://b cannot be used: killed by SIGSEGV"),
+    ],
+)
+def test_a_tier_that_does_not_answer_is_refused(answer: ChildAnswer, words: str) -> None:
+    with pytest.raises(Precondition, match=words):
+        _judge(answer)
+
+
+def test_folders_are_looked_at_without_making_them(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    check(TierConfig(path=str(tmp_path / "new" / "deep")), TierConfig(path="beside-the-run"))
+    check(TierConfig(), TierConfig(path=str(tmp_path / "file" / "of-a-node"), shared=False))
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    with pytest.raises(Precondition, match=f"{tmp_path / 'file'} is not a folder"):
+        check(TierConfig(path=str(tmp_path / "file" / "below")))
+
+
+def test_a_folder_that_may_not_be_written_is_refused() -> None:
+    with folder_of_an_ordinary_user() as folder:
+        (folder / "theirs").mkdir()
+        (folder / "theirs").chmod(0o500)
+        with pytest.raises(Precondition, match=f"nothing can be written in {folder / 'theirs'}"):
+            check(TierConfig(path=str(folder / "theirs" / "mine")))

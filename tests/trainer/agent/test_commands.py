@@ -11,6 +11,8 @@ import pytest
 
 from checkpointing.storage.durable import dump_line
 from tests.trainer.agent.job import until
+from trainer.agent.fork_server.torchrun_command import with_interpreter
+from trainer.contract.config import JobConfig
 from trainer.contract.events import EventKind
 from trainer.contract.failures.outcome import ExitCode
 
@@ -36,6 +38,34 @@ def test_a_command_finds_torchruns_variables_and_its_folder(job, tmp_path):
     assert len(ports) == 2
     assert {note["cwd"] for note in work.notes()} == {str(folder)}
     assert work.events(EventKind.GENERATION_ENDED)[0].data["failure"]["exit_code"] == 3
+
+
+NAMING = """
+import json, subprocess, sys
+inner = subprocess.run(["sh", "-c", "python -c 'import sys; print(sys.prefix)'"], capture_output=True, text=True)
+open("named", "w").write(json.dumps([sys.executable, sys.prefix, inner.stdout.strip()]))
+"""
+
+
+@pytest.mark.parametrize("word", ["python", "python3"])
+def test_python_is_the_interpreter_of_the_run_whatever_path_has(job, tmp_path, monkeypatch, word):
+    other = tmp_path / "bin"
+    other.mkdir()
+    for name in ("python", "python3"):
+        (other / name).write_text("#!/bin/sh\nexit 3\n")
+        (other / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{other}:/usr/bin:/bin")
+    (tmp_path / "train.py").write_text(NAMING)
+    work = job(nodes=1, ranks=1, command=[word, "train.py"], env={"ORCH_SUBMIT_DIR": str(tmp_path)}).start()
+    work.go()
+    assert work.wait() == [0], work.story()
+    assert json.loads((tmp_path / "named").read_text()) == [sys.executable, sys.prefix, sys.prefix]
+
+
+def test_a_path_of_the_configuration_says_which_python_is_meant():
+    config = JobConfig(command=("python", "train.py"), env={"PATH": "/opt/python/bin"})
+    assert with_interpreter(config) == ("python", "train.py")
+    assert with_interpreter(JobConfig(command=("python3.9", "train.py"))) == ("python3.9", "train.py")
 
 
 def test_the_folder_of_the_submit_is_read_from_the_runs_record(job, tmp_path):

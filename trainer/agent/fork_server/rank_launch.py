@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from trainer.agent.control import address
 from trainer.agent.flight.recorder import FlightSockets
 from trainer.agent.fork_server import cpu_binding
-from trainer.agent.fork_server.torchrun_command import torchrun_environment, working_directory
+from trainer.agent.fork_server.torchrun_command import torchrun_environment, with_interpreter, working_directory
 from trainer.contract.config import JobConfig
 from trainer.contract.messages.agents import StartGeneration
 from trainer.contract.messages.fork_server import StartRank
@@ -46,7 +46,7 @@ class RankLauncher:
             local_rank=local_rank, master=start.master, inherited=self._environ,
         )  # fmt: skip
         return StartRank(
-            rank=rank, generation=start.generation, cores=tuple(bound), env=environ, command=tuple(config.command),
+            rank=rank, generation=start.generation, cores=tuple(bound), env=environ, command=with_interpreter(config),
             folder=str(working_directory(self._run, config)),
         )  # fmt: skip
 

@@ -1,7 +1,10 @@
-"""PURE but for one free port: how an existing torchrun script is started as a rank."""
+"""How an existing torchrun script is started as a rank."""
 
 import json
+import os
+import shutil
 import socket
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -10,6 +13,8 @@ from trainer.contract.ranks.torchrun_variables import place_variables
 from trainer.contract.run_dir import AttemptDir, RunDir
 from trainer.contract.secrets.secret_redaction import LISTED
 from trainer.contract.user_command.command_folder import FOLDER_VARIABLE
+
+_INTERPRETERS = ("python", "python3")
 
 
 def torchrun_environment(
@@ -41,7 +46,26 @@ def torchrun_environment(
         "ORCH_ATTEMPT": attempt.number,
         "ORCH_GENERATION": generation,
     }
-    return {**{name: str(value) for name, value in variables.items()}, **config.env}
+    path = {"PATH": interpreter_first(inherited.get("PATH", os.defpath))}
+    return {**{name: str(value) for name, value in variables.items()}, **path, **config.env}
+
+
+def with_interpreter(config: JobConfig) -> tuple[str, ...]:
+    """The command with this process's interpreter where it begins with `python`, unless its `env` has a PATH.
+
+    PATH may have another interpreter first, or none: a virtual environment need not be active to type `orch` of it.
+    """
+    program, *words = config.command
+    own = program in _INTERPRETERS and "PATH" not in config.env
+    return (sys.executable if own else program, *words)
+
+
+def interpreter_first(path: str) -> str:
+    """A PATH on which `python`, and programs of the same environment, are those of this interpreter."""
+    own = os.path.dirname(sys.executable)
+    found = shutil.which("python", path=path)
+    same = found is not None and os.path.dirname(os.path.abspath(found)) == own
+    return path if same else os.pathsep.join([own, path])
 
 
 def working_directory(run: RunDir, config: JobConfig) -> Path:

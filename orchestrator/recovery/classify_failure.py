@@ -279,6 +279,9 @@ def _from_logs(evidence: Evidence, job: JobStatus) -> tuple[FailureKind, str]:
     if job.exit_code == ExitCode.STORAGE or (evidence.disk and not rooted):
         why = evidence.saves_failing or evidence.disk or "its storage took no more, by its exit code (74)"
         return FailureKind.STORAGE, f"{ended}: {why}"
+    if evidence.lost_interpreter and not evidence.started:
+        cure = "put its environment back, or add cluster.python=PATH to `orch resume`"
+        return FailureKind.LAUNCH_FAILED, f"{ended}: its interpreter {evidence.lost_interpreter} is gone; {cure}"
     if found is not None:
         return found.kind, f"{ended}; {found.source} says: {found.line}"
     if not evidence.started:

@@ -57,6 +57,8 @@ class Evidence:
     """Since when its saves fail, and why, by its newest heartbeat; empty while they work."""
     disk: str = ""
     """Why nothing can be written into the run's folder; only looked at when the job says nothing (any more)."""
+    lost_interpreter: str = ""
+    """The interpreter that the job's script names, where it is gone; only looked at when no agent has started."""
     silenced: str = ""
     """Why orch itself asked the attempt to stop: its heartbeat was silent."""
     requeued: str = ""

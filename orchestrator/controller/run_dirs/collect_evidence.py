@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from checkpointing.storage.disk_probe import write_probe
 from checkpointing.storage.durable import NotAFile
+from orchestrator.controller.jobs.job_spec import job_spec
 from orchestrator.controller.jobs.scheduler_snapshot import SchedulerSnapshot
 from orchestrator.controller.leasing.observed_since import ObservedSince
 from orchestrator.controller.run_dirs.bounded_files import DirectFiles, Files
@@ -18,6 +19,7 @@ from orchestrator.recovery.classify_failure import LOST_AFTER
 from orchestrator.recovery.evidence import Evidence, LogTail
 from orchestrator.registry.records import Attempt
 from orchestrator.scheduler.interface import ENDED_STATES, LEAVING_STATES, RUNNING_STATES, JobStatus
+from orchestrator.scheduler.script import prepare
 from orchestrator.scheduler.slurm.sbatch_values import minutes
 from trainer.contract.config_sections.scheduler_kinds import traits
 from trainer.contract.failures.outcome import AgentReport, AttemptOutcome, AttemptResult, FailureKind
@@ -116,6 +118,9 @@ def collect_evidence(
         overstayed=_stillness(observed, f"over:{key}", job, "ended" if outcome is not None else ""),
         saves_failing=heartbeat.saves_failing if heartbeat else "",
         disk=files.call(view.folder.path, lambda: write_probe(view.folder.path)) if mute else "",
+        lost_interpreter=(
+            files.call(view.folder.path, lambda: lost_interpreter(view)) if ended and not seen.started else ""
+        ),
         silenced=seen.silenced,
         requeued=seen.requeued,
         gave_up=seen.gave_up,
@@ -128,6 +133,19 @@ def collect_evidence(
         near_limit=near_limit(job, outcome, view.config.cluster.signal_lead, traits(view.run.cluster).signal_early),
         odd=seen.odd,
     )
+
+
+def lost_interpreter(view: RunView) -> str:
+    """The interpreter that was recorded at submit and is gone: a virtual environment was moved, or made anew.
+
+    One that the configuration or a template names may only exist on the nodes.
+    """
+    spec = job_spec(view.run, view.last, view.config)
+    try:
+        own = prepare(spec).own_interpreter
+    except ConfigError:
+        return ""
+    return spec.submitter.python if own and not os.path.exists(spec.submitter.python) else ""
 
 
 def is_unexplained(outcome: AttemptOutcome | None) -> bool:

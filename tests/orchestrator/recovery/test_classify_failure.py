@@ -85,6 +85,10 @@ ENDS = {
     "never started": (
         evidence("FAILED", started=False), End.FAILED, FailureKind.LAUNCH_FAILED, "before its agents started",
     ),
+    "environment moved": (
+        evidence("FAILED", started=False, lost_interpreter="/venv/bin/python"), End.FAILED, FailureKind.LAUNCH_FAILED,
+        "its interpreter /venv/bin/python is gone; put its environment back",
+    ),
     "first agent died": (evidence("FAILED"), End.FAILED, FailureKind.AGENT_LOST, "its first agent died"),
     "secrets that others can read": (
         evidence(

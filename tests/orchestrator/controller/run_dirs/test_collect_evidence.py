@@ -1,5 +1,6 @@
 """What one look at an attempt tells, before anybody judges it."""
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from orchestrator.controller.run_dirs.collect_evidence import (
     collect_evidence,
     is_unexplained,
     leader_gone,
+    lost_interpreter,
     near_limit,
     read_tails,
     removed_nodes,
@@ -131,3 +133,25 @@ def test_the_end_of_a_log_that_was_just_rotated_is_in_two_files(tmp_path: Path):
     log.close()
     (tail,) = read_tails(place)
     assert (tail.source, tail.text.endswith("x" * 2000 + "\n")) == ("agent-0000.log", True)
+
+
+@pytest.mark.parametrize(
+    ("python", "named", "gone"),
+    [
+        (sys.executable, "", False),
+        ("/moved/bin/python", "", True),
+        ("/moved/bin/python", "/in/the/image/python", False),
+    ],
+)
+def test_an_interpreter_that_was_moved_since_the_submit_is_named(
+    tmp_path: Path, python: str, named: str, gone: bool
+) -> None:
+    data = config()
+    data["cluster"]["python"] = named
+    world = World(tmp_path, data=data)
+    world.tick()
+    submitter = {"python": python, "package_root": "", "variables": {}}
+    world.store.note_run(world.name, epoch=world.lease.epoch, now=world.clock.now, identity={"job": submitter})
+    kept = next(iter(world.controller._configs.values()))
+    view = RunView(run=world.run, attempts=tuple(world.attempts), config=kept)
+    assert lost_interpreter(view) == (python if gone else "")

@@ -22,6 +22,7 @@ from trainer.agent.coordination.coordinator import Coordinator
 from trainer.agent.coordination.launch_gate import Refused, wait_for_go
 from trainer.agent.node_agent import NodeAgent
 from trainer.agent.processes import agent_report, process_tree
+from trainer.agent.processes.detached_thread import HungFileSystem, RepeatedRead, read_file
 from trainer.agent.processes.log_pipes import LogPipes
 from trainer.agent.processes.supervised_tasks import report_exceptions
 from trainer.agent.processes.watchdog_client import WatchdogClient
@@ -42,6 +43,8 @@ from trainer.contract.secrets import run_secrets
 from trainer.contract.secrets.secret_redaction import in_use
 
 _CONNECT_SECONDS = 60.0
+_READ_SECONDS = 60.0
+"""How long reading the configuration or the secrets may take."""
 _DRILL_SECONDS = 1.0
 _STDERR_SECONDS = 1.0
 """How long messages on stderr may delay the end, after the events."""
@@ -140,12 +143,15 @@ class Agent:
                 self._node_logs.descriptor(self._attempt.agent_log(identity.node))
             )
             token = await wait_for_go(self._attempt.go, identity, self._attempt.number)
-            config = await asyncio.to_thread(self._config, identity, token)
-            run_secrets.enter(await asyncio.to_thread(self._secrets, config))
+            config = await read_file(lambda: self._config(identity, token), self._run.path, _READ_SECONDS)
+            run_secrets.enter(await read_file(lambda: self._secrets(config), self._run.path, _READ_SECONDS))
             self._node_logs.limit(config.logs)
             return await self._work(identity, config, token)
         except Refused as refusal:
             return self._refuse(identity, str(refusal))
+        except HungFileSystem as error:
+            sys.stderr.write(f"orch-agent: cannot begin: {error}\n")
+            return ExitCode.STORAGE
         except OSError as error:
             if not is_disk_error(error):
                 raise
@@ -269,15 +275,19 @@ class Agent:
 
     async def _join(self, identity: NodeIdentity) -> CoordinatorPeer:
         """Connect to the coordinator, as often as it takes for file system and network to show it."""
-        give_up = time.monotonic() + _CONNECT_SECONDS
+        give_up, place = time.monotonic() + _CONNECT_SECONDS, self._attempt
+        address_file = RepeatedRead(lambda: read_json(place.coordinator), place.coordinator)
+        outcome_file = RepeatedRead(lambda: place.outcome.exists(), place.outcome)
         hello = Hello(
             protocol=PROTOCOL, release=installed_release(), node=identity.node, name=identity.name,
             attempt=self._attempt.number, switches=identity.switches,
         )  # fmt: skip
         while True:
             try:
-                found = await asyncio.to_thread(read_json, self._attempt.coordinator)
+                found = await address_file.result(give_up - time.monotonic())
                 return await connect(found["host"], found["port"], found["token"], hello)
+            except HungFileSystem:
+                raise
             except ForeignProtocol as error:
                 await agent_report.write(self._attempt, identity, AgentEnd.REFUSED, str(error))
                 raise Refused(str(error)) from error
@@ -285,7 +295,7 @@ class Agent:
                 raise Refused(str(error)) from error
             except (OSError, ValueError, TypeError, KeyError) as error:
                 problem = error
-            if await asyncio.to_thread(self._attempt.outcome.exists):
+            if await outcome_file.result(give_up - time.monotonic()):
                 raise Refused("the attempt ended before this node had joined it")
             if time.monotonic() >= give_up:
                 raise RuntimeError(f"cannot reach the coordinator within {_CONNECT_SECONDS:.0f} s: {problem}")

@@ -142,8 +142,10 @@ class JobMonitor:
         """Ranks had called different collectives, although each that died only says that others went away."""
         world = self._config.cluster.world_size
         try:
-            async with asyncio.timeout(self._state.timeouts.verdict):
-                finding = await asyncio.to_thread(analyse_dead_ranks, self._state.attempt_dir, self._generation, world)
+            finding = await detached_thread.run_detached(
+                lambda: analyse_dead_ranks(self._state.attempt_dir, self._generation, world),
+                self._state.timeouts.verdict,
+            )
         except TimeoutError:
             return None
         judgement = None if finding is None else desync_judgement(finding, ends)
@@ -170,9 +172,8 @@ class JobMonitor:
         bundle = self._state.attempt_dir.incident(incident.name)
         seen = self._hang_detector.snapshot.at(incident.began)
         try:
-            await asyncio.wait_for(
-                asyncio.to_thread(write_verdict, bundle, incident, seen, withdrawn=withdrawn),
-                self._state.timeouts.verdict,
+            await detached_thread.run_detached(
+                lambda: write_verdict(bundle, incident, seen, withdrawn=withdrawn), self._state.timeouts.verdict
             )
         except (OSError, TimeoutError) as error:  # what is wrong with the disk may be what hangs
             sys.stderr.write(f"orch-agent: cannot write {bundle}: {error!r}\n")

@@ -1,8 +1,10 @@
 """The gate before training: only the one job that the controller has adopted for this attempt may pass."""
 
 import asyncio
+import time
 from pathlib import Path
 
+from trainer.agent.processes.detached_thread import HungFileSystem, RepeatedRead
 from trainer.contract.config_sections.scheduler_kinds import traits
 from trainer.contract.launch_token import LaunchToken
 from trainer.contract.node_identity import NodeIdentity
@@ -13,7 +15,10 @@ class Refused(Exception):
 
 
 async def wait_for_go(path: Path, identity: NodeIdentity, attempt: int, *, seconds: float | None = None) -> LaunchToken:
-    """The attempt's launch token once it is there; raises Refused when it is not for this job, or does not come."""
+    """The attempt's launch token once it is there; raises Refused when it is not for this job, or does not come.
+
+    Raises HungFileSystem while its file system does not answer.
+    """
     # Slurm restarted this job: it has trained before under the same token.
     if identity.restarts > 0:
         raise Refused(
@@ -29,18 +34,21 @@ async def wait_for_go(path: Path, identity: NodeIdentity, attempt: int, *, secon
 
 
 async def _read_late(path: Path, patience: float) -> LaunchToken:
-    waited, pause = 0.0, 0.02
+    token, pause = RepeatedRead(lambda: LaunchToken.read(path), path), 0.02
+    give_up = time.monotonic() + patience
     while True:
         try:
-            return await asyncio.to_thread(LaunchToken.read, path)
+            return await token.result(give_up - time.monotonic())
         except FileNotFoundError:
             problem = "is not there"
+        except HungFileSystem as error:
+            raise HungFileSystem(path, patience) from error
         except (OSError, ValueError, TypeError, KeyError) as error:
             problem = f"cannot be read: {error}"
-        if waited >= patience:
+        if time.monotonic() + pause >= give_up:
             raise Refused(f"{path} {problem} after {patience:.0f} s")
         await asyncio.sleep(pause)
-        waited, pause = waited + pause, min(pause * 1.5, 0.25)
+        pause = min(pause * 1.5, 0.25)
 
 
 class Fence:

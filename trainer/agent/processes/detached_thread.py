@@ -4,9 +4,19 @@ import asyncio
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TypeVar
+from pathlib import Path
+from typing import Generic, TypeVar
 
 T = TypeVar("T")
+
+SHORTEST_READ = 1.0
+
+
+class HungFileSystem(OSError):
+    """A file system that does not answer; the path is part of the message."""
+
+    def __init__(self, path: Path, seconds: float) -> None:
+        super().__init__(f"the file system does not answer for {seconds:.0f} s: {path}")
 
 
 async def run_detached(function: Callable[[], T], seconds: float) -> T:
@@ -15,6 +25,36 @@ async def run_detached(function: Callable[[], T], seconds: float) -> T:
     Not asyncio.to_thread: its threads are waited for when the interpreter ends.
     """
     return await asyncio.wait_for(start_detached(function), seconds)
+
+
+async def read_file(function: Callable[[], T], path: Path, seconds: float) -> T:
+    """What `function` reads from `path`; raises HungFileSystem when that takes too long, else what it raises."""
+    try:
+        return await run_detached(function, seconds)
+    except TimeoutError as error:
+        raise HungFileSystem(path, seconds) from error
+
+
+class RepeatedRead(Generic[T]):
+    """A read that is repeated and may hang: never two at once, so that a dead file system costs one thread."""
+
+    def __init__(self, function: Callable[[], T], path: Path) -> None:
+        self._function, self._path = function, path
+        self._reading: asyncio.Future[T] | None = None
+
+    async def result(self, seconds: float) -> T:
+        """A result that is newer than the last one; raises HungFileSystem after `seconds`, else what it raises.
+
+        Every read has `SHORTEST_READ` seconds at least: a deadline that is near says nothing about the file system.
+        """
+        seconds = max(seconds, SHORTEST_READ)
+        if self._reading is None:
+            self._reading = start_detached(self._function)
+        await asyncio.wait([self._reading], timeout=seconds)
+        if not self._reading.done():
+            raise HungFileSystem(self._path, seconds)
+        reading, self._reading = self._reading, None
+        return reading.result()
 
 
 def start_detached(function: Callable[[], T]) -> "asyncio.Future[T]":

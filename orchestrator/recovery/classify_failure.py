@@ -20,6 +20,8 @@ from trainer.contract.failures.outcome import (
 
 LOST_AFTER = 60.0
 """Seconds of answered look-ups without the job, and of a silent heartbeat, before a job counts as lost."""
+RECORD_WITHIN = 300.0
+"""The same while accounting does not answer: it may still name the cause."""
 OUTCOME_GRACE = 5.0
 """Seconds that an outcome may take to become visible after the job was seen ended."""
 GONE_AFTER = 5.0
@@ -64,7 +66,7 @@ def judge(evidence: Evidence) -> Verdict:
     if not evidence.job_ended:
         return Verdict(end=End.OPEN, reason=f"job {evidence.job.job_id} is {evidence.job.state}")
     # The program ended by itself: its own word may become visible a little later.
-    by_itself = evidence.job.state in ("COMPLETED", "FAILED")
+    by_itself = evidence.job.state in _BY_ITSELF
     if evidence.outcome is None and evidence.started and by_itself and evidence.ended_for < OUTCOME_GRACE:
         return Verdict(end=End.OPEN, reason=f"job {evidence.job.job_id} has ended: waiting for its outcome file")
     return _ended(evidence)
@@ -82,7 +84,7 @@ def _without_leader(evidence: Evidence, job: JobStatus) -> Verdict:
 def _judge_absent(evidence: Evidence) -> Verdict:
     if evidence.outcome is not None and evidence.absent_for >= GONE_AFTER:
         return _ended(evidence)
-    if evidence.absent_for < LOST_AFTER:
+    if evidence.absent_for < (RECORD_WITHIN if evidence.unrecorded else LOST_AFTER):
         return Verdict(end=End.OPEN, reason="the scheduler does not know the job: looking again")
     if evidence.silent_for < LOST_AFTER:
         return Verdict(end=End.OPEN, reason="the scheduler does not know the job, but its heartbeat goes on")
@@ -110,6 +112,8 @@ _SLURM_KINDS = {
 }
 """States in which Slurm itself names the cause: they stay what they are."""
 
+_BY_ITSELF = frozenset({"COMPLETED", "FAILED"})
+"""States in which the batch script ended by itself."""
 _TAKEN_AWAY = frozenset({"CANCELLED", "REVOKED"})
 """States that a person's scancel leaves."""
 _SENDERS = kinds_with(lambda traits: traits.asked_by_slurm)
@@ -160,10 +164,9 @@ def classify(evidence: Evidence) -> Failure:
     if outcome is not None:
         return _by_outcome(evidence, outcome)
     if job is None:
-        return Failure(
-            kind=FailureKind.JOB_LOST,
-            reason=f"Slurm has not known the job for {evidence.absent_for:.0f} s and its heartbeat is silent",
-        )
+        reason = f"Slurm has not known the job for {evidence.absent_for:.0f} s and its heartbeat is silent"
+        also = "; its accounting does not answer" if evidence.unrecorded else ""
+        return Failure(kind=FailureKind.JOB_LOST, reason=reason + also)
     return _by_logs(evidence, job)
 
 
@@ -261,9 +264,10 @@ def _saved(evidence: Evidence) -> str:
 
 def _by_logs(evidence: Evidence, job: JobStatus) -> Failure:
     kind, reason = _from_logs(evidence, job)
-    # Of a launch that failed the exit code is that of the batch script, which ended before any agent lived.
-    own = kind is not FailureKind.LAUNCH_FAILED or (job.state == "FAILED" and not evidence.started)
-    return Failure(kind=kind, reason=reason, exit_code=job.exit_code if own else None, signal=job.signal)
+    # The batch script ended by itself before any agent lived; its exit code may be unknown.
+    script = kind is FailureKind.LAUNCH_FAILED and job.state in _BY_ITSELF and not evidence.started
+    own = kind is not FailureKind.LAUNCH_FAILED or (script and job.state == "FAILED")
+    return Failure(kind=kind, reason=reason, exit_code=job.exit_code if own else None, signal=job.signal, script=script)
 
 
 def _from_logs(evidence: Evidence, job: JobStatus) -> tuple[FailureKind, str]:

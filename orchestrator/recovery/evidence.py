@@ -23,6 +23,8 @@ class Evidence:
     """The scheduler answered in this look; without an answer there is no verdict."""
     job: JobStatus | None
     """The adopted job as the scheduler knows it; None when the answered look-ups do not know it."""
+    unrecorded: bool = False
+    """The job has left the queue, and accounting, which would tell how it ended, does not answer."""
     absent_for: float = 0.0
     """How long answered look-ups have not known the job."""
     ended_for: float = 0.0

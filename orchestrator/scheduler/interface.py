@@ -67,17 +67,25 @@ class JobStatus:
     settings: Mapping[str, str] = field(default_factory=dict, compare=False)  # partition, account, ...: as files
 
 
-QUEUED_STATES = frozenset({"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD"})
+QUEUED_STATES = frozenset(
+    {
+        "PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD", "EXPEDITING",
+        "SPECIAL_EXIT",
+    }
+)  # fmt: skip
+"""SPECIAL_EXIT: requeued and held (`scontrol requeuehold state=SpecialExit`)."""
 RUNNING_STATES = frozenset({"RUNNING", "SUSPENDED", "STOPPED", "RESIZING", "SIGNALING", "STAGE_OUT"})
 LEAVING_STATES = frozenset({"COMPLETING"})
 """Processes of the job may still run: no successor may start."""
 ENDED_STATES = frozenset(
     {
         "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY", "BOOT_FAIL",
-        "DEADLINE", "LAUNCH_FAILED", "RECONFIG_FAIL", "REVOKED", "SPECIAL_EXIT",
+        "DEADLINE", "LAUNCH_FAILED", "RECONFIG_FAIL", "REVOKED",
     }
 )  # fmt: skip
 
+UNRECORDED = "UNRECORDED"
+"""No word of Slurm: the job has left the queue, and accounting does not answer (yet): how it ended is not known."""
 UNREADABLE = "UNREADABLE"
 """No word of Slurm: what it says about this one job cannot be read, so nothing is known of it; `reason` says why."""
 
@@ -94,15 +102,16 @@ class Scheduler(Protocol):
         """
 
     def find(self, name_prefix: str, known: Collection[str] = ()) -> list[JobStatus]:
-        """All jobs of this user that were submitted under a name which starts so, and those of the ids in `known`.
+        """This user's jobs in the queue that were submitted under a name which starts so, or have an id in `known`.
 
-        The queue first, then accounting where there is one. What a site has changed of them is not hidden.
+        What a site has changed of them is not hidden.
         """
 
     def poll(self, ids: list[str]) -> dict[str, JobStatus]:
-        """One batched look-up; an id that was asked for and is missing is unknown to the scheduler.
+        """One batched look-up in the queue, then in accounting; an id that the answer lacks is unknown to both.
 
         What cannot be told of one job makes that job UNREADABLE; it stands under its name where its id is not known.
+        UNRECORDED is a job that has left the queue while accounting does not answer.
         """
 
     def release(self, job_id: str, submission: Path, exclude: tuple[str, ...] | None = None) -> None:

@@ -1,7 +1,7 @@
 """A model of Slurm with faults: ambiguous submits, lost jobs, reused ids, late accounting, silence."""
 
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -9,8 +9,9 @@ from random import Random
 from typing import Any
 
 from orchestrator.errors import SlurmUnreachable, SubmitAmbiguous, SubmitRejected
-from orchestrator.scheduler.interface import ENDED_STATES, UNREADABLE, JobSpec, JobStatus, Resources
+from orchestrator.scheduler.interface import ENDED_STATES, UNREADABLE, UNRECORDED, JobSpec, JobStatus, Resources
 from orchestrator.scheduler.job_tags import is_marked, tags
+from orchestrator.scheduler.slurm.command_output import ended_jobs
 from tests.fakes.model_agents import ModelAgents
 from tests.fakes.model_clock import FakeClock
 
@@ -40,6 +41,7 @@ class ModelJob:
     agents: ModelAgents | None = None
     reason: str = "None"
     released: float = 0.0
+    eligible: float = 0.0
 
     @property
     def live(self) -> bool:
@@ -64,6 +66,7 @@ class SlurmFaults:
     lost: float = 0.0
     reject: str = ""
     accounting: bool = True
+    accounting_silent: bool = False
     accounting_lag: float = 0.0
     rewrites: frozenset[str] = frozenset()
     partial: float = 0.0
@@ -97,6 +100,7 @@ class ModelSlurm:
         self.agents_of: dict[str, list[ModelAgents]] = {}
         self._next_id = 1
         self._arriving: list[tuple[float, JobSpec]] = []
+        self._closed: list[JobStatus] = []  # rows of accounting that nothing changes any more
 
     # -- the seam
 
@@ -116,16 +120,28 @@ class ModelSlurm:
 
     def find(self, name_prefix: str, known: Collection[str] = ()) -> list[JobStatus]:
         self._answer("find")
-        return [job for job in self._listed() if is_marked(job, name_prefix, known)]
+        queue = self._listed(self._status(job) for job in self._remembered() if job.job_id not in self.hidden)
+        return [job for job in queue if is_marked(job, name_prefix, known)]
 
     def poll(self, ids: list[str]) -> dict[str, JobStatus]:
         self._answer("poll")
-        # The queue knows better than accounting, which keeps the first job of an id that was given out again.
-        return {job.job_id: job for job in reversed(self._listed()) if job.job_id in ids}
+        shown = [job for job in self._remembered() if job.job_id not in self.hidden]
+        queue = {job.job_id: job for job in self._listed(self._status(job) for job in shown)}
+        return {key: job for key, job in (self._recorded(ids) | queue).items() if key in ids}
 
-    def _listed(self) -> list[JobStatus]:
+    def _recorded(self, ids: Collection[str]) -> dict[str, JobStatus]:
+        """What accounting has, which may be late, silent or absent; each id may have been several jobs."""
+        if not self.slurm_faults.accounting:
+            return {}
+        if self.slurm_faults.accounting_silent:
+            return {key: JobStatus(job_id=key, name="", state=UNRECORDED, reason="sacct is silent") for key in ids}
+        shown = [job for job in self.jobs if job.job_id not in self.hidden and self.clock.now >= job.accounted_at]
+        known = [self._status(job) for job in shown]
+        return {job.job_id: job for job in ended_jobs(self._listed([*self._closed, *known]))}
+
+    def _listed(self, jobs: Iterable[JobStatus]) -> list[JobStatus]:
         """What one answer says: rows may be missing from it, or be unreadable."""
-        whole = [self._status(job) for job in self._known() if self.rng.random() >= self.slurm_faults.partial]
+        whole = [job for job in jobs if self.rng.random() >= self.slurm_faults.partial]
         return [
             replace(job, state=UNREADABLE, reason="garbage") if self.rng.random() < self.slurm_faults.garbled else job
             for job in whole
@@ -161,15 +177,6 @@ class ModelSlurm:
         if not self.reachable:
             raise SlurmUnreachable("Unable to contact slurm controller (connect failure)")
         self.calls.append(call)
-
-    def _known(self) -> list[ModelJob]:
-        """The queue with its memory of MinJobAge, then accounting, which may be late or absent."""
-        now = self.clock.now
-        shown = [job for job in self.jobs if job.job_id not in self.hidden]
-        queue = [job for job in self._remembered() if job in shown]
-        if not self.slurm_faults.accounting:
-            return queue
-        return queue + [job for job in shown if job not in queue and now >= job.accounted_at]
 
     def _remembered(self) -> list[ModelJob]:
         """What slurmctld itself still knows."""
@@ -236,7 +243,7 @@ class ModelSlurm:
                 self._arriving.remove((at, spec))
                 self._accept(spec)
             for job in self.jobs:
-                if job.state == "PENDING" and not job.held:
+                if job.state == "PENDING" and not job.held and now >= job.eligible:
                     self._start(job)
         for job in self.jobs:
             self._run(job, seconds, now)
@@ -289,8 +296,13 @@ class ModelSlurm:
                 self.zombies.append(job.agents)
 
     def requeue(self, job: ModelJob) -> None:
-        """Slurm starts the job again under the same id, as a prolog's failure can make it do."""
+        """The job is queued again under the same id, by a person or after a prolog's failure.
+
+        It has another submit time then, begins two minutes later, and leaves a row in accounting for ever.
+        """
+        self._closed.append(replace(self._status(job), state="REQUEUED", source="accounting"))
         job.state, job.started, job.nodes, job.restarts = "PENDING", None, (), job.restarts + 1
+        job.submitted, job.eligible, job.reason = self.clock.now, self.clock.now + 121.0, "BeginTime"
         if job.agents is not None:
             job.agents.dead = True
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.errors import SlurmUnreachable, SubmitAmbiguous, SubmitRejected
-from orchestrator.scheduler.interface import Resources
+from orchestrator.scheduler.interface import UNRECORDED, Resources
 from orchestrator.scheduler.slurm.slurm_scheduler import SlurmScheduler
 from orchestrator.scheduler.slurm.usable_nodes import usable_nodes
 from tests.orchestrator.scheduler.contract import SchedulerContract, World, eventually
@@ -143,12 +143,33 @@ def test_without_accounting_the_queue_answers_for_what_it_knows(lab: SlurmLab, w
     try:
         assert world.state(job) == "PENDING"
         assert [found.job_id for found in world.scheduler.find(spec.name)] == [job.job_id]
-        unknown = (lambda: world.scheduler.poll(["99999999"]), lambda: world.scheduler.find("orch-nobody"))
-        for silent in _errors(unknown):
-            assert isinstance(silent, SlurmUnreachable)
+        assert world.scheduler.poll(["99999999"])["99999999"].state == UNRECORDED
+        assert world.scheduler.find("orch-nobody") == []
     finally:
         lab.start_accounting()
-    assert world.scheduler.poll(["99999999"]) == {}
+    assert SlurmScheduler().poll(["99999999"]) == {}, "another scheduler has no pause to keep"
+
+
+def test_a_job_that_is_requeued_from_outside_is_one_job_and_can_be_cancelled(lab: SlurmLab, world: World) -> None:
+    spec = world.spec()
+    job = world.submit(spec)
+    world.release(job, spec)
+    world.until_running(job, spec)
+    lab.ask("scontrol", "update", f"jobid={job.job_id}", "requeue=1")
+    lab.ask("scontrol", "requeue", job.job_id)
+    eventually(lambda: world.state(job) == "PENDING", "it waits again", 60)
+    (again,) = world.scheduler.find(spec.name)
+    assert (again.job_id, again.restarts) == (job.job_id, 1)
+    assert again.submit_time > job.submit_time
+
+    def closed() -> bool:
+        rows = lab.ask("sacct", "-X", "-D", "-n", "-j", job.job_id, "-o", "State").stdout.split()
+        return rows == ["REQUEUED"]
+
+    eventually(closed, "accounting has closed its first incarnation", 30)
+    world.scheduler.cancel(job.job_id)
+    assert world.until_ended(job) == "CANCELLED"
+    assert [found.state for found in world.scheduler.find(spec.name)] == ["CANCELLED"]
 
 
 def test_a_dead_node_is_a_node_fail_with_the_names(lab: SlurmLab, world: World) -> None:

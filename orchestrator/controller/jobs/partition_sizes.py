@@ -1,9 +1,10 @@
 """How many nodes a partition of Slurm has."""
 
-import subprocess
 import time
 
 from orchestrator.config.run_config import RunConfig
+from orchestrator.errors import SlurmUnreachable
+from orchestrator.scheduler.slurm.commands import run_command
 
 KEEP = 600.0
 """Seconds for which the size of a partition is believed."""
@@ -26,11 +27,8 @@ class PartitionSizes:
 def _ask(partition: str) -> int | None:
     chosen = ["-p", partition] if partition else []
     try:
-        done = subprocess.run(
-            ["sinfo", "-h", "-o", "%D %P", *chosen],
-            capture_output=True, text=True, errors="replace", timeout=ANSWER_WITHIN, check=False,
-        )  # fmt: skip
-    except (OSError, subprocess.TimeoutExpired):
+        done = run_command(["sinfo", "-h", "-a", "-o", "%D %P", *chosen], ANSWER_WITHIN)
+    except SlurmUnreachable:
         return None
     return read_sizes(done.stdout, partition) if done.returncode == 0 else None
 

@@ -8,7 +8,7 @@ from orchestrator.controller.jobs.job_identity import JobRecord, identify
 from orchestrator.controller.jobs.job_spec import is_live
 from orchestrator.errors import OrchError, Precondition, SlurmUnreachable
 from orchestrator.registry.records import Attempt, Run
-from orchestrator.scheduler.interface import UNREADABLE, JobStatus, Scheduler
+from orchestrator.scheduler.interface import UNREADABLE, UNRECORDED, JobStatus, Scheduler
 from orchestrator.scheduler.job_tags import PREFIX, tags
 
 Records = Mapping[tuple[str, int], JobRecord]
@@ -17,12 +17,16 @@ Records = Mapping[tuple[str, int], JobRecord]
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerSnapshot:
-    """Answers of one tick: `polled` by job id, `found` by the sweep over all jobs that bear a mark of ours."""
+    """Answers of one tick: `polled` by job id, `found` by the sweep over all jobs that bear a mark of ours.
+
+    `unrecorded`: ids that have left the queue while accounting does not answer.
+    """
 
     answered: bool
     swept: bool
     polled: dict[str, JobStatus]
     found: tuple[JobStatus, ...] = ()
+    unrecorded: frozenset[str] = frozenset()
     error: str = ""
     records: Records = field(default_factory=dict)
 
@@ -131,10 +135,12 @@ def take_snapshot(
 ) -> SchedulerSnapshot:
     """One batched poll for the ids in `wanted`; then `between`, and the sweep, when the poll's answer asks for one."""
     try:
-        polled = scheduler.poll(sorted(set(wanted))) if wanted else {}
+        answers = scheduler.poll(sorted(set(wanted))) if wanted else {}
     except _NO_ANSWER as error:
         return replace(UNREACHABLE, error=_said(error))
-    seen = SchedulerSnapshot(answered=True, swept=False, polled=polled, records=records)
+    polled = {job_id: job for job_id, job in answers.items() if job.state != UNRECORDED}
+    unrecorded = frozenset(answers) - frozenset(polled)
+    seen = SchedulerSnapshot(answered=True, swept=False, polled=polled, records=records, unrecorded=unrecorded)
     if not sweep(seen):
         return seen
     between()

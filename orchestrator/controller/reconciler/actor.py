@@ -30,6 +30,7 @@ from orchestrator.errors import ConfigError, Precondition, SlurmUnreachable, Sub
 from orchestrator.recovery import failure_rate
 from orchestrator.registry.records import Attempt, Lease, Run, Submission
 from orchestrator.registry.store import Store
+from orchestrator.scheduler.backoff import Backoff
 from orchestrator.scheduler.interface import UNREADABLE, JobStatus, Scheduler
 from orchestrator.scheduler.submitit_payload import ids_in
 from orchestrator.states import AttemptState, RunState
@@ -47,6 +48,8 @@ SUBMIT_WITHIN = 180.0
 EXCLUDED_HINT = "may not be used (`orch nodes ls`; `orch nodes release NODE` ends that)"
 """What to look at when a job is refused that was to avoid nodes."""
 
+REPEAT_AFTER, REPEAT_AFTER_AT_MOST = 5.0, 60.0
+"""Seconds until a release or a cancel that Slurm has accepted is repeated; doubled each time."""
 SAME_TIME_S = 30.0
 """Seconds by which an end that is asked for again may differ from the last one: less is no news."""
 
@@ -69,6 +72,7 @@ class Actor:
         self.files: Files = DirectFiles()
         self.actions: list[str] = []
         self._renewed_at = 0.0  # by the clock that no person sets
+        self._pauses = Backoff(REPEAT_AFTER, REPEAT_AFTER_AT_MOST, clock.mono)
         self.ambiguous_for = AMBIGUOUS_FOR
         self.check_scheduler: Callable[[], None] = lambda: None
 
@@ -291,8 +295,11 @@ class Actor:
             failpoints.reach("after_go")
         self.renew_lease()
         job_id = attempt.job_id
+        if not self._pauses.is_due(f"release {job_id}"):
+            return
         release = self.schedulers[run.cluster].release
         self.files.call(folder.path, lambda: release(job_id, place.submission), SUBMIT_WITHIN)
+        self._pauses.start(f"release {job_id}")
         failpoints.reach("after_release")
         self.record_action(f"released job {attempt.job_id}")
 
@@ -343,9 +350,12 @@ class Actor:
         failpoints.reach("after_revoke")
 
     def cancel(self, run: Run, job_id: str, reason: str) -> None:
-        """End a job; repeating it is harmless."""
+        """End a job; repeating it is harmless, and happens ever more rarely while the job stays."""
+        if not self._pauses.is_due(f"cancel {job_id}"):
+            return
         self.renew_lease()
         self.schedulers[run.cluster].cancel(job_id)
+        self._pauses.start(f"cancel {job_id}")
         failpoints.reach("after_cancel")
         self.record_action(f"cancelled job {job_id} of {run.name}: {reason}")
 

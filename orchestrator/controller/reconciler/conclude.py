@@ -33,7 +33,7 @@ from orchestrator.registry.store import Store
 from orchestrator.states import AttemptState, RunState, Trust
 from trainer.contract.config_sections.scheduler_kinds import traits
 from trainer.contract.events import EventKind
-from trainer.contract.failures.outcome import Failure, FailureKind
+from trainer.contract.failures.outcome import Failure
 
 PoolSize = Callable[[RunConfig], int | None]
 
@@ -166,7 +166,7 @@ def _past(attempt: Attempt, failure: Failure | None, now: float, trained: bool, 
         step=attempt.last_step,
         ended_at=ended,
         trained=0.0 if attempt.started_at is None else ended - attempt.started_at,
-        script_failed=not trained and kind is FailureKind.LAUNCH_FAILED and bool(failure and failure.exit_code),
+        script_failed=not trained and failure is not None and failure.script,
         drilled=once and failure is not None and bool(failure.drill),
         none_intact=failure is not None and failure.exception == NONE_INTACT,
     )

@@ -59,10 +59,10 @@ def claim(run: Run, attempts: Sequence[Attempt], snapshot: SchedulerSnapshot, ho
 def claim_moved(attempts: Sequence[Attempt], snapshot: SchedulerSnapshot) -> Claim:
     """Judge a run of another instance of this ClusterName: its Slurm may have moved, and be the one that answers here.
 
-    Only a job in the sweep whose own name or comment tells run, attempt and nonce shows that.
+    Only a job whose own name or comment tells run, attempt and nonce shows that.
     """
     ours = {(attempt.run, attempt.number, attempt.nonce) for attempt in attempts}
-    for job in snapshot.found:
+    for job in (*snapshot.found, *snapshot.polled.values()):
         if job.state != UNREADABLE and any((tag.run, tag.attempt, tag.nonce) in ours for tag in tags(job)):
             return Claim(holds=True, reason=f"its job {job.job_id} is here")
     return Claim(holds=False)

@@ -133,6 +133,9 @@ class Controller:
         adopted = [attempt for attempt in last if attempt.state in (AttemptState.SUBMITTED, AttemptState.RUNNING)]
         due = self.clock.mono() - self._swept_at.get(kind, -SWEEP_EVERY) >= SWEEP_EVERY
         wanted = [job_id for attempt in last for job_id in records[attempt.run, attempt.number].wanted_ids(attempt)]
+        if due:  # its job may have ended: accounting shows then whose the run is
+            strangers = [attempts[run.name][-1] for run in mine if not self.domain.has(run)]
+            wanted += [attempt.job_id for attempt in strangers if attempt.job_id is not None]
         self.actor.renew_lease_if_due()
 
         def sweep(seen: SchedulerSnapshot) -> bool:

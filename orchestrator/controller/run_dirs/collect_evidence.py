@@ -107,6 +107,7 @@ def collect_evidence(
         attempt=attempt.number,
         answered=snapshot.answered,
         job=job,
+        unrecorded=attempt.job_id in snapshot.unrecorded,
         absent_for=_span(observed, f"gone:{key}", snapshot.answered and job is None, True),
         ended_for=_span(observed, f"ended:{key}", ended, job.state if job else ""),
         leaving_for=_span(observed, f"leaving:{key}", leaving, True),

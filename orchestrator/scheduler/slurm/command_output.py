@@ -40,6 +40,9 @@ _CLUSTER = re.compile(r"^CLUSTER: \S+ *\n", re.MULTILINE)
 _ROW_START = re.compile(rf"^ *(\d[\d_+.,%\[\]-]*) *{SEPARATOR}", re.ASCII | re.MULTILINE)
 _BLANK = " \n"  # to Python the separator is a blank, too
 _WORD = re.compile(r"[A-Z_]+", re.ASCII)
+_EXIT_PAIR = re.compile(r"(\d+):(\d+)(?::\d+)?", re.ASCII)
+_NOTHING_EXITED = frozenset({"NODE_FAIL", "BOOT_FAIL", "LAUNCH_FAILED", "RECONFIG_FAIL", "REVOKED"})
+"""Ended states in which Slurm saw no process end."""
 _NO_VALUE = frozenset({"", "(null)", "N/A", "NONE", "None", "Unknown", "None assigned", "INVALID"})
 
 Mine = Callable[[JobStatus], bool]
@@ -76,8 +79,8 @@ def read_queue(text: str, mine: Mine = lambda job: True) -> Listing:
 def read_accounting(text: str, mine: Mine = lambda job: True) -> Listing:
     """Jobs as `sacct -X -D -n -p --delimiter SEPARATOR -o SACCT_FORMAT` lists them, as far as they are `mine`.
 
-    A row without a name is left out: slurmdbd has heard of the job's end before its start, and cannot tell whose it is.
-    Raises Garbage.
+    Two kinds of rows are left out: those without a name, where slurmdbd has heard of the job's end before its start,
+    and those of jobs that slurmctld has lost. Raises Garbage.
     """
     return _read(text, SACCT_FIELDS, _recorded, mine)
 
@@ -135,7 +138,7 @@ def _pieces(text: str) -> Iterator[tuple[str, str]]:
 
 def _queued(row: Row) -> JobStatus:
     word = plain_state(row["State"])
-    ending = wait_status(row["exit_code"]) if word in ENDED_STATES else Ending(None, None)
+    ending = read_ending(word, row["exit_code"])
     held = row["PriorityLong"] == "0" or row["Reason"].startswith("JobHeld")
     return JobStatus(
         job_id=row["JobID"], name=row["Name"], state=word, submit_time=_known(row["SubmitTime"]),
@@ -150,7 +153,10 @@ def _recorded(row: Row) -> JobStatus | None:
     if row["JobName"] == _NAMELESS and not _known(row["NodeList"]):
         return None
     word = plain_state(row["State"])
-    ending = exit_pair(row["ExitCode"]) if word in ENDED_STATES else Ending(None, None)
+    # A slurmctld that has lost its state closes the records of its jobs so. A user's scancel is "CANCELLED by UID".
+    if row["State"] == "CANCELLED":
+        return None
+    ending = read_ending(word, row["ExitCode"])
     return JobStatus(
         job_id=row["JobIDRaw"], name=row["JobName"], state=word, submit_time=_known(row["Submit"]),
         comment=_known(row["Comment"]), nodes=_nodes(row), exit_code=ending.exit_code, signal=ending.signal,
@@ -191,6 +197,16 @@ def join_resized(jobs: list[JobStatus]) -> list[JobStatus]:
     return [*found, *closed.values()]
 
 
+def ended_jobs(jobs: list[JobStatus]) -> list[JobStatus]:
+    """Of the rows of accounting, jobs that have ended: the newest incarnation of each job, by its submit time.
+
+    No row proves that a job lives; that is for the queue to say. A job that is requeued leaves a row in state REQUEUED
+    for ever, and one that slurmctld has lost a row that stays PENDING or RUNNING.
+    """
+    newest = {(job.job_id, job.name): job for job in sorted(join_resized(jobs), key=lambda job: job.submit_time)}
+    return [job for job in newest.values() if job.state in ENDED_STATES or job.state == UNREADABLE]
+
+
 DOWN = frozenset({"DOWN", "FAIL", "FAILING"})
 OUT_OF_SERVICE = DOWN | {"DRAINED", "DRAINING", "INVAL", "MAINT", "REBOOT"}
 """INVAL: it has come back with less than it is configured with, a GPU that is lost say."""
@@ -222,21 +238,24 @@ def plain_state(text: str) -> str:
     return words[0].rstrip("+*").upper() if words else ""
 
 
-def exit_pair(text: str) -> Ending:
-    """sacct's "code:signal": "0:15" is signal 15, "3:0" is exit code 3."""
-    match = re.fullmatch(r"(\d+):(\d+)(?::\d+)?", text, re.ASCII)
-    if match is None:
-        return Ending(None, None)
-    code, signal = int(match[1]), int(match[2])
-    return Ending(None, signal) if signal else Ending(code, None)
+def read_ending(state: str, text: str) -> Ending:
+    """How a job in this state ended, from squeue's `exit_code` or sacct's `ExitCode`; any other text means unknown.
 
-
-def wait_status(text: str) -> Ending:
-    """squeue's exit_code: a raw wait status, 768 is exit code 3, 9 is signal 9."""
-    if not text.isdigit():
+    `code:signal` (`3:0`, `0:9`) or, from squeue before 24.11, a raw wait status (768, 9). Where Slurm lost a node it
+    writes a number of its own. sacct before 25.11 takes 128 off codes from 128 on: FAILED with code 0 is unknown.
+    """
+    if state not in ENDED_STATES or state in _NOTHING_EXITED:
         return Ending(None, None)
-    status = int(text)
-    return Ending(None, status & 0x7F) if status & 0x7F else Ending((status >> 8) & 0xFF, None)
+    if text.isascii() and text.isdigit():
+        status = int(text)
+        code, signal = (status >> 8) & 0xFF, status & 0x7F
+    elif (match := _EXIT_PAIR.fullmatch(text)) is not None:
+        code, signal = int(match[1]), int(match[2])
+    else:
+        return Ending(None, None)
+    if signal:
+        return Ending(None, signal)
+    return Ending(None if state == "FAILED" and code == 0 else code, None)
 
 
 def epoch(text: str) -> float | None:

@@ -18,7 +18,7 @@ NO_CONTACT = (
 )  # fmt: skip
 """Words with which Slurm's clients say that they got no answer."""
 
-_OWN_OPTIONS = ("SQUEUE_", "SACCT_", "SCANCEL_", "SBATCH_")
+_OWN_OPTIONS = ("SQUEUE_", "SACCT_", "SCANCEL_", "SBATCH_", "SINFO_", "SCONTROL_")
 
 
 def query_environment(environ: Mapping[str, str]) -> dict[str, str]:

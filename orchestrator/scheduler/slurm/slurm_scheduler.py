@@ -2,13 +2,15 @@
 
 import logging
 import os
+import time
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from orchestrator.errors import SlurmUnreachable, SubmitRejected
 from orchestrator.scheduler import submitit_payload
-from orchestrator.scheduler.interface import ENDED_STATES, LEAVING_STATES, UNREADABLE, JobSpec, JobStatus
+from orchestrator.scheduler.backoff import Backoff
+from orchestrator.scheduler.interface import ENDED_STATES, LEAVING_STATES, UNREADABLE, UNRECORDED, JobSpec, JobStatus
 from orchestrator.scheduler.job_tags import is_marked, tag_in, tags
 from orchestrator.scheduler.slurm.command_output import (
     DOWN,
@@ -19,8 +21,8 @@ from orchestrator.scheduler.slurm.command_output import (
     Listing,
     Mine,
     UnreadableField,
+    ended_jobs,
     fold_nodes,
-    join_resized,
     read_accounting,
     read_node_states,
     read_queue,
@@ -28,8 +30,8 @@ from orchestrator.scheduler.slurm.command_output import (
 from orchestrator.scheduler.slurm.commands import TIMEOUT_S, no_contact, run_command, unreachable
 from orchestrator.scheduler.slurm.sbatch_values import check_nodes
 
-LOOK_BACK_DAYS = 14
-"""How far `find` looks into accounting: longer than any controller is likely to be away."""
+ASK_AGAIN, ASK_AGAIN_AT_MOST = 30.0, 600.0
+"""Seconds until an accounting that did not answer is asked again; doubled each time."""
 
 _NO_ACCOUNTING = "accounting storage is disabled"
 _NO_SUCH_JOB = "invalid job id"
@@ -38,13 +40,14 @@ _OVER = ENDED_STATES | LEAVING_STATES
 
 
 class SlurmScheduler:
-    """Scheduler on Slurm (see `base.Scheduler`); holds no state besides how to ask, and scripts that were read once."""
+    """Scheduler on Slurm (see `interface.Scheduler`); keeps how to ask, scripts it has read, and when to ask again."""
 
     kind = "slurm"
 
     def __init__(self, *, entry: str = submitit_payload.AGENT, timeout: float = TIMEOUT_S) -> None:
         self._entry, self._timeout = entry, timeout
         self._script_tags: dict[tuple[str, str], str] = {}
+        self._pauses = Backoff(ASK_AGAIN, ASK_AGAIN_AT_MOST, time.monotonic)
 
     def submit(self, spec: JobSpec) -> str:
         from orchestrator.scheduler.slurm import sbatch  # submitit: only where a job is submitted
@@ -58,31 +61,14 @@ class SlurmScheduler:
         queued, whole = self._queue(mine)
         if not whole:
             raise unreachable("squeue", "its answer was cut short")
-        try:
-            recorded = self._accounting(["-S", f"now-{LOOK_BACK_DAYS}days"], mine)
-        except SlurmUnreachable:
-            if queued:  # the queue has answered, and it knew
-                return queued
-            raise
-        seen = {(job.job_id, job.submit_time) for job in queued}
-        return queued + [job for job in _newest(recorded or []) if (job.job_id, job.submit_time) not in seen]
+        return queued
 
     def poll(self, ids: list[str]) -> dict[str, JobStatus]:
         if not ids:
             return {}
-        found: dict[str, JobStatus] = {}
-        wanted = set(ids)
-        # One that is missing from the list of this user's jobs is asked for by its id, then looked up in accounting.
-        for ask_for in (self._listed, self._listed_by_id, self._recorded):
-            missing = wanted - set(found)
-            if not missing:
-                break
-            try:
-                found.update(ask_for(missing))
-            except SlurmUnreachable as error:
-                if not found:
-                    raise
-                found.update({job_id: _unreadable(job_id, error.what) for job_id in missing})
+        found = self._in_queue(ids)
+        if missing := set(ids) - set(found):
+            found |= self._recorded(missing)
         return self._with_down_nodes(found)
 
     def release(self, job_id: str, submission: Path, exclude: tuple[str, ...] | None = None) -> None:
@@ -94,7 +80,7 @@ class SlurmScheduler:
             return
         # Without slurmctld, scontrol says no more than "Unexpected message received" (22.05): the queue tells silence
         # from a refusal. Refused is a job that Slurm holds itself, or that is released while its nodes are not there.
-        job = self.poll([job_id]).get(job_id)
+        job = self._in_queue([job_id]).get(job_id)
         if job is not None and job.held:
             log.info("Slurm does not release job %s (%s): %s", job_id, job.reason, " ".join(said.stderr.split()))
 
@@ -108,9 +94,22 @@ class SlurmScheduler:
         said = run_command(["scancel", job_id], self._timeout)
         if said.returncode == 0:
             return
-        job = self.poll([job_id]).get(job_id)  # it fails on one that has ended
+        job = self._in_queue([job_id]).get(job_id)
         if job is not None and job.state not in _OVER:
             raise unreachable(f"scancel {job_id}", said.stderr)
+
+    def _in_queue(self, ids: Collection[str]) -> dict[str, JobStatus]:
+        """The jobs of these ids in the queue; one that the list of this user's jobs lacks is asked for by its id."""
+        found = self._listed(ids)
+        missing = set(ids) - set(found)
+        if not missing:
+            return found
+        try:
+            return found | self._listed_by_id(missing)
+        except SlurmUnreachable as error:
+            if not found:
+                raise
+            return found | {job_id: _unreadable(job_id, error.what) for job_id in missing}
 
     def _listed(self, ids: Collection[str]) -> dict[str, JobStatus]:
         jobs, _ = self._queue(lambda job: job.job_id in ids)  # what a cut answer lacks is asked for again, by its id
@@ -123,8 +122,17 @@ class SlurmScheduler:
         return found | {job_id: _unreadable(job_id, "squeue's answer was cut short") for job_id in lost}
 
     def _recorded(self, ids: Collection[str]) -> dict[str, JobStatus]:
-        recorded = self._accounting(["-j", ",".join(sorted(ids))], lambda job: job.job_id in ids)
-        return {job.job_id: job for job in _newest(recorded or [])}
+        """Jobs that have left the queue, as accounting has them; UNRECORDED while it does not answer."""
+        if not self._pauses.is_due("sacct"):
+            return {job_id: _unrecorded(job_id, "sacct has not answered, and is asked again later") for job_id in ids}
+        try:
+            recorded = self._accounting(["-j", ",".join(sorted(ids))], lambda job: job.job_id in ids)
+        except SlurmUnreachable as error:
+            self._pauses.start("sacct")
+            log.warning("%s", error.what)
+            return {job_id: _unrecorded(job_id, error.what) for job_id in ids}
+        self._pauses.forget("sacct")
+        return {job.job_id: job for job in ended_jobs(recorded or [])}
 
     def _queue(self, mine: Mine, which: Sequence[str] = ()) -> Listing:
         """This user's jobs that are `mine`, those that ended within MinJobAge included."""
@@ -150,7 +158,8 @@ class SlurmScheduler:
                 done = run_command(["scontrol", "write", "batch_script", job.job_id, "-"], self._timeout)
             except SlurmUnreachable:
                 return job
-            if done.returncode != 0:
+            # It succeeds without a script for a job that Slurm no longer has.
+            if done.returncode != 0 or not done.stdout:
                 return job
             self._script_tags[key] = tag_in(done.stdout)
         return replace(job, script_tag=self._script_tags[key])
@@ -175,7 +184,9 @@ class SlurmScheduler:
         return self._nodes_in(OUT_OF_SERVICE, nodes)
 
     def _nodes_in(self, states: frozenset[str], nodes: frozenset[str]) -> frozenset[str]:
-        done = run_command(["sinfo", "-h", "-N", "-n", fold_nodes(tuple(sorted(nodes))), "-o", "%N %T"], self._timeout)
+        done = run_command(
+            ["sinfo", "-h", "-a", "-N", "-n", fold_nodes(tuple(sorted(nodes))), "-o", "%N %T"], self._timeout
+        )
         if done.returncode != 0:
             raise unreachable("sinfo", done.stderr)
         try:
@@ -199,19 +210,15 @@ class SlurmScheduler:
             raise unreachable("sacct", str(error)) from error
         if not whole:
             raise unreachable("sacct", "its answer was cut short")
-        return join_resized(recorded)
+        return recorded
 
 
 def _unreadable(job_id: str, reason: str) -> JobStatus:
     return JobStatus(job_id=job_id, name="", state=UNREADABLE, reason=reason)
 
 
-def _newest(jobs: list[JobStatus]) -> list[JobStatus]:
-    """One row for each job id and submission: -D lists a requeued job again, and ids are given out again."""
-    rows: dict[tuple[str, str], JobStatus] = {}
-    for job in sorted(jobs, key=lambda job: job.submit_time):
-        rows[job.job_id, job.submit_time] = job
-    return list(rows.values())
+def _unrecorded(job_id: str, reason: str) -> JobStatus:
+    return JobStatus(job_id=job_id, name="", state=UNRECORDED, reason=reason)
 
 
 def render(spec: JobSpec) -> str:

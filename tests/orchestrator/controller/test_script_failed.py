@@ -12,7 +12,9 @@ from orchestrator.states import AttemptState, RunState
 from trainer.contract.failures.outcome import Failure, FailureKind
 
 RUN = Run(name="a-1", state=RunState.RUNNING, reason="", cluster="slurm", run_dir="/r", config_digest="", total_steps=0)
-SCRIPT = Failure(kind=FailureKind.LAUNCH_FAILED, reason="", exit_code=127)
+SCRIPT = Failure(kind=FailureKind.LAUNCH_FAILED, reason="", exit_code=127, script=True)
+KILLED = Failure(kind=FailureKind.LAUNCH_FAILED, reason="", signal=9, script=True)
+UNKNOWN = Failure(kind=FailureKind.LAUNCH_FAILED, reason="", script=True)
 BOOT = Failure(kind=FailureKind.LAUNCH_FAILED, reason="")
 
 
@@ -28,6 +30,7 @@ def ended(number: int, failure: Failure | None, **fields: Any) -> Attempt:
     [
         (ended(1, SCRIPT), SCRIPT, [True, True]),
         (ended(1, BOOT), SCRIPT, [False, True]),
+        (ended(1, KILLED), UNKNOWN, [True, True]),
         (ended(1, Failure(kind=FailureKind.RANK_KILLED, reason="", exit_code=1), generations=1), SCRIPT, [False] * 2),
         (ended(1, None), Failure(kind=FailureKind.AGENT_LOST, reason="", exit_code=1), [False, False]),
     ],

@@ -51,6 +51,7 @@ OPEN = {
     "completing": (evidence("COMPLETING", outcome=FINISHED, leaving_for=30.0), "job 7 is COMPLETING"),
     "a word nobody knows": (evidence("PURGATORY"), "job 7 is PURGATORY"),
     "just gone": (evidence(None, absent_for=59.0, silent_for=999.0), "looking again"),
+    "gone, accounting silent": (evidence(None, absent_for=299.0, silent_for=999.0, unrecorded=True), "looking again"),
     "gone but beating": (evidence(None, absent_for=999.0, silent_for=3.0), "heartbeat goes on"),
     "gone, outcome, once": (evidence(None, absent_for=0.0, outcome=FINISHED), "looking again"),
     "leader out, still beating": (evidence("RUNNING", leader_gone="n1", silent_for=59.0), "job 7 is RUNNING"),
@@ -239,6 +240,10 @@ ENDS = {
     "lost": (
         evidence(None, absent_for=61.0, silent_for=61.0), End.LOST, FailureKind.JOB_LOST, "heartbeat is silent",
     ),
+    "lost, accounting silent": (
+        evidence(None, absent_for=301.0, silent_for=61.0, unrecorded=True), End.LOST, FailureKind.JOB_LOST,
+        "accounting does not answer",
+    ),
     "stuck": (evidence("COMPLETING", leaving_for=LEAVING_LIMIT), End.FAILED, FailureKind.UNKNOWN, "COMPLETING"),
 }  # fmt: skip
 
@@ -263,14 +268,21 @@ def test_a_node_that_slurm_has_lost_is_named_where_the_job_saw_only_its_own_stop
 
 
 @pytest.mark.parametrize(
-    ("state", "started", "code"),
-    [("FAILED", False, 127), ("BOOT_FAIL", False, None), ("LAUNCH_FAILED", False, None), ("COMPLETED", False, None)],
+    ("state", "ending", "script", "code"),
+    [
+        ("FAILED", {"exit_code": 127}, True, 127),
+        ("FAILED", {"signal": 9}, True, None),
+        ("FAILED", {}, True, None),
+        ("COMPLETED", {"exit_code": 0}, True, None),
+        ("BOOT_FAIL", {"exit_code": 127}, False, None),
+        ("LAUNCH_FAILED", {}, False, None),
+    ],
 )
-def test_only_a_batch_script_that_failed_gives_a_launch_its_exit_code(
-    state: str, started: bool, code: int | None
+def test_a_batch_script_that_ended_before_any_agent_lived_is_known_without_its_exit_code(
+    state: str, ending: dict[str, int], script: bool, code: int | None
 ) -> None:
-    failure = classify(evidence(state, started=started, job=job(state, exit_code=127)))
-    assert (failure.kind, failure.exit_code) == (FailureKind.LAUNCH_FAILED, code)
+    failure = classify(evidence(state, started=False, job=job(state, **ending)))
+    assert (failure.kind, failure.script, failure.exit_code) == (FailureKind.LAUNCH_FAILED, script, code)
 
 
 LOGS = {

@@ -4,9 +4,13 @@ from pathlib import Path
 
 import pytest
 
+from orchestrator.config.run_config import ClusterConfig, RunConfig
+from orchestrator.controller.jobs.partition_sizes import PartitionSizes
 from orchestrator.errors import SlurmUnreachable
-from orchestrator.scheduler.interface import UNREADABLE
+from orchestrator.scheduler.available_schedulers import FACTORIES
+from orchestrator.scheduler.interface import UNREADABLE, Resources
 from orchestrator.scheduler.slurm.slurm_scheduler import SlurmScheduler
+from orchestrator.scheduler.slurm.usable_nodes import usable_nodes
 from tests.orchestrator.scheduler.conftest import Program, printing
 from tests.orchestrator.scheduler.test_slurm_text import queue
 
@@ -61,6 +65,24 @@ def test_a_warning_among_the_nodes_hides_none(program: Program, tmp_path: Path) 
     program("squeue", printing(tmp_path, "queue", queue(JobID="7", State="FAILED", NodeList="n[1-2]")))
     program("sinfo", r"printf 'sinfo: warning: slow today\nn1 idle\nn2 down*\n'")
     assert SlurmScheduler().poll(["7"])["7"].nodes_down == ("n2",)
+
+
+def test_nodes_of_hidden_partitions_are_seen_whatever_the_shell_asks_of_sinfo(
+    program: Program, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without -a, sinfo leaves hidden partitions out; SINFO_PARTITION leaves out all but one."""
+    monkeypatch.setenv("SINFO_PARTITION", "debug")
+    hidden = 'test -z "$SINFO_PARTITION" || exit 0; case " $* " in *" -a "*) {} ;; esac'
+    program("sinfo", hidden.format("echo n1 drained"))
+    assert SlurmScheduler().out_of_service(frozenset({"n1"})) == {"n1"}
+    program("sinfo", hidden.format("echo 4 secret"))
+    assert PartitionSizes()(RunConfig(cluster=ClusterConfig(partition="secret"))) == 4
+    program("sinfo", hidden.format("echo n1"))
+    factory = FACTORIES["slurm"]
+    assert factory.has_node is not None
+    assert factory.has_node("n1")
+    program("sinfo", hidden.format("echo 'n1|secret|8|4000|(null)|idle'"))
+    assert usable_nodes(Resources(nodes=1, partition="secret"), frozenset()) == 1
 
 
 @pytest.mark.parametrize("sinfo", ["exit 1", "echo nonsense of three words"])

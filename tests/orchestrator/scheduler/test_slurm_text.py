@@ -14,14 +14,13 @@ from orchestrator.scheduler.slurm.command_output import (
     TooManyNodes,
     UnreadableField,
     epoch,
-    exit_pair,
     expand_nodes,
     fold_nodes,
     join_resized,
     plain_state,
     read_accounting,
+    read_ending,
     read_queue,
-    wait_status,
 )
 
 QUEUE = {
@@ -217,13 +216,26 @@ def test_states_are_slurms_words_alone(text: str, word: str) -> None:
     assert plain_state(text) == word
 
 
-def test_exit_codes_and_signals() -> None:
-    assert exit_pair("0:15") == Ending(None, 15)
-    assert exit_pair("76:0") == Ending(76, None)
-    assert exit_pair("") == Ending(None, None)
-    assert wait_status("768") == Ending(3, None)
-    assert wait_status("9") == Ending(None, 9)
-    assert wait_status("N/A") == Ending(None, None)
+@pytest.mark.parametrize(
+    ("state", "text", "ending"),
+    [
+        ("FAILED", "0:15", (None, 15)),
+        ("FAILED", "76:0", (76, None)),
+        ("FAILED", "768", (3, None)),
+        ("FAILED", "9", (None, 9)),
+        ("FAILED", "139", (None, 11)),  # with a core
+        ("COMPLETED", "0:0", (0, None)),
+        ("COMPLETED", "0", (0, None)),
+        ("FAILED", "0:0", (None, None)),
+        ("FAILED", "N/A", (None, None)),
+        ("FAILED", "", (None, None)),
+        ("FAILED", "exit 3", (None, None)),
+        ("NODE_FAIL", "0:1", (None, None)),
+        ("RUNNING", "0:0", (None, None)),
+    ],
+)
+def test_exit_codes_and_signals(state: str, text: str, ending: tuple[int | None, int | None]) -> None:
+    assert read_ending(state, text) == Ending(*ending)
 
 
 def test_times_are_utc_and_unknown_ones_are_none() -> None:

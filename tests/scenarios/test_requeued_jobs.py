@@ -1,0 +1,122 @@
+"""Stories of effects that do not take: jobs that others requeue, cancels and releases that change nothing."""
+
+from pathlib import Path
+
+import pytest
+
+from orchestrator.recovery.classify_failure import LOST_AFTER, RECORD_WITHIN
+from orchestrator.states import AttemptState, RunState
+from tests.fakes.model_slurm import ModelJob, SlurmFaults
+from tests.scenarios.world import World, config, training
+from trainer.contract.failures.outcome import FailureKind
+
+
+def requeued(world: World, point: str) -> None:
+    """Somebody types `scontrol requeue` of the first job, at one point of its life."""
+    if point == "at its start":
+        world.turns(60, 1.0, lambda: bool(world.slurm.running()))
+    elif point == "before it is seen to run":
+        while not world.slurm.running():
+            world.tick()
+            world.slurm.step(1.0)
+    else:
+        training(world, 12)
+    world.slurm.requeue(world.slurm.running()[0])
+
+
+def calls(world: World, call: str) -> int:
+    return world.slurm.calls.count(call)
+
+
+@pytest.mark.parametrize("accounting", [True, False])
+@pytest.mark.parametrize("point", ["before it is seen to run", "at its start", "while it trains"])
+def test_a_job_that_somebody_requeues_is_cancelled_once_and_the_run_goes_on(
+    tmp_path: Path, point: str, accounting: bool
+) -> None:
+    world = World(tmp_path)
+    world.slurm.slurm_faults = SlurmFaults(accounting=accounting)
+    requeued(world, point)
+    assert world.finish(seconds=1.0).state is RunState.SUCCEEDED
+    assert len(world.attempts) == 2
+    assert calls(world, "cancel 1") == 1
+    assert world.attempts[0].failure is not None
+    assert "requeued job 1" in world.attempts[0].failure["reason"]
+
+
+@pytest.mark.parametrize("later", range(8))
+def test_a_run_whose_job_was_requeued_can_be_cancelled_at_every_point(tmp_path: Path, later: int) -> None:
+    world = World(tmp_path, data=config(steps=4000, every=5))
+    requeued(world, "while it trains")
+    world.turns(later, 1.0)
+    world.store.add_user_request(world.name, "cancel", {"now": True}, world.clock.now)
+    world.turns(60, 1.0, lambda: world.run.state is RunState.CANCELLED)
+    assert world.run.state is RunState.CANCELLED
+    assert not [job for job in world.slurm.jobs if job.live]
+    assert world.store.user_requests() == []
+    assert calls(world, "cancel 1") <= 2
+
+
+def test_a_cancel_that_changes_nothing_is_repeated_ever_more_rarely(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    training(world, 12)
+    really, asked = world.slurm.cancel, list[str]()
+    world.slurm.cancel = asked.append  # type: ignore[method-assign]
+    (job,) = world.slurm.running()
+    world.slurm.requeue(job)
+    job.eligible = world.clock.now + 7200.0
+    world.turns(600, 1.0)
+    assert 5 <= len(asked) <= 15
+    assert len(world.attempts) == 1
+    world.slurm.cancel = really  # type: ignore[method-assign]
+    assert world.finish().state is RunState.SUCCEEDED
+
+
+def test_a_release_that_changes_nothing_is_repeated_ever_more_rarely(tmp_path: Path) -> None:
+    """Slurm itself holds a job that no nodes can ever run."""
+    world = World(tmp_path)
+    world.slurm.down = set(world.slurm.nodes)
+    world.turns(60, 1.0, lambda: bool(world.slurm.jobs))
+    world.slurm.jobs[0].shown = {"held": True, "reason": "BadConstraints"}
+    world.turns(600, 1.0)
+    assert 5 <= calls(world, "release 1") <= 15
+    world.slurm.jobs[0].shown, world.slurm.down = {}, set()
+    assert world.finish().state is RunState.SUCCEEDED
+
+
+def test_an_accounting_that_never_answers_keeps_no_run_from_training(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.slurm.slurm_faults = SlurmFaults(ambiguous=1.0, accounting_silent=True)
+    training(world, 12)
+    world.slurm.preempt(world.slurm.running()[0])
+    assert world.finish().state is RunState.SUCCEEDED
+    assert len(world.attempts) == 2
+
+
+def test_accounting_is_waited_for_to_name_the_cause_and_not_for_ever(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    training(world, 12)
+    world.slurm.slurm_faults = SlurmFaults(accounting_silent=True)
+    world.slurm.forget(world.slurm.running()[0])
+    gone = world.clock.now
+    world.turns(400, 1.0, lambda: world.attempts[0].state is AttemptState.LOST)
+    assert RECORD_WITHIN <= world.clock.now - gone < RECORD_WITHIN + LOST_AFTER
+    assert world.attempts[0].failure is not None
+    assert world.attempts[0].failure["reason"].endswith("its accounting does not answer")
+    assert world.finish().state is RunState.SUCCEEDED
+
+
+@pytest.mark.parametrize("ending", [{"exit_code": 3}, {"signal": 9}, {}])
+def test_a_batch_script_that_never_works_uses_up_its_tries_however_it_ends(
+    tmp_path: Path, ending: dict[str, int]
+) -> None:
+    world = World(tmp_path, data=config(max_failures=3, backoff=1.0, backoff_max=2.0))
+
+    def script_fails(job: ModelJob) -> None:
+        job.state, job.started, job.ended, job.shown = "FAILED", world.clock.now, world.clock.now, dict(ending)
+
+    world.slurm._start = script_fails  # type: ignore[method-assign]
+    world.turns(200, 1.0, lambda: world.run.state is RunState.FAILED)
+    assert world.run.state is RunState.FAILED, world.run.reason
+    assert len(world.attempts) == 3
+    assert {attempt.failure["kind"] for attempt in world.attempts if attempt.failure} == {FailureKind.LAUNCH_FAILED}
+    assert "launch failed 3 times without a new checkpoint: recovery.max_failures is spent" in world.run.reason

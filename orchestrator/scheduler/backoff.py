@@ -6,7 +6,7 @@ from collections.abc import Callable
 class Backoff:
     """How long each effect rests before it is repeated: `first` seconds, then twice as long each time."""
 
-    def __init__(self, first: float, longest: float, mono: Callable[[], float]) -> None:
+    def __init__(self, mono: Callable[[], float], *, first: float = 5.0, longest: float = 60.0) -> None:
         self._first, self._longest, self._mono = first, longest, mono
         self._resting: dict[str, tuple[float, float]] = {}  # since when, and for how many seconds
 

@@ -48,8 +48,6 @@ SUBMIT_WITHIN = 180.0
 EXCLUDED_HINT = "may not be used (`orch nodes ls`; `orch nodes release NODE` ends that)"
 """What to look at when a job is refused that was to avoid nodes."""
 
-REPEAT_AFTER, REPEAT_AFTER_AT_MOST = 5.0, 60.0
-"""Seconds until a release or a cancel that Slurm has accepted is repeated; doubled each time."""
 SAME_TIME_S = 30.0
 """Seconds by which an end that is asked for again may differ from the last one: less is no news."""
 
@@ -72,7 +70,7 @@ class Actor:
         self.files: Files = DirectFiles()
         self.actions: list[str] = []
         self._renewed_at = 0.0  # by the clock that no person sets
-        self._pauses = Backoff(REPEAT_AFTER, REPEAT_AFTER_AT_MOST, clock.mono)
+        self._pauses = Backoff(clock.mono)
         self.ambiguous_for = AMBIGUOUS_FOR
         self.check_scheduler: Callable[[], None] = lambda: None
 

@@ -47,7 +47,7 @@ class SlurmScheduler:
     def __init__(self, *, entry: str = submitit_payload.AGENT, timeout: float = TIMEOUT_S) -> None:
         self._entry, self._timeout = entry, timeout
         self._script_tags: dict[tuple[str, str], str] = {}
-        self._pauses = Backoff(ASK_AGAIN, ASK_AGAIN_AT_MOST, time.monotonic)
+        self._pauses = Backoff(time.monotonic, first=ASK_AGAIN, longest=ASK_AGAIN_AT_MOST)
 
     def submit(self, spec: JobSpec) -> str:
         from orchestrator.scheduler.slurm import sbatch  # submitit: only where a job is submitted

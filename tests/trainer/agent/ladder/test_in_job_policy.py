@@ -6,10 +6,18 @@ from typing import Any
 
 import pytest
 
-from trainer.agent.ladder.in_job_policy import Action, Situation, decide, exit_code
-from trainer.agent.watch.command_errors import CommandPast
+from trainer.agent.ladder.in_job_policy import (
+    LONGEST_REASON,
+    Action,
+    Decision,
+    Situation,
+    decide,
+    exit_code,
+    final_outcome,
+)
+from trainer.agent.watch.command_errors import CommandPast, NewestCheckpoint
 from trainer.agent.watch.root_cause import RankEnd, find_cause
-from trainer.contract.failures.outcome import Culprit, ExitCode, Failure, FailureKind
+from trainer.contract.failures.outcome import AttemptResult, Culprit, ExitCode, Failure, FailureKind
 from trainer.contract.ranks.progress import StopReason
 
 
@@ -138,6 +146,17 @@ DECISIONS = [
     (situation(*ALL_SAVED, stopping=TERM), Action.STOP, "all ranks stopped: preemption"),
     (situation(*ALL_DONE, stopping=TERM), Action.FINISH, "all ranks finished"),
     (situation(*ALL_DONE, stopping=TERM, command=CommandPast()), Action.STOP, "all ranks stopped"),
+    (situation(*ALL_DONE, command=CommandPast(), since_end=0.9), Action.WAIT, "waiting for reports of a signal"),
+    (situation(*ALL_DONE, command=CommandPast(), since_end=1.0), Action.FINISH, "all ranks finished"),
+    (situation(*ALL_DONE, since_end=0.0), Action.FINISH, "all ranks finished"),
+    (situation(broken=HUNG, since_failure=0.0), Action.RESTART, "rank 1 on n1 hangs; restart 1 of 5 in place"),
+    (situation(broken=HUNG, restarts=5, fruitless=2), Action.END, "5 restarts in place used up without a new"),
+    (situation(killed(1), fruitless=3), Action.END, "3 restarts in a row have trained no new step"),
+    (situation(killed(1), fruitless=3, command=CommandPast()), Action.RESTART, "restart 1 of 5 in place"),
+    (situation(killed(1), budget=0), Action.END, "SIGKILL; no restarts in place allowed"),
+    (situation(killed(1), budget=1, restarts=1), Action.END, "; 1 restart in place used up without a new checkpoint"),
+    (situation(end(1, exit_code=75), drill="kill-rank"), Action.RESTART, "not counted: drill kill-rank"),
+    (situation(end(1, exit_code=78), drill="kill-rank"), Action.END, "never to be retried"),
     (situation(killed(1), since_failure=0.1), Action.WAIT, "waiting for the reports of its peers"),
     (situation(killed(1), since_failure=0.3), Action.RESTART, "restart 1 of 5 in place"),
     (situation(echo(1), since_failure=0.9), Action.WAIT, "waiting for the reports of its peers"),
@@ -234,6 +253,47 @@ def test_a_stop_that_failed_keeps_why_it_was_asked_for():
 )
 def test_exit_codes_of_failures(kind, code):
     assert exit_code(Failure(kind=kind, reason="")) is code
+
+
+@pytest.mark.parametrize(
+    ("earlier", "damage", "pause"), [(0, "", 10.0), (1, "", 20.0), (2, "", 40.0), (9, "", 90.0), (0, "is empty", 0.0)]
+)
+def test_a_checkpoint_that_a_command_could_not_load_is_read_again_after_a_pause(
+    earlier: int, damage: str, pause: float
+) -> None:
+    newest = NewestCheckpoint(identity="c-6.1f", name="c-6", damage=damage)
+    past = CommandPast(newest=newest)
+    row: tuple[Any, ...] = ()
+    for number in range(earlier + 1):
+        past = CommandPast(newest=newest, failures=row)
+        now = situation(raised(1, f"Error{'abcdefghij'[number]}"), command=past, budget=99, backoff=(10.0, 90.0))
+        decision = decide(now)
+        row = (*row, decision.own)
+    assert (decision.action, decision.pause) == (Action.RESTART, pause)
+    assert decision.reason.endswith(f"in place, in {pause:.0f} s" if pause else "in place")
+
+
+def test_how_an_attempt_ends() -> None:
+    done = Decision(action=Action.FINISH, reason="all ranks finished")
+    assert final_outcome(done, "x") == (ExitCode.FINISHED, AttemptResult.FINISHED, "all ranks finished")
+    stopped = Decision(action=Action.STOP, reason="all ranks stopped")
+    assert final_outcome(stopped, "SIGTERM") == (ExitCode.STOPPED_AFTER_SAVE, AttemptResult.STOPPED, "SIGTERM")
+    assert final_outcome(stopped, "")[2] == "the ranks themselves"
+    for length in (LONGEST_REASON, LONGEST_REASON + 1):
+        ended = Decision(action=Action.END, reason="r" * length, failure=HUNG)
+        code, result, reason = final_outcome(ended, "")
+        assert (code, result) == (ExitCode.RETRY, AttemptResult.FAILED)
+        assert len(reason) == LONGEST_REASON
+        assert reason.endswith("...") == (length > LONGEST_REASON)
+
+
+def test_what_is_not_known_of_a_situation_changes_no_decision() -> None:
+    now = Situation(world=2)
+    assert (now.since_failure, now.since_end, now.ran_for, now.left, now.backoff) == (0.0, 60.0, 0.0, 0.0, (0.0, 0.0))
+    counted = (now.restarts, now.budget, now.restored, now.spares, now.spike_budget, now.rollbacks, now.fruitless)
+    assert counted == (0,) * 7
+    assert [now.trained, now.overdue, now.again, now.advanced] == [False] * 4
+    assert decide(now).pause == 0.0
 
 
 # -- several roots of one hang

@@ -193,6 +193,8 @@ def test_a_second_loss_excludes_though_a_spare_mended_it() -> None:
     twice = Pool(size=40, needed=2, known=(NodeRecord(name="n2", history=failed(0.0, 3 * HOUR), replaced=1),))
     (blamed,) = nodes_to_exclude(None, twice, CONFIG, NOW)
     assert (blamed.node, blamed.reason) == ("n2", "2 attempts failed on n2 within 3h00m")
+    alone = Pool(size=40, needed=2, known=(NodeRecord(name="n2", history=failed(HOUR), replaced=1),))
+    assert nodes_to_exclude(None, alone, CONFIG, NOW) == [], "once is an accident, however short its time was"
     served = Pool(size=40, needed=2, known=(NodeRecord(name="n2", history=failed(0.0, 3 * HOUR)),))
     assert nodes_to_exclude(None, served, CONFIG, NOW) == [], "what it was kept away for"
 

@@ -93,6 +93,16 @@ def test_an_attempt_that_never_ran_counts_without_time() -> None:
     assert histories([never], [], NOW) == {"n1": NodeHistory(failed=(HOUR,))}
 
 
+def test_time_that_a_node_was_in_jobs_is_counted_from_nothing() -> None:
+    ran = Attempt(
+        run="r-1", number=1, state=AttemptState.ENDED, nonce="n", job_name="j", nodes=("n1",),
+        started_at=NOW - HOUR, ended_at=NOW - HOUR,
+    )  # fmt: skip
+    assert histories([ran], [], NOW) == {"n1": NodeHistory(failed=(), seconds=0.0, recent_seconds=0.0)}
+    failed_only = histories([], [("n2", NOW - HOUR)], NOW)
+    assert failed_only == {"n2": NodeHistory(failed=(HOUR,), seconds=0.0, recent_seconds=0.0)}
+
+
 def test_only_the_newest_failures_count_after_a_release() -> None:
     assert history(0.0, 1.0, 2.0, days=2.0).newest(1).failed == (0.0,)
     assert history(1.0, days=2.0).newest(0).again().failed == (0.0,)

@@ -219,7 +219,28 @@ def test_a_script_that_never_worked_is_counted_in_tries() -> None:
     assert "launch failed once; holds" in after(*wrong, past(11, K.LAUNCH_FAILED, None, started=False)).reason
 
 
+def test_an_outage_is_counted_by_gaps_of_two_hours_at_most() -> None:
+    # 24 failures, 100 minutes apart, are an outage of 38 hours; ten, three hours apart, one of 18.
+    def hours(times: int, gap: float) -> Action:
+        return after(*[past(n, K.NODE_LOST, None, ago=gap * (times - 1 - n)) for n in range(times)]).action
+
+    assert hours(24, 100 / 60) is Action.HOLD
+    assert hours(10, 3.0) is Action.RETRY
+    assert hours(12, 3.0) is Action.RETRY
+    assert hours(13, 3.0) is Action.HOLD
+
+
+def test_what_is_saved_is_known_unless_it_is_said_otherwise() -> None:
+    history = [past(1, K.PREEMPTED, None, trained=86400.0)]
+    decision = decide(history, Failure(kind=K.PREEMPTED, reason="x"), CONFIG, NOW, 1.0, run="tiny-1")
+    assert "preempted once; holds after" in decision.reason
+    assert decide(
+        history, Failure(kind=K.PREEMPTED, reason="x"), CONFIG, NOW, 1.0, run="r", steps_known=False
+    ).reason == ("goes on after preempted")
+
+
 def test_a_cancel_says_what_was_saved() -> None:
+    assert after_cancel(None).reason == "cancelled by `orch cancel`; no checkpoint of it is known"
     assert after_cancel(40).reason == "cancelled by `orch cancel`; the newest checkpoint is of step 40"
     assert after_cancel(None).action is Action.CANCEL
 

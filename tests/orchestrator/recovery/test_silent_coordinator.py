@@ -62,6 +62,8 @@ def test_without_a_limit_it_is_only_told() -> None:
 def test_peers_that_have_left_shorten_the_wait() -> None:
     left = replace(QUIET, reports=(report(AgentEnd.SILENT),), silent_for=130.0, still_for=ABANDONED)
     assert judge_silence(left, LIMIT).step is Escalation.REQUEST_STOP
+    assert judge_silence(replace(left, still_for=119.0), LIMIT).step is Escalation.REPORT
+    assert judge_silence(replace(left, still_for=120.0), LIMIT).step is Escalation.REQUEST_STOP
     assert "1 agent(s) have left because of it" in judge_silence(left, LIMIT).reason
     assert judge_silence(replace(left, reports=(report(AgentEnd.GONE),)), LIMIT).step is Escalation.REPORT
 

@@ -273,6 +273,23 @@ def test_a_checkpoint_that_a_command_could_not_load_is_read_again_after_a_pause(
     assert decision.reason.endswith(f"in place, in {pause:.0f} s" if pause else "in place")
 
 
+@pytest.mark.parametrize("drill", ["", "kill-rank"])
+def test_a_drill_moves_no_checkpoint_away(drill: str) -> None:
+    newest = NewestCheckpoint(identity="c-6.1f", name="c-6", damage="is empty")
+    past = CommandPast(newest=newest, older="c-5", aside=("c-7",))
+    decision = decide(situation(raised(1), command=past, drill=drill))
+    assert (decision.set_aside == "", "moved away" in decision.reason) == (bool(drill), not drill)
+    assert (decision.own is None) == bool(drill)
+
+
+@pytest.mark.parametrize(("seconds", "action"), [(59.0, Action.END), (60.0, Action.RESTART)])
+def test_the_same_exception_at_the_same_step_is_final_only_soon_after_the_restart(
+    seconds: float, action: Action
+) -> None:
+    mark = find_cause([raised(1)], trained=True).mark
+    assert decide(situation(raised(1), last_mark=mark, ran_for=seconds)).action is action
+
+
 def test_how_an_attempt_ends() -> None:
     done = Decision(action=Action.FINISH, reason="all ranks finished")
     assert final_outcome(done, "x") == (ExitCode.FINISHED, AttemptResult.FINISHED, "all ranks finished")

@@ -291,5 +291,5 @@ def _from_logs(evidence: Evidence, job: JobStatus) -> tuple[FailureKind, str]:
     if not evidence.started:
         return FailureKind.LAUNCH_FAILED, f"{ended}, before its agents started"
     if job.state == "FAILED":
-        return FailureKind.AGENT_LOST, f"{ended}: its first agent died"
+        return FailureKind.AGENT_LOST, f"{ended}, after its agents had started"
     return FailureKind.UNKNOWN, ended

@@ -20,6 +20,8 @@ from orchestrator.cli.runs.status import one_row, warn_without_controller
 from orchestrator.cli.terminal.argument_types import Seconds
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Column, Screen, count, decimal, iso, one_line, progress, span
+from orchestrator.home import registry_path
+from orchestrator.registry.fast_queries import saved_steps
 from trainer.contract.events import EventKind
 from trainer.contract.heartbeat import Heartbeat, Stage
 from trainer.contract.rank_readings import RankReading, RankReadings
@@ -47,6 +49,7 @@ class Reading:
     world: int
     events: list[tuple[float, str]]
     speed: TrainingSpeed = TrainingSpeed()
+    judged: frozenset[int] = frozenset()  # steps of checkpoints whose trust the registry has
     saved: tuple[int, float] | None = None  # step and time of the newest commit that the job's events tell of
 
     @property
@@ -56,7 +59,8 @@ class Reading:
         told: list[tuple[int, float | None]] = [(self.beat.saved_step if self.beat is not None else 0, None)]
         told += [(self.saved[0], _since(self.at, self.saved[1]))] if self.saved is not None else []
         step, age = max(told, key=lambda one: (one[0], one[1] is not None))
-        if step <= (known["step"] if known is not None else 0):
+        # One that the registry has, and does not show as the newest, may be CORRUPT.
+        if step in self.judged or step <= (known["step"] if known is not None else 0):
             return known
         return {"step": step, "trust": "COMMITTED", "age_s": age}
 
@@ -109,6 +113,7 @@ class Reader:
         return Reading(
             at=now, row=row, beat=beat, metric=self._feed.latest,
             ranks=told.ranks if told is not None and not over else (),  # of a run that is over they stand still
+            judged=frozenset(step for step, _ in saved_steps(registry_path(), self._run)),
             world=told.world if told is not None else 0, events=list(self._told),
             saved=max(self._saves.values(), default=None),
             speed=training_speed(self._feed.recent, row["total_steps"] if training else 0, now=now),

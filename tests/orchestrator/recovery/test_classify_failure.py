@@ -90,7 +90,7 @@ ENDS = {
         evidence("FAILED", started=False, lost_interpreter="/venv/bin/python"), End.FAILED, FailureKind.LAUNCH_FAILED,
         "its interpreter /venv/bin/python is gone; put its environment back",
     ),
-    "first agent died": (evidence("FAILED"), End.FAILED, FailureKind.AGENT_LOST, "its first agent died"),
+    "first agent died": (evidence("FAILED"), End.FAILED, FailureKind.AGENT_LOST, "after its agents had started"),
     "secrets that others can read": (
         evidence(
             "FAILED", tails=agents("orch-agent: refuses to train: cannot read the run's secrets: /f can be read by all")

@@ -12,7 +12,7 @@ from rich.console import Console
 from checkpointing.storage.durable import dump_line
 from orchestrator.cli.live_jobs.top import Reader, _print, shown, worst
 from orchestrator.cli.terminal.render import Screen, plain
-from orchestrator.states import RunState
+from orchestrator.states import RunState, Trust
 from tests.orchestrator.cli.conftest import Seeds, Type
 from tests.orchestrator.cli.live_jobs.test_live_attempt import begun
 from tests.orchestrator.cli.runs.test_status import on_a_terminal
@@ -96,6 +96,19 @@ def test_the_last_checkpoint_is_the_newest_that_files_tell_of(orch: Type, seeds:
     assert (last["step"], last["trust"]) == (140, "COMMITTED")
     seeds.checkpoint(run, 160)
     assert "last checkpoint step 160 VERIFIED" in orch("top", run).out
+
+
+def test_a_checkpoint_that_was_found_bad_or_set_aside_is_not_the_last_one(orch: Type, seeds: Seeds) -> None:
+    run = seeds.run()
+    log = EventLog(begun(seeds, run).attempt(1).event_file("coordinator"), "coordinator", 1)
+    for step in (5, 6):
+        log.write(EventKind.CHECKPOINT_SEEN, step=step, name=f"c-{step}.1f", path=f"/out/c-{step}", bytes=7, new=True)
+    log.write(EventKind.CHECKPOINT_SET_ASIDE, step=6, name="c-6.1f", path="/a/6", reason="torn", damaged=True)
+    log.close()
+    assert "last checkpoint step 5 COMMITTED" in orch("top", run).out
+    seeds.checkpoint(run, 4)
+    seeds.checkpoint(run, 5, Trust.CORRUPT)
+    assert "last checkpoint step 4 VERIFIED" in orch("top", run).out
 
 
 def test_a_reading_for_programs(orch: Type, seeds: Seeds) -> None:

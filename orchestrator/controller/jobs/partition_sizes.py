@@ -25,9 +25,9 @@ class PartitionSizes:
 
 
 def _ask(partition: str) -> int | None:
-    chosen = ["-p", partition] if partition else []
     try:
-        done = run_command(["sinfo", "-h", "-a", "-o", "%D %P", *chosen], ANSWER_WITHIN)
+        # WARNING: sinfo refuses -a together with -p.
+        done = run_command(["sinfo", "-h", "-a", "-o", "%D %P"], ANSWER_WITHIN)
     except SlurmUnreachable:
         return None
     return read_sizes(done.stdout, partition) if done.returncode == 0 else None

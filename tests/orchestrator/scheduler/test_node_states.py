@@ -70,9 +70,9 @@ def test_a_warning_among_the_nodes_hides_none(program: Program, tmp_path: Path) 
 def test_nodes_of_hidden_partitions_are_seen_whatever_the_shell_asks_of_sinfo(
     program: Program, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without -a, sinfo leaves hidden partitions out; SINFO_PARTITION leaves out all but one."""
+    """Without -a, sinfo leaves hidden partitions out; with -p, it refuses -a; SINFO_PARTITION leaves out the others."""
     monkeypatch.setenv("SINFO_PARTITION", "debug")
-    hidden = 'test -z "$SINFO_PARTITION" || exit 0; case " $* " in *" -a "*) {} ;; esac'
+    hidden = 'test -z "$SINFO_PARTITION" || exit 0; case " $* " in *" -p "*) exit 1 ;; *" -a "*) {} ;; esac'
     program("sinfo", hidden.format("echo n1 drained"))
     assert SlurmScheduler().out_of_service(frozenset({"n1"})) == {"n1"}
     program("sinfo", hidden.format("echo 4 secret"))

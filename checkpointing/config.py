@@ -139,7 +139,7 @@ class CheckpointConfig:
     """End the attempt when this many steps are in no committed checkpoint; 0: train on, however long saves fail."""
 
     plausibility: str = "refuse"
-    """What to do with an implausible state (NaN, a stale copy, a wrong step): `refuse`, `warn` or `off`."""
+    """What to do when a weight that trains is NaN, or ranks differ in a value saved once: `refuse`, `warn` or `off`."""
 
     files: str = "rank"
     """`rank`: each rank writes files of its own. `node`: the ranks of a node write one file together, for inode quotas;

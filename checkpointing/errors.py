@@ -10,7 +10,8 @@ CheckpointError
  +- TierUnavailable   the library for a tier's URL is not installed here
  +- SaveFailed        one save was given up; carries its step and the reason
      +- FencedOff     the attempt no longer holds its launch token, so it must not commit
-     +- Unsound       the state itself must not be saved, however often that is tried
+     +- Unsound       these bytes must not be saved, however often that is tried
+         +- Unsavable    nor any later state: the program keeps something that cannot be saved
 """
 
 from collections.abc import Sequence
@@ -80,7 +81,11 @@ class FencedOff(SaveFailed):
 
 
 class Unsound(SaveFailed):
-    """A save that was given up because of what was to be saved: it was torn, or cannot be right."""
+    """A save that was given up because of what was to be saved: it was torn, or cannot be saved as it is."""
+
+
+class Unsavable(Unsound):
+    """A state that no later save could save either: training on would only lose more."""
 
 
 class TierUnavailable(CheckpointError, ImportError):

@@ -5,7 +5,7 @@ import concurrent.futures
 import json
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -17,8 +17,8 @@ from checkpointing.config import BY_NODE, CheckpointConfig
 from checkpointing.engine.ranks.background_thread import start_background_thread
 from checkpointing.engine.ranks.failure import Failed, explain, result_or_failed
 from checkpointing.engine.ranks.group import World
+from checkpointing.engine.restore.committed_step import agree_on_committed_step
 from checkpointing.engine.restore.memory_tier import Memory
-from checkpointing.engine.restore.restore_baseline import set_restore_baseline
 from checkpointing.engine.restore.restorer import Restored, RestoreOptions, Restorer
 from checkpointing.engine.restore.source import OptionalKeys, Targets, TensorsFor
 from checkpointing.engine.save.save_agreement import SaveAgreement, SaveReadiness, agree_on_save
@@ -28,6 +28,7 @@ from checkpointing.engine.state.plausibility import PlausibilityJudge
 from checkpointing.engine.state.save_plan import Plan, agree_on_plan, budgeted
 from checkpointing.engine.state.staging import Stager, Structure
 from checkpointing.engine.tiers.flusher import Flusher
+from checkpointing.errors import SaveFailed, Unsavable
 from checkpointing.event_sink import EmitEvent, EventSink, emit_nothing
 from checkpointing.owner import Owner
 from checkpointing.retention.policy import Policy, TierRetention
@@ -94,6 +95,8 @@ class Checkpointer:
         self._newest: int | None = None  # the step of the save that was begun last
         self.failure: str | None = None
         """Why the newest save did not happen, known on every rank; None when it did. Settled after `wait`."""
+        self.lasting: SaveFailed | None = None
+        """A failure that comes back at every save, known on every rank: training on would only lose more."""
         self.stall_seconds = 0.0
         """How long the last `save` kept its caller."""
         self.save_seconds: collections.deque[float] = collections.deque(maxlen=64)
@@ -119,18 +122,19 @@ class Checkpointer:
         tensors: Mapping[str, Tensor],
         extra: dict[str, Any],
         rank_state: dict[str, Any] | None = None,
-        left_out: int = 0,
+        trained: Collection[str] = (),
     ) -> bool:
         """Copy the state, then write it in the background; False when it was skipped, on all ranks alike.
 
         `rank_state` are facts in JSON that may differ between ranks. They are kept in `extra` as the list
         `rank_state`, which has one entry for all ranks where they agree, else one for each.
 
-        `left_out` are the steps since `restore` that the optimizer was not asked to make: it counts so many fewer.
+        `trained` are the keys of weights that train, of which none may be NaN.
 
-        DTensors are saved in shards, plain tensors once. Raises ValueError or TypeError for state that cannot be saved;
-        whatever goes wrong later is the event `checkpoint.failed`, and `committed_step` stays behind. With lazy staging
-        the tensors must not change before `before_optimizer_step` was called.
+        DTensors are saved in shards, plain tensors once: replicas that differ between ranks are refused. Raises
+        ValueError or TypeError for state that cannot be saved. Whatever goes wrong later is the event
+        `checkpoint.failed`, and `committed_step` stays behind; `lasting` is set if it comes back at every save. With
+        lazy staging the tensors must not change before `before_optimizer_step` was called.
         """
         start = time.perf_counter()
         facts, own = _plain(extra, "extra"), _plain(rank_state or {}, "rank_state")
@@ -140,11 +144,13 @@ class Checkpointer:
         except OSError as error:  # no memory for a new plan, by agreement
             parts, self._newest, self.failure = None, step, explain(error)
             self._emit_on_leader("checkpoint.failed", step=step, reason=self.failure)
+        except NotImplementedError:  # what torch raises for tensors of a kind that it cannot work with
+            raise
         except RuntimeError as error:  # a broken group: training finds out about its peers by itself
             parts, self._newest, self.failure = None, step, f"rank {self._ranks.rank}: {explain(error)}"
             self._events.emit("checkpoint.failed", {"step": step, "reason": self.failure})
         if parts is not None:
-            self._begin(step, parts, facts, left_out)
+            self._begin(step, parts, facts, frozenset(trained))
         self.stall_seconds = time.perf_counter() - start
         return parts is not None
 
@@ -192,13 +198,13 @@ class Checkpointer:
             return "earlier saves are still being written, and there is no free copy"
         return None
 
-    def _begin(self, step: int, parts: Sequence[Tensor], facts: dict[str, Any], left_out: int) -> None:
+    def _begin(self, step: int, parts: Sequence[Tensor], facts: dict[str, Any], trained: frozenset[str]) -> None:
         assert self._stager is not None
         assert self._queue is not None
         # The result of an earlier save says nothing about this one.
         self._newest, self.failure = step, None
-        staged = self._stager.stage(parts)
-        job = Job(step, self._stager.plan, staged, facts, self._facts, left_out)
+        staged = self._stager.stage(parts, compare=not self._judge.is_off)
+        job = Job(step, self._stager.plan, staged, facts, self._facts, trained)
         self._queue.submit(job)
         self._stager.stage_buckets(staged, parts)
 
@@ -214,9 +220,9 @@ class Checkpointer:
             self._stager = None
         stager = result_or_failed(lambda: self._stager_for(plan, structure))
         told = self._ranks.all_gather(stager if isinstance(stager, Failed) else None)
-        failed = [f"rank {rank}: {result.reason}" for rank, result in enumerate(told) if result]
+        failed = [(f"rank {rank}: {result.reason}", result.lasting) for rank, result in enumerate(told) if result]
         if failed:
-            raise OSError(failed[0])
+            raise (ValueError if any(lasting for _, lasting in failed) else OSError)(failed[0][0])
         assert isinstance(stager, Stager)
         self._stager = stager
         arena = self._open_writer().arena
@@ -258,11 +264,13 @@ class Checkpointer:
             distrusted=self._restorer.distrusted,
         )
 
-    def _ended(self, job: Job, saved: Saved | None, reason: str) -> None:
+    def _ended(self, job: Job, saved: Saved | SaveFailed) -> None:
         """On the save queue's thread, after every save."""
-        if saved is None:
+        if isinstance(saved, SaveFailed):
+            if isinstance(saved, Unsavable):
+                self.lasting = saved
             if job.step == self._newest:
-                self.failure = reason
+                self.failure = saved.reason
             return
         self.committed_step = job.step
         self.save_seconds.append(saved.seconds)
@@ -301,26 +309,28 @@ class Checkpointer:
         *,
         optional_prefixes: tuple[str, ...] = ("rng/",),
         optional_folders: tuple[str, ...] = (),
+        complete: tuple[str, ...] = (),
     ) -> Restored | None:
         """Fill `tensors` in place from the newest checkpoint that verifies; None when there is none at all.
 
         `tensors` may be a function, which is called on every rank with the `extra` of each checkpoint that is tried.
         Keys that begin with an optional prefix may be missing from the checkpoint; below a prefix of
-        `optional_folders`, the keys of one folder (up to their last slash) may be missing together. Raises
+        `optional_folders`, the keys of one folder (up to their last slash) may be missing together. Below a prefix of
+        `complete` the checkpoint must hold nothing that no rank takes up. Raises
         NothingVerifies when there should be checkpoints and none can be loaded: starting from nothing is then
         somebody's decision, not ours.
         """
         self.wait()
-        targets = Targets(tensors)
-        restored = self._restorer.run(targets, OptionalKeys(alone=optional_prefixes, together=optional_folders))
+        restored = self._restorer.run(
+            Targets(tensors), OptionalKeys(alone=optional_prefixes, together=optional_folders, complete=complete)
+        )
         if self._looks_after_first_tier:
             self._start_debris_collection()
         if restored is None:
             self.committed_step = self.agreed_committed_step = None
             return None
-        places = self._tiers.tiers
-        beginning = set_restore_baseline(self._ranks, places, self._owner, self._judge, restored, targets.last)
-        self.committed_step = self.agreed_committed_step = beginning
+        committed = agree_on_committed_step(self._ranks, self._tiers.tiers, self._owner, restored)
+        self.committed_step = self.agreed_committed_step = committed
         return restored
 
     def wait(self) -> None:

@@ -148,12 +148,18 @@ class BaseWorkload:
     def state_dict(self) -> dict[str, Any]:
         """What else a restart must restore, on every rank: a gradient scaler's state, running averages, counters.
 
-        Tensors are kept once for all ranks, DTensors in shards; anything else may differ between ranks.
+        Tensors that are alike on all ranks are kept once, DTensors in shards, and anything else for each rank.
         """
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` has returned; called after model and optimizer have been restored."""
+        if state:
+            names = ", ".join(sorted(map(str, state))[:4])
+            raise WorkloadError(
+                f"the checkpoint has a state of the workload ({names}), but {type(self).__name__} has no "
+                "load_state_dict(): put the code back as it was, or add one"
+            )
 
 
 @contextmanager

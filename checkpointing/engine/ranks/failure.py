@@ -5,10 +5,11 @@ from dataclasses import dataclass
 from pickle import PickleError
 from typing import TypeVar
 
+import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 from checkpointing.engine.ranks.peer_codec import peer_message
-from checkpointing.errors import CheckpointError, FencedOff, ManifestError, Refused, SaveFailed, Unsound
+from checkpointing.errors import CheckpointError, FencedOff, ManifestError, Refused, SaveFailed, Unsavable, Unsound
 from checkpointing.storage.disk_errors import FULL
 
 T = TypeVar("T")
@@ -31,6 +32,9 @@ FAILURES = (
     TypeError,
     ValueError,
 )
+
+_PASSING = (OSError, MemoryError, torch.OutOfMemoryError, torch.AcceleratorError)
+"""What a save may raise and the next one may not: disks, memory and devices."""
 
 
 def explain(error: BaseException) -> str:
@@ -62,15 +66,31 @@ def _first_line(error: BaseException) -> str:
 @peer_message
 @dataclass(frozen=True)
 class Failed:
-    """What a rank sends instead of its result; `final` when trying again cannot help."""
+    """What a rank sends instead of its result; `final` when trying again cannot help.
+
+    `lasting` when no later save can help either: the program, or ours, would fail in the same way.
+    """
 
     reason: str
     fenced: bool = False
     final: bool = False
+    lasting: bool = False
 
     @classmethod
     def of(cls, error: BaseException) -> "Failed":
-        return cls(explain(error), fenced=isinstance(error, FencedOff), final=isinstance(error, Unsound))
+        lasting = isinstance(error, Unsavable) or not isinstance(error, (*_PASSING, CheckpointError))
+        return cls(
+            explain(error), fenced=isinstance(error, FencedOff), final=isinstance(error, Unsound) or lasting,
+            lasting=lasting,
+        )  # fmt: skip
+
+    def error(self, step: int) -> SaveFailed:
+        """The exception that this is on every rank."""
+        if self.fenced:
+            return FencedOff(step, self.reason)
+        if self.lasting:
+            return Unsavable(step, self.reason)
+        return Unsound(step, self.reason) if self.final else SaveFailed(step, self.reason)
 
 
 def result_or(act: Callable[[], T], failed: Callable[[BaseException], F]) -> T | F:

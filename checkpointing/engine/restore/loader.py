@@ -57,6 +57,11 @@ def load(
     rank_load = RankLoad(source, ranks, tensors)
     wanted = on_all_ranks(ranks, source.name, lambda: rank_load.plan(optional_keys))
 
+    lost = optional_keys.lost([want.surplus for want in wanted], source.index.tensors)
+    if lost:
+        more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
+        raise Refused(source.name, f"has {lost[0]}{more}, which is not here", damaged=False, fits=False)
+
     def read() -> "ReadResult":
         _check_present(source, wanted)
         readers = assign(source.shards, [want.by_chunk for want in wanted], [want.seen for want in wanted])
@@ -115,6 +120,7 @@ class Wanted:
     by_chunk: dict[int, int]  # bytes needed of each chunk
     unique: int  # bytes needed that no other rank counts
     plain: dict[tuple[str, int], int]  # bytes needed of values that other ranks may count too, by file and place
+    surplus: bytes  # as of OptionalKeys
 
 
 @peer_message
@@ -148,6 +154,7 @@ class RankLoad:
         """Find out what is needed; raises Refused when the checkpoint does not fit."""
         source = self._source
         self._slices, self._absent = find_slices(source, self._tensors, optional_keys)
+        surplus = optional_keys.surplus(self._tensors, source.index.tensors)
         self._slice_bytes = [None if need.piece in source.odd else locate_slice(source, need) for need in self._slices]
         by_chunk: dict[int, int] = {}
         unique, plain = 0, dict[tuple[str, int], int]()
@@ -161,7 +168,7 @@ class RankLoad:
                 unique += slice_bytes.nbytes if _first_replica(tensor) else 0
             else:
                 plain[slice_bytes.shard.name, slice_bytes.rows[0].offset] = slice_bytes.nbytes
-        return Wanted(seen=source.seen, by_chunk=by_chunk, unique=unique, plain=plain)
+        return Wanted(seen=source.seen, by_chunk=by_chunk, unique=unique, plain=plain, surplus=surplus)
 
     def expect(self, buffers: ReadBuffers, readers: Readers) -> Requests:
         """Make ready for what is being read; returns the needs of which other ranks read a part.

@@ -1,6 +1,6 @@
 """Restores one named checkpoint of any run, and changes nothing where it lies: for tests of a restore."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from checkpointing.engine.ranks.group import World
 from checkpointing.engine.restore.loaded_fingerprints import differing_tensors, saved_fingerprints
 from checkpointing.engine.restore.restorer import Restored, Restorer
 from checkpointing.engine.restore.source import OptionalKeys, Targets, TensorsFor
-from checkpointing.errors import Refused
+from checkpointing.errors import Refused, SaveFailed
 from checkpointing.event_sink import EmitEvent, EventSink
 from checkpointing.format.commit import parse_name
 from checkpointing.owner import Owner
@@ -30,6 +30,7 @@ class ReadOnlyCheckpoint:
     committed_step: int | None = None
     """Step of the checkpoint, once it is restored."""
     failure: str | None = None
+    lasting: SaveFailed | None = None
     save_seconds: Sequence[float] = ()
 
     def __init__(self, place: str, name: str, on_event: EmitEvent, world: World) -> None:
@@ -67,6 +68,7 @@ class ReadOnlyCheckpoint:
         *,
         optional_prefixes: tuple[str, ...] = ("rng/",),
         optional_folders: tuple[str, ...] = (),
+        complete: tuple[str, ...] = (),
     ) -> Restored:
         """Fill `tensors` in place from this checkpoint; the arguments are those of `Checkpointer.restore`.
 
@@ -74,7 +76,9 @@ class ReadOnlyCheckpoint:
         shared file systems may take to show a name, `restorer.LATE_S`.
         """
         targets = Targets(tensors)
-        restored = self._restorer.run(targets, OptionalKeys(alone=optional_prefixes, together=optional_folders))
+        restored = self._restorer.run(
+            targets, OptionalKeys(alone=optional_prefixes, together=optional_folders, complete=complete)
+        )
         assert restored is not None, "a checkpoint that is inherited and missing is an error"
         mine: dict[str, str] | Failed | None = None
         if self._ranks.leads:
@@ -106,7 +110,7 @@ class ReadOnlyCheckpoint:
         tensors: Mapping[str, Tensor],
         extra: dict[str, Any],
         rank_state: dict[str, Any] | None = None,
-        left_out: int = 0,
+        trained: Collection[str] = (),
     ) -> bool:
         """Raises RuntimeError."""
         raise RuntimeError(f"step {step} is not saved: {self._name} was opened to be read only")

@@ -1,9 +1,10 @@
 """What a restore reads from: files with their digests, an index of what lies in them, and what of it a rank needs."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, reduce
+from operator import and_
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +29,21 @@ class OptionalKeys:
 
     alone: tuple[str, ...] = ("rng/",)
     together: tuple[str, ...] = ()
+    complete: tuple[str, ...] = ()
+    """Below these a checkpoint must hold nothing that no rank wants: it would be lost without a word."""
+
+    def surplus(self, wanted: Container[str], known: Iterable[str]) -> bytes:
+        """A bit for each known key that must not be lost, in their order: 1 where it is not wanted."""
+        bits = [key not in wanted for key in self._kept(known)]
+        return sum(1 << at for at, bit in enumerate(bits) if bit).to_bytes(len(bits) // 8 + 1, "little")
+
+    def lost(self, surplus: Sequence[bytes], known: Iterable[str]) -> list[str]:
+        """The keys that no rank wants; `surplus` is what each rank's `surplus` has returned."""
+        common = reduce(and_, (int.from_bytes(bits, "little") for bits in surplus))
+        return [key for at, key in enumerate(self._kept(known)) if common >> at & 1]
+
+    def _kept(self, known: Iterable[str]) -> list[str]:
+        return sorted(key for key in known if key.startswith(self.complete) and key != NO_OPTIMIZER_STATE)
 
     def needed(self, absent: Iterable[str], known: Iterable[str]) -> list[str]:
         """The keys among `absent` that must not be."""
@@ -35,6 +51,10 @@ class OptionalKeys:
         folders = {_folder(key) for key in known}
         rest = [key for key in absent if not key.startswith(self.alone)]
         return [key for key in rest if not key.startswith(whole) or _folder(key) in folders]
+
+
+NO_OPTIMIZER_STATE = "optimizer/fresh/state"
+"""In imported weights: its presence shows that there is no state of an optimizer, not that it was forgotten."""
 
 
 def _folder(key: str) -> str:

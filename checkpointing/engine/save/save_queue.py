@@ -29,10 +29,10 @@ class SaveQueue:
         saver: Saver,
         ranks: RankGroup,
         emit: EmitEvent,
-        ended: Callable[[Job, Saved | None, str], None],
+        ended: Callable[[Job, Saved | SaveFailed], None],
         pauses: Sequence[float] = RETRY_PAUSES,
     ) -> None:
-        """`ended` is called with each job, what became of it, and why it failed; then its buffers are free."""
+        """`ended` is called with each job, and what was saved or why it failed; then its buffers are free."""
         self._saver, self._ranks, self._emit, self._ended, self._pauses = saver, ranks, emit, ended, pauses
         self._jobs: collections.deque[Job] = collections.deque()
         self._changed = threading.Condition()
@@ -81,10 +81,10 @@ class SaveQueue:
                 self._changed.notify_all()
 
     def _serve_one(self, job: Job) -> None:
-        saved, reason = self._work(job)
+        result = self._work(job)
         job.staged.drain()
         # The save is committed or failed by now: nothing that follows may change that, or stop the next one.
-        ended = result_or_failed(lambda: self._ended(job, saved, reason))
+        ended = result_or_failed(lambda: self._ended(job, result))
         if isinstance(ended, Failed):
             _log.error("after the save of step %d: %s", job.step, ended.reason)
 
@@ -109,22 +109,22 @@ class SaveQueue:
             self._busy = True
             return self._jobs.popleft()
 
-    def _work(self, job: Job) -> tuple[Saved | None, str]:
-        """Try until it is saved or given up; the reason of the last failure."""
+    def _work(self, job: Job) -> Saved | SaveFailed:
+        """Try until it is saved or given up; then the last failure."""
         tries = 0
         while True:
             try:
-                return self._saver.run(job), ""
+                return self._saver.run(job)
             except SaveFailed as failure:
                 try:
                     again = self._ranks.broadcast(self._decided(job, failure, tries) if self._ranks.leads else None)
                 except FAILURES as error:
-                    return None, self._broken(job, error)
+                    return SaveFailed(job.step, self._broken(job, error))
                 if not again:
                     self._emit_failed(job, failure.reason)
-                    return None, failure.reason
+                    return failure
             except FAILURES as error:
-                return None, self._broken(job, error)
+                return SaveFailed(job.step, self._broken(job, error))
             tries += 1
 
     def _broken(self, job: Job, error: BaseException) -> str:

@@ -16,7 +16,7 @@ from checkpointing.engine.state.inspection import InspectionReport
 from checkpointing.engine.state.plausibility import Judgement, PlausibilityJudge
 from checkpointing.engine.state.save_plan import Plan
 from checkpointing.engine.state.staging import Bucket, Staged
-from checkpointing.errors import FencedOff, SaveFailed, Unsound
+from checkpointing.errors import SaveFailed, Unsavable
 from checkpointing.event_sink import EmitEvent
 from checkpointing.format.commit import Commit, fresh_name, seal
 from checkpointing.format.index import FINGERPRINTS, INDEX, encode_fingerprints
@@ -72,7 +72,7 @@ class Job:
     staged: Staged
     extra: dict[str, Any]
     world: dict[str, Any]
-    left_out: int = 0  # steps since the restore that the optimizer was not asked to make
+    trained: frozenset[str] = frozenset()  # keys of this rank's weights that train
 
 
 @dataclass
@@ -137,7 +137,7 @@ class Saver:
         told = self._sealed(manifest)
         if isinstance(told, Failed):
             self._undo(job, name, told)
-            raise _error(told)(job.step, told.reason)
+            raise told.error(job.step)
         saved = Saved(name, told.size, self._clock() - start, told.manifest)
         if isinstance(judgement, Judgement):
             accepted = judgement
@@ -181,11 +181,11 @@ class Saver:
     def _submit_parts(self, job: Job, name: str, submitted: _Submitted) -> InspectionReport:
         """Hand every part to the writer as soon as it is copied, and inspect it while it is being written."""
         self._ensure_writer()
-        inspection = self._judge.inspection()
+        inspection = self._judge.inspection(job.trained)
         for bucket in job.staged.buckets():
             bucket.copy.wait()
             if bucket.copy.failure is not None:
-                raise _error(bucket.copy.failure)(job.step, bucket.copy.failure.reason)
+                raise bucket.copy.failure.error(job.step)
             submitted.writes.append((bucket, self.writer.write(self._order(job, name, bucket))))
             if not submitted.described:
                 submitted.described += self._describe(job, name)
@@ -195,7 +195,7 @@ class Saver:
             if not job.staged.kept:
                 self._await_write(submitted.writes[-1][1], job, bucket)
                 job.staged.empty(bucket)
-        return inspection.report()
+        return inspection.report(job.staged.replicas())
 
     def _describe(self, job: Job, name: str) -> "list[Future[FileEntry]]":
         """Have rank 0's writer put the two files that describe the layout beside the data, which takes longer."""
@@ -221,10 +221,10 @@ class Saver:
             self._await_write(write, job, bucket)
             bucket.copy.certify()
             if bucket.copy.failure is not None:
-                raise _error(bucket.copy.failure)(job.step, bucket.copy.failure.reason)
+                raise bucket.copy.failure.error(job.step)
         results = [write.result() for _, write in submitted.writes]
         if isinstance(submitted.report, Failed):
-            raise _error(submitted.report)(job.step, submitted.report.reason)
+            raise submitted.report.error(job.step)
         if not job.plan.places:
             return tuple(entry for result in results for entry in result.files)
         written = [pair for result in results for pair in zip(result.files, result.filled, strict=True)]
@@ -244,14 +244,13 @@ class Saver:
     # ---- the verdict
 
     def _checked(self, job: Job, name: str, reports: Sequence[Any], described: "list[Future[FileEntry]]") -> Judgement:
-        """Rank 0: put the fingerprints beside the rest, all while the data is being written; raises Unsound."""
+        """Rank 0: put the fingerprints beside the rest, all while the data is being written; raises Unsavable."""
         failed = _failures(reports)
         if failed is not None:
-            raise _error(failed)(job.step, failed.reason)
-        judgement = self._judge.judge(job.step, job.plan.everything, reports, job.left_out)
+            raise failed.error(job.step)
+        judgement = self._judge.judge(job.plan.everything, reports, job.plan.replicas)
         if judgement.refused:
-            self._judge.reject(judgement)
-            raise Unsound(job.step, f"implausible: {'; '.join(judgement.implausible_reasons)}")
+            raise Unsavable(job.step, "; ".join(judgement.reasons))
         blob = encode_fingerprints(judgement.fingerprints)
         described.append(self.writer.put(self._place.path, name, FINGERPRINTS, blob))
         return judgement
@@ -310,11 +309,10 @@ class Saver:
 
     def _emit_saved(self, job: Job, saved: Saved, judgement: Judgement) -> None:
         """On rank 0."""
-        self._judge.accept(judgement)
         facts = {"step": job.step, "name": saved.name, "bytes": saved.size, "seconds": saved.seconds}
         self._emit("checkpoint.committed", {**facts, "manifest": saved.manifest})
-        if judgement.implausible_reasons:
-            self._emit("checkpoint.doubted", {"step": job.step, "reason": "; ".join(judgement.implausible_reasons)})
+        if judgement.reasons:
+            self._emit("checkpoint.doubted", {"step": job.step, "reason": "; ".join(judgement.reasons)})
 
 
 def _failures(everything: Sequence[Any]) -> Failed | None:
@@ -327,6 +325,7 @@ def _failures(everything: Sequence[Any]) -> Failed | None:
         "; ".join([*told, f"and {more} more rank(s)"] if more else told),
         fenced=any(part.fenced for _, part in failed),
         final=any(part.final for _, part in failed),
+        lasting=any(part.lasting for _, part in failed),
     )
 
 
@@ -337,9 +336,3 @@ def _first_failure(result: Any) -> Failed | None:
 def _refusal(result: Any) -> Failed | None:
     """A failure that no further try can change; it outweighs whatever went wrong with the disk."""
     return result if isinstance(result, Failed) and result.final else None
-
-
-def _error(failed: Failed) -> type[SaveFailed]:
-    if failed.fenced:
-        return FencedOff
-    return Unsound if failed.final else SaveFailed

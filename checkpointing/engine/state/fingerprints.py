@@ -124,8 +124,8 @@ def weighted(block: Tensor, form: Form, row: int, column: int) -> tuple[Tensor, 
 
     Returns two int32 tensors, one number for each item; they wrap around, and what blocks give adds up.
     """
-    rows = _row_weights(form.first_row + row, block.shape[1])
-    columns = _column_weights(form, column, block.shape[2])
+    rows = _row_weights(form.first_row + row, block.shape[1]).to(block.device)
+    columns = _column_weights(form, column, block.shape[2]).to(block.device)
     if block.shape[2] == 1:
         flat = block[:, :, 0].to(torch.int32)
         return (flat * rows).sum(1, dtype=torch.int32), flat.sum(1, dtype=torch.int32) * columns[0]
@@ -172,6 +172,37 @@ def combine(parts: Iterable[tuple[int, int]]) -> str:
 def fingerprint(tensor: Tensor) -> str:
     """The fingerprint of a whole tensor."""
     return combine([partial(tensor, (0,) * tensor.dim(), tensor.shape)])
+
+
+def digest_replicas(tensors: Sequence[Tensor]) -> Tensor:
+    """Two int32 numbers for each tensor, on its device, that are the same for the same values: a row for each.
+
+    Equal forms are worked on together, as far as they are small: a call for each of thousands would take too long.
+    """
+    found = torch.zeros(len(tensors), 2, dtype=torch.int32, device=tensors[0].device if tensors else "cpu")
+    groups: dict[Form, list[int]] = {}
+    for number, tensor in enumerate(tensors):
+        groups.setdefault(Form.of(tensor.dtype, tensor.shape, (0,) * tensor.dim(), tensor.shape), []).append(number)
+    for form, numbers in groups.items():
+        if not math.prod(form.sizes):
+            continue
+        together = max(1, SLICE // (form.rows * form.columns))
+        for at in range(0, len(numbers), together):
+            some = numbers[at : at + together]
+            found[some] = _digest_alike([tensors[number] for number in some], form).to(found.device)
+    return found
+
+
+def _digest_alike(tensors: Sequence[Tensor], form: Form) -> Tensor:
+    plain = [each.detach().resolve_conj().resolve_neg() for each in tensors]
+    values = torch.stack(plain) if len(plain) > 1 else plain[0].contiguous()
+    words = values.reshape(-1).view(word_type(form.dtype)).reshape(len(plain), form.rows, form.columns)
+    sums = torch.zeros(len(plain), 2, dtype=torch.int32, device=words.device)
+    for item, row, column in blocks(*words.shape):
+        by_row, by_column = weighted(words[item, row, column], form, row.start, column.start)
+        sums[item, 0] += by_row
+        sums[item, 1] += by_column
+    return sums
 
 
 def of_state(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, int]]:

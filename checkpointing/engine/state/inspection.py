@@ -1,6 +1,6 @@
-"""An inspection of staged bytes while they are being written: fingerprints, and what would make them implausible."""
+"""An inspection of staged bytes while they are being written: fingerprints, and weights that are NaN."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -15,94 +15,69 @@ _ROUNDED_SUM = (torch.float16,)
 """Types whose own sums overflow early."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrainedKeys:
-    """Which keys mean what: tensors below `prefixes` train, those that begin and end like this count steps."""
-
-    prefixes: tuple[str, ...] = ("model/", "optimizer/")
-    step_prefix: str = "optimizer/"
-    step_suffix: str = "/step"
-
-    def trains(self, key: str) -> bool:
-        return key.startswith(self.prefixes)
-
-    def counts(self, key: str) -> bool:
-        return key.startswith(self.step_prefix) and key.endswith(self.step_suffix)
-
-
 @peer_message
 @dataclass(frozen=True, kw_only=True)
 class Findings:
-    """What one rank has seen in its part of a state; `broken` are keys with their numbers of NaN and infinities."""
+    """What one rank has seen in its part of a state: keys of trained weights with their numbers of NaN values."""
 
     broken: tuple[tuple[str, int], ...] = ()
-    optimizer_step: float | None = None
 
 
 @peer_message
 @dataclass(frozen=True)
 class InspectionReport:
-    """What a rank sends: two 32-bit numbers for each of its items, in their order, and its findings."""
+    """What a rank sends: two 32-bit numbers for each of its items, in their order, and its findings.
+
+    `replicas` has as many numbers for each value that other ranks have too, in the order of `Plan.shared`.
+    """
 
     partials: bytes
     findings: Findings
+    replicas: bytes = b""
 
 
 class Inspection:
     """Fingerprint parts and findings of one rank, collected part by part."""
 
-    def __init__(self, trained_keys: TrainedKeys | None) -> None:
-        """Without `trained_keys` there are no findings; the fingerprints are taken all the same."""
+    def __init__(self, trained_keys: Collection[str] = ()) -> None:
+        """`trained_keys`: weights that train, in which NaN is looked for."""
         self._trained_keys = trained_keys
         self._partials = bytearray()
         self._broken: list[tuple[str, int]] = []
-        self._step: float | None = None
 
     def inspect(self, memory: Tensor, items: Sequence[Item]) -> None:
         """Inspect items whose values lie in `memory`, a buffer as bytes."""
         for batch in _batches(items):
             self._partials += self._inspect_batch(memory, batch)
 
-    def report(self) -> InspectionReport:
-        return InspectionReport(bytes(self._partials), Findings(broken=tuple(self._broken), optimizer_step=self._step))
+    def report(self, replicas: bytes = b"") -> InspectionReport:
+        return InspectionReport(bytes(self._partials), Findings(broken=tuple(self._broken)), replicas)
 
     def _inspect_batch(self, memory: Tensor, batch: Sequence[Item]) -> bytes:
         form = form_of(batch[0])
         words = _words(memory, batch, form)
         room = bytearray(8 * len(batch))
         sums = torch.frombuffer(room, dtype=torch.int32).view(len(batch), 2)
-        finite = self._trains(batch)
+        trains = self._trains(batch)
         for item, row, column in blocks(*words.shape):
             block = words[item, row, column]
             by_row, by_column = weighted(block, form, row.start, column.start)
             sums[item, 0] += by_row
             sums[item, 1] += by_column
-            if finite and not _sum_is_finite(block, form.dtype):
+            if trains and _sum_is_nan(block, form.dtype):
                 self._name_broken(block, form.dtype, batch[item])
-        self._count(batch, words, form.dtype)
         return bytes(room)
 
     def _trains(self, batch: Sequence[Item]) -> bool:
         dtype = batch[0].dtype
         floats = dtype.is_floating_point or dtype.is_complex
-        return self._trained_keys is not None and floats and any(self._trained_keys.trains(item.key) for item in batch)
+        return floats and any(item.key in self._trained_keys for item in batch)
 
     def _name_broken(self, block: Tensor, dtype: torch.dtype, items: Sequence[Item]) -> None:
-        assert self._trained_keys is not None
         for words, item in zip(block, items, strict=True):
-            values = _values(words, dtype)
-            count = values.numel() - int(torch.isfinite(values).sum())
-            if count and self._trained_keys.trains(item.key):
+            count = int(torch.isnan(_values(words, dtype)).sum())
+            if count and item.key in self._trained_keys:
                 self._broken.append((item.key, count))
-
-    def _count(self, batch: Sequence[Item], words: Tensor, dtype: torch.dtype) -> None:
-        if self._trained_keys is None or batch[0].piece.nbytes != dtype.itemsize or dtype.is_complex:
-            return
-        counters = [at for at, item in enumerate(batch) if self._trained_keys.counts(item.key)]
-        if counters:
-            values = _values(words.reshape(len(batch), -1), dtype).reshape(-1)[counters]
-            top = float(values.max())
-            self._step = top if self._step is None else max(self._step, top)
 
 
 def form_of(item: Item) -> Form:
@@ -135,10 +110,10 @@ def _values(words: Tensor, dtype: torch.dtype) -> Tensor:
     return values if dtype.itemsize > 1 else values.to(torch.float32)  # eight-bit floats know few operations
 
 
-def _sum_is_finite(block: Tensor, dtype: torch.dtype) -> bool:
-    """One number tells that there is nothing to look for: NaN and infinities survive every sum."""
+def _sum_is_nan(block: Tensor, dtype: torch.dtype) -> bool:
+    """Whether there may be a NaN, found by one number: a NaN survives every sum, in which infinities make one, too."""
     if dtype.itemsize == 1:
-        return bool(torch.isfinite(_values(block, dtype)).all())
+        return bool(torch.isnan(_values(block, dtype)).any())
     values = block.view(dtype)
     total = values.sum(dtype=torch.float32) if dtype in _ROUNDED_SUM else values.sum()
-    return bool(torch.isfinite(total))
+    return bool(torch.isnan(total))

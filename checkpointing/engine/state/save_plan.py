@@ -5,6 +5,7 @@ every checkpoint of this plan, DCP's `.metadata` and our `index.json`: nothing i
 """
 
 import pickle
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -23,6 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from checkpointing.engine.ranks.failure import Failed, result_or_failed
 from checkpointing.engine.ranks.group import RankGroup
@@ -54,6 +56,10 @@ class Plan:
     """On rank 0: the items of every rank."""
     places: Places = field(default_factory=dict)
     """Where this rank's files lie in its node's file; empty when each is a file of its own."""
+    shared: tuple[str, ...] = ()
+    """Keys of this rank's values that other ranks have too, and of which one is saved."""
+    replicas: tuple[tuple[str, ...], ...] = ()
+    """On rank 0: the same of every rank, each key with the place of the values, so that equal names are replicas."""
 
     @property
     def number(self) -> int:
@@ -130,6 +136,7 @@ def agree_on_plan(
     `most` bytes of host memory (0: no limit) allow a second buffer or not; `by_node`: one file for each node.
     """
     planned = _distribute(ranks, result_or_failed(lambda: local_plan(tensors)))
+    shared = tuple(piece.rpartition("@")[0] for piece in planned.shared)
     layout = result_or_failed(lambda: lay([_share(item) for item in planned.plan.items], ranks.rank))
     layouts = ranks.gather(layout if isinstance(layout, Failed) else (layout.items, len(layout.parts) == 1))
     places = _agreed_places(ranks, layout) if by_node else [{}] * ranks.size
@@ -151,8 +158,10 @@ def agree_on_plan(
     buffers = 1 if most and len(layout.parts) == 1 and 2 * layout.buffer_bytes > most else 2
     mine = places[ranks.rank]
     if not isinstance(described, tuple):
-        return Plan(told[0], layout, buffers, told[1], places=mine)
-    return Plan(told[0], layout, buffers, told[1], described[1], described[2], everything, mine)
+        return Plan(told[0], layout, buffers, told[1], places=mine, shared=shared)
+    return Plan(
+        told[0], layout, buffers, told[1], described[1], described[2], everything, mine, shared, planned.replicas
+    )
 
 
 def _agreed_places(ranks: RankGroup, layout: Layout | Failed) -> list[Places]:
@@ -245,7 +254,9 @@ def _write_item(item: PlannedItem) -> WriteItem:
 @dataclass(frozen=True)
 class _Planned:
     plan: SavePlan
+    shared: tuple[str, ...]
     metadata: Metadata | None = None
+    replicas: tuple[tuple[str, ...], ...] = ()
 
 
 def _distribute(ranks: RankGroup, plan: SavePlan | Failed) -> _Planned:
@@ -253,6 +264,7 @@ def _distribute(ranks: RankGroup, plan: SavePlan | Failed) -> _Planned:
     plans = ranks.gather(plan if isinstance(plan, Failed) else result_or_failed(lambda: _plan_message(plan)))
     shares: list[Any] | None = None
     metadata = None
+    replicas: tuple[tuple[str, ...], ...] = ()
     if plans is not None:
         agreed: tuple[list[tuple[int, ...]], Metadata] | Failed | None = _combined_failure(plans)
         if agreed is None:
@@ -261,12 +273,21 @@ def _distribute(ranks: RankGroup, plan: SavePlan | Failed) -> _Planned:
         if isinstance(agreed, Failed):
             shares = [agreed] * ranks.size
         else:
-            shares, metadata = agreed
+            replicas = find_replicas([each for each in plans if not isinstance(each, Failed)])
+            shares, metadata = list(zip(agreed[0], replicas, strict=True)), agreed[1]
     share = ranks.scatter(shares)
     if isinstance(share, Failed):
         raise ValueError(share.reason)
     assert isinstance(plan, SavePlan)
-    return _Planned(replace(plan, items=[plan.items[number] for number in share]), metadata)
+    numbers, shared = share
+    return _Planned(replace(plan, items=[plan.items[number] for number in numbers]), shared, metadata, replicas)
+
+
+def find_replicas(plans: Sequence[LocalPlan]) -> tuple[tuple[str, ...], ...]:
+    """The pieces of each rank that another rank has too, as `key@offsets`."""
+    pieces = [[f"{item.key}@{','.join(map(str, item.offsets))}" for item in plan.items] for plan in plans]
+    counts = Counter(piece for of_rank in pieces for piece in of_rank)
+    return tuple(tuple(piece for piece in of_rank if counts[piece] > 1) for of_rank in pieces)
 
 
 def _decided(told: Sequence[LocalPlan]) -> tuple[list[tuple[int, ...]], Metadata]:
@@ -296,12 +317,21 @@ def local_plan(tensors: Mapping[str, Tensor]) -> SavePlan:
 
 
 def _checked(key: str, tensor: Tensor) -> Tensor:
+    """The tensor; raises ValueError for one whose values cannot be copied into a file and back."""
     if not isinstance(tensor, Tensor):
         raise ValueError(f"{key}: a {type(tensor).__name__} is no tensor; put it into `extra`")
-    if isinstance(tensor, DTensor) and any(placement.is_partial() for placement in tensor.placements):
-        raise ValueError(f"{key}: a partial DTensor has no value before it is reduced")
-    if tensor.layout != torch.strided or tensor.is_quantized:
-        raise ValueError(f"{key}: layout {tensor.layout} cannot be saved, only dense tensors can")
+    if isinstance(tensor, DTensor):
+        if any(placement.is_partial() for placement in tensor.placements):
+            raise ValueError(f"{key}: a partial DTensor has no value before it is reduced")
+        _checked(key, tensor._local_tensor)
+        return tensor
+    if tensor.is_meta:
+        raise ValueError(f"{key}: a tensor on the meta device has no values: give it some, or set it to None")
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
+        kind = "nested" if tensor.is_nested else "quantized" if tensor.is_quantized else str(tensor.layout)
+        raise ValueError(f"{key}: a {kind} tensor cannot be saved, only dense tensors can")
+    if is_traceable_wrapper_subclass(tensor):
+        raise ValueError(f"{key}: a {type(tensor).__name__} wraps other tensors: save those, as dense tensors")
     return tensor
 
 

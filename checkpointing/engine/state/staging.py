@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from checkpointing.engine.state.fingerprints import digest_replicas
 from checkpointing.engine.state.layout import Item, Part
 from checkpointing.engine.state.save_plan import Plan
 from checkpointing.engine.state.tensor_copy import Copier, Copy
@@ -111,9 +112,12 @@ class Bucket:
 class Staged:
     """One step's state on its way through the buffers, part by part: filled by one thread, emptied by another."""
 
-    def __init__(self, buffers: Buffers, parts: int, *, kept: bool) -> None:
-        """`kept`: whether all of it is still there after it was written, on every rank, to be written again."""
-        self._buffers, self._parts, self.kept = buffers, parts, kept
+    def __init__(self, buffers: Buffers, parts: int, *, kept: bool, replicas: Tensor | None = None) -> None:
+        """`kept`: whether all of it is still there after it was written, on every rank, to be written again.
+
+        `replicas`: digests of the values that other ranks have too, in the order of the plan.
+        """
+        self._buffers, self._parts, self.kept, self._replicas = buffers, parts, kept, replicas
         self._filled: list[Bucket] = []
         self._emptied: list[Bucket] = []
         self._changed = threading.Condition()
@@ -130,6 +134,10 @@ class Staged:
                 while len(self._filled) <= number:
                     self._changed.wait()
             yield self._filled[number]
+
+    def replicas(self) -> bytes:
+        """Eight bytes for each value that other ranks have too; waits for the device that computes them."""
+        return b"" if self._replicas is None else bytes(self._replicas.cpu().view(torch.uint8).flatten().tolist())
 
     def empty(self, bucket: Bucket) -> None:
         """Nobody needs this part any more."""
@@ -155,6 +163,7 @@ class Stager:
         self._copier.pin(self._memory)
         self.buffers = Buffers(_oldest_first(arena))
         self._sources = [structure.places[item.key] for item in plan.items]
+        self._shared = [structure.places[key] for key in plan.shared]
         self._views: list[list[Tensor]] = []
         if plan.whole:
             self._views = [[_view(memory, item) for item in plan.items] for memory in self._memory]
@@ -170,12 +179,15 @@ class Stager:
         """This rank's parts of the tensors, None when they are not of the plan's structure."""
         return self._structure.match(tensors)
 
-    def stage(self, parts: Sequence[Tensor]) -> Staged:
+    def stage(self, parts: Sequence[Tensor], *, compare: bool = True) -> Staged:
         """Copy the state, or begin to; a failure shows when the copy is waited for.
 
-        With buckets, returns when the last one is copied: the receiver must be emptying them meanwhile.
+        With buckets, returns when the last one is copied: the receiver must be emptying them meanwhile. `compare`:
+        with digests of what other ranks have too.
         """
-        staged = Staged(self.buffers, len(self.plan.parts), kept=self.plan.whole)
+        shared = [parts[at] for at in self._shared] if compare else []
+        replicas = digest_replicas(shared) if shared else None
+        staged = Staged(self.buffers, len(self.plan.parts), kept=self.plan.whole, replicas=replicas)
         if self.plan.whole:
             buffer = self._clear()
             sources = [parts[at] for at in self._sources]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from checkpointing.engine.ranks.background_thread import start_background_thread
-from checkpointing.engine.ranks.failure import FAILURES, Failed, explain
+from checkpointing.engine.ranks.failure import FAILURES, Failed
 
 _log = logging.getLogger(__name__)
 Fits = Callable[[], bool]
@@ -45,7 +45,7 @@ class Copy:
                 else:
                     self._enqueue(side, ready)
         except FAILURES as error:
-            self.failure = Failed(explain(error))
+            self.failure = Failed.of(error)
         if not fits():  # asked now, when all of them are in the cache
             self.failure = Failed("tensors were given other memory since the last save", final=True)
         self._issued.set()

@@ -254,6 +254,48 @@ class UsedTwice(Plane):
         return model
 
 
+class Container(Plane):
+    """A model that is never called itself."""
+
+    def build_model(self):
+        return nn.ModuleDict({"body": nn.Linear(4, self.args["width"]), "head": nn.Linear(self.args["width"], 1)})
+
+    def loss(self, model, batch):
+        x, y = batch
+        return nn.functional.mse_loss(model["head"](model["body"](x)), y)
+
+
+class Adapted(nn.Module):
+    """As peft wraps a model: what is called is inside the child, not the child."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.base_model = nn.Sequential(inner)
+
+    def forward(self, x):
+        return self.base_model[0](x)
+
+
+class Bypassing(Plane):
+    def build_model(self):
+        return Adapted(super().build_model())
+
+
+class BecomesNaN(Plane):
+    """A weight that no loss depends on is NaN from the third step on."""
+
+    def build_model(self):
+        model = super().build_model()
+        model.aside = nn.Parameter(torch.zeros(3))
+        return model
+
+    def loss(self, model, batch):
+        if torch.is_grad_enabled() and self.args["at"] == (seen := getattr(self, "seen", 0) + 1):
+            model.aside.data.fill_(float("nan"))
+        self.seen = seen
+        return super().loss(model, batch)
+
+
 class OddFigures(Plane):
     flops_per_step = "many"
 

@@ -173,6 +173,27 @@ def test_figures_that_are_no_numbers_are_named_at_the_start(make_run):
     assert "OddFigures.flops_per_step is 'many'" in (run.outcome(0, 1).message or "")
 
 
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("Container", "build_model() returns a ModuleDict, which is never called itself"),
+        ("Bypassing", "type parallel.fsdp.wrap=Linear"),
+    ],
+)
+def test_models_that_sharding_cannot_gather_are_refused_with_what_works(make_run, name, said):
+    over = {"workload": {**PLANE, "target": f"my_workload:{name}"}, "train": {**TRAIN, "steps": 3}}
+    run = make_run(2, parallel={"dp_shard": 2}, **over)
+    assert run.train()["codes"] == [ExitCode.NEVER_RETRY] * 2, run.log()
+    message = run.outcome(0, 1).message or ""
+    assert said in message
+    assert "type parallel.strategy=ddp train.dtype=float32" in message
+    replicas = make_run(2, parallel={"strategy": "ddp"}, **over)
+    assert replicas.train()["codes"] == [0, 0], replicas.log()
+    if "wrap" in said:
+        by_layer = make_run(2, parallel={"dp_shard": 2, "fsdp": {"wrap": "Linear"}}, **over)
+        assert by_layer.train()["codes"] == [0, 0], by_layer.log()
+
+
 def test_data_that_ends_is_named_and_never_tried_again(make_run):
     run = make_run(1, workload={**PLANE, "target": "my_workload:Ending"}, train=TRAIN)
     assert run.train()["codes"] == [ExitCode.NEVER_RETRY]

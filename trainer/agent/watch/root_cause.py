@@ -4,7 +4,14 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from checkpointing.errors import NothingFits, NothingIntact, NothingVerifies, SaveFailed, TierUnavailable
+from checkpointing.errors import (
+    NothingFits,
+    NothingIntact,
+    NothingVerifies,
+    SaveFailed,
+    TierUnavailable,
+    Unsavable,
+)
 from trainer.contract.failures.failure_patterns import Meaning, error_says
 from trainer.contract.failures.outcome import MORE_MEMORY, ExitCode, Failure, FailureKind
 from trainer.contract.messages.agents import RankExit
@@ -167,6 +174,8 @@ def _classify(end: RankEnd) -> tuple[FailureKind, bool, str]:
             False,
             f"has another model than its checkpoints: {_short(end.message or '')}; {way}",
         )
+    if end.exception == Unsavable.__name__:
+        return FailureKind.USER_ERROR, False, f"cannot save its state: {_short(end.message or '')}"
     if end.exception in _CHECKPOINTS:
         return FailureKind.STORAGE, False, f"could not use its checkpoints: {_short(said)}"
     if end.exit_code == ExitCode.STORAGE:

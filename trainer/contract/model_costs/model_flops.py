@@ -1,5 +1,7 @@
 """PURE: floating-point operations of the built-in model, and what devices can do at most."""
 
+import re
+
 from trainer.contract.config import ModelConfig
 
 _TENSOR_CORES: tuple[tuple[str, float, float], ...] = (
@@ -45,8 +47,18 @@ def feed_forward_weights(model: ModelConfig) -> int:
 
 
 def peak_flops(device_name: str, dtype: str) -> float | None:
-    """Operations per second that a device can do in this precision; None for one that is not in the table."""
+    """Operations per second that a device can do in this precision.
+
+    None for one that is not in the table, and for a slice of a GPU (MIG), which can do less than the whole.
+    """
+    if _has_words(device_name, "MIG"):
+        return None
     for name, half, full in _TENSOR_CORES:
-        if name.lower() in device_name.lower():
+        if _has_words(device_name, name):
             return 1e12 * (full if dtype == "float32" else half)
     return None
+
+
+def _has_words(device_name: str, words: str) -> bool:
+    """Whether whole words of a device's name are these: an RTX A1000 is no A100."""
+    return re.search(rf"(?<![a-z0-9]){re.escape(words)}(?![a-z0-9])", device_name, re.IGNORECASE) is not None

@@ -17,6 +17,7 @@ from checkpointing.engine.interchange.external_tensors import (
     safetensors_in,
 )
 from checkpointing.engine.interchange.importer import ImportedTensor
+from checkpointing.engine.restore.source import NO_OPTIMIZER_STATE
 from checkpointing.errors import Refused
 from checkpointing.format.index import TensorInfo
 from checkpointing.storage.durable import read_json
@@ -31,8 +32,6 @@ PROVENANCE = "orch.json"
 
 PROVENANCE_SCHEMA = "orch.export/1"
 TORCH_FILE = "checkpoint.pt"
-FRESH = "optimizer/fresh/state"
-"""Stands for an optimizer without any state yet: its presence says that there is none, not that it was forgotten."""
 
 _MODEL_KEYS = ("model", "state_dict", "model_state_dict")
 _VOCABULARY = ("model.embed_tokens.", "lm_head.", "embedding.", "output.")
@@ -246,7 +245,7 @@ def _add_optimizer(
         )
     if not state.tensors:
         nothing = torch.zeros(1, dtype=torch.uint8)
-        found.tensors[FRESH] = ImportedTensor(
+        found.tensors[NO_OPTIMIZER_STATE] = ImportedTensor(
             external=TorchTensors({"none": nothing}), name="none", info=info_of(nothing)
         )
 

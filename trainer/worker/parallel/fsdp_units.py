@@ -32,13 +32,13 @@ def chosen_units(model: nn.Module, wrap: str, layers: Sequence[nn.Module]) -> li
 
 def _units_of_classes(model: nn.Module, closed: Sequence[nn.Module], wanted: set[str]) -> list[nn.Module]:
     # A stage of a pipeline has some of the classes of its model.
-    known = sorted({_class_name(module) for _, module in _inner_first(model)} | set(vars(model).get(CLASSES, ())))
+    known = sorted({class_name(module) for _, module in _inner_first(model)} | set(vars(model).get(CLASSES, ())))
     if unknown := sorted(wanted - set(known)):
         raise CannotShard(f"parallel.fsdp.wrap: the model has no module of class {unknown[0]}, only {', '.join(known)}")
-    return [module for module in closed if _class_name(module) in wanted]
+    return [module for module in closed if class_name(module) in wanted]
 
 
-def _class_name(module: nn.Module) -> str:
+def class_name(module: nn.Module) -> str:
     """As it was before FSDP2 gave the module a class of its own (FSDPModule, the class)."""
     kind = type(module).__mro__[2] if isinstance(module, FSDPModule) else type(module)
     return kind.__name__

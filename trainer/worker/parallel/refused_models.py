@@ -31,6 +31,11 @@ def refuse_modules(model: nn.Module) -> None:
 
 def refuse_parameters(units: Sequence[nn.Module], model: nn.Module) -> None:
     """Raise CannotShard, with the names, for parameters that FSDP would refuse in the midst of a step, or get wrong."""
+    if isinstance(model, nn.ModuleDict | nn.ModuleList):
+        raise CannotShard(
+            f"build_model() returns a {type(model).__name__}, which is never called itself, so that FSDP cannot gather "
+            f"what belongs to the whole: return a module with a forward() that has it as an attribute, or {_DDP}"
+        )
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for name, parameter in model.named_parameters():
         _refuse_one(name, parameter)

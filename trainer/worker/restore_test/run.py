@@ -69,10 +69,11 @@ class ComparedCheckpoint(ReadOnlyCheckpoint):
         *,
         optional_prefixes: tuple[str, ...] = ("rng/",),
         optional_folders: tuple[str, ...] = (),
+        complete: tuple[str, ...] = (),
     ) -> Restored:
         restored = super().restore(
-            tensors, optional_prefixes=optional_prefixes, optional_folders=optional_folders
-        )  # fmt: skip
+            tensors, optional_prefixes=optional_prefixes, optional_folders=optional_folders, complete=complete
+        )
         self.faults = self.fingerprint_faults()
         return restored
 

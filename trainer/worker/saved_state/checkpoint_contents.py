@@ -1,6 +1,6 @@
 """What is in a checkpoint: named tensors to be filled in place, and a few plain facts."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -11,11 +11,30 @@ OWN_BUFFERS = {"own_buffers": "all"}
 """In a checkpoint's facts: buffers of every dtype are kept per rank. Older releases kept those that float so."""
 
 
+def buffer_slots(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    """Every place of a persistent buffer, filled or None: its full name, its module, and its name there."""
+    for prefix, module in model.named_modules():
+        for name in module._buffers:
+            if name not in module._non_persistent_buffers_set:
+                yield (f"{prefix}.{name}" if prefix else name), module, name
+
+
+def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Persistent buffers by name; one that stands in several places stands under the first."""
+    found: dict[str, torch.Tensor] = {}
+    seen: set[int] = set()
+    for name, module, key in buffer_slots(model):
+        buffer = module._buffers[key]
+        if buffer is not None and id(buffer) not in seen:
+            seen.add(id(buffer))
+            found[name] = buffer
+    return found
+
+
 def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """Parameters and persistent buffers under `model/<name>`; a shared parameter stands under its first name."""
-    kept = model.state_dict().keys()
     found = {f"model/{name}": parameter.detach() for name, parameter in model.named_parameters()}
-    found.update({f"model/{name}": buffer for name, buffer in model.named_buffers() if name in kept})
+    found.update({f"model/{name}": buffer for name, buffer in persistent_buffers(model).items()})
     return found
 
 
@@ -35,13 +54,18 @@ def rank_buffers(model: nn.Module, rank: int) -> dict[str, torch.Tensor]:
 
 
 def _own_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    alike = {
+    alike = alike_on_all_ranks(model)
+    buffers = persistent_buffers(model)
+    return {name: b for name, b in buffers.items() if name not in alike and not isinstance(b, DTensor)}
+
+
+def alike_on_all_ranks(model: nn.Module) -> set[str]:
+    """Names of buffers that their modules keep alike on all ranks."""
+    return {
         f"{prefix}.{name}" if prefix else name
         for prefix, module in model.named_modules()
         for name in getattr(module, "same_on_all_ranks", ())
     }
-    kept = model.state_dict().keys() - alike
-    return {name: b for name, b in model.named_buffers() if name in kept and not isinstance(b, DTensor)}
 
 
 def of_each_rank(buffers: Mapping[str, torch.Tensor], saved: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -53,7 +77,7 @@ def of_each_rank(buffers: Mapping[str, torch.Tensor], saved: Mapping[str, Any]) 
 def facts(
     *, step: int, consumed: int, loss: float, config_digest: str, seed: int, fingerprint: str | None,
     software: Mapping[str, Any], validated: int, metrics: Mapping[str, float],
-    loss_scale: Mapping[str, Any],
+    loss_scale: Mapping[str, Any], ranks: int,
 ) -> dict[str, Any]:  # fmt: skip
     """The plain part of a checkpoint; `fingerprint` is that of the data, None when the data has none.
 
@@ -70,6 +94,7 @@ def facts(
         "software": dict(software),
         "validated": validated,
         "metrics": dict(metrics),
+        "ranks": ranks,
         **OWN_BUFFERS,
         **({"loss_scale": dict(loss_scale)} if loss_scale else {}),
     }

@@ -17,13 +17,8 @@ class LossScale:
         self.is_dynamic = dtype == "float16"
         self.scale = FIRST if self.is_dynamic else 1.0
         self._good = 0
-        self.overflows = self._overflows_before = 0
+        self.overflows = 0
         """Steps of the run, over all its restarts, that the optimizer was not asked to make."""
-
-    @property
-    def new_overflows(self) -> int:
-        """Those since the restore."""
-        return self.overflows - self._overflows_before
 
     def overflowed(self, norm: float) -> bool:
         """Whether the optimizer must leave this step out; adapts the scale to the norm of its gradients."""
@@ -45,6 +40,6 @@ class LossScale:
 
     def restore(self, facts: Mapping[str, Any]) -> None:
         """Go on with the scale of a checkpoint; one made in another precision has none, an older orch's no count."""
-        self.overflows = self._overflows_before = int(facts.get("overflows", 0))
+        self.overflows = int(facts.get("overflows", 0))
         if self.is_dynamic and "scale" in facts:
             self.scale, self._good = float(facts["scale"]), int(facts["good_steps"])

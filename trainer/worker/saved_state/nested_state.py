@@ -4,6 +4,7 @@ Scalars and lists stand for themselves; everything else is an object with one ke
 `{"tuple": [0.9, 0.95]}`, `{"float": "inf"}` or `{"tensor": "optimizer/weight/exp_avg"}`.
 """
 
+import base64
 import json
 import math
 import re
@@ -16,6 +17,8 @@ import torch
 Names = Mapping[torch.Tensor, str]
 """Parameters by themselves, with their names in the model."""
 
+_MOST_INLINE = 4096
+"""Bytes that stand in the JSON; more are a tensor."""
 _PLAIN = (type(None), bool, int, str)
 _NUMBER = re.compile("-?[0-9]+")
 _CODES = {"%": "%25", ":": "%3A", "/": "%2F"}
@@ -54,6 +57,10 @@ def encode(value: Any, path: str, tensors: dict[str, torch.Tensor], names: Names
             for said, (key, item) in zip(keys, value.items(), strict=True)
         ]
         return {_MAPPINGS[kind]: pairs}
+    if kind is bytes:
+        if len(value) <= _MOST_INLINE:
+            return {"bytes": base64.b64encode(value).decode()}
+        return {"bytes": encode(torch.frombuffer(bytearray(value), dtype=torch.uint8), path, tensors, names)}
     if kind is complex:
         return {"complex": [encode(part, path, tensors, names) for part in (value.real, value.imag)]}
     if kind is torch.dtype:
@@ -125,12 +132,26 @@ def decode(value: Any, tensors: Mapping[str, torch.Tensor], parameters: Mapping[
         return parameters[inner]
     if kind == "dtype":
         return getattr(torch, inner)
+    if kind == "bytes":
+        return base64.b64decode(inner) if isinstance(inner, str) else bytes(tensors[inner["tensor"]].tolist())
     return _MAKERS[kind](decode(inner, tensors, parameters))
 
 
 def text(value: Any) -> str:
     """Encoded values are equal when their texts are: 1, 1.0 and True differ, as 0.0 and -0.0 do."""
     return json.dumps(value, sort_keys=True)
+
+
+def renamed(value: Any, names: Mapping[str, str]) -> Any:
+    """An encoded value with other names of its tensors, as far as `names` has them."""
+    if isinstance(value, list):
+        return [renamed(item, names) for item in value]
+    if isinstance(value, dict):
+        return {
+            kind: names.get(inner, inner) if kind == "tensor" else renamed(inner, names)
+            for kind, inner in value.items()
+        }
+    return value
 
 
 def references(value: Any) -> list[str]:

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from trainer.worker.saved_state import nested_state
+from trainer.worker.saved_state.differing_tensors import differing_tensors
 from trainer.worker.saved_state.nested_state import Unsavable
 from trainer.worker.saved_state.tensor_metadata import tensor_metadata, zeros
 from trainer.worker.workload import WorkloadError
@@ -22,6 +23,14 @@ class ObjectState:
         self._parameters: dict[str, torch.Tensor] = dict(model.named_parameters())
         self._names = {parameter: name for name, parameter in self._parameters.items()}
         self._targets: dict[str, torch.Tensor] = {}
+        self._own_names: dict[str, str] = {}
+
+    def separate_ranks(self, rank: int) -> None:
+        """Collective: from now on save tensors that differ between ranks for each rank, under a name of its own."""
+        if callable(getattr(self._owner, "state_dict", None)):
+            shared = {key: one for key, one in self.tensors().items() if key not in self._own_names.values()}
+            for key in differing_tensors(shared):
+                self._own_names[key] = f"{self._prefix}/rank-{rank:05d}{key.removeprefix(self._prefix)}"
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Its tensors by name; raises WorkloadError when something in it cannot be kept."""
@@ -39,9 +48,11 @@ class ObjectState:
         state = ask() if callable(ask) else {}
         found: dict[str, torch.Tensor] = {}
         try:
-            return (nested_state.encode(state, self._prefix, found, self._names) if state else None), found
+            value = nested_state.encode(state, self._prefix, found, self._names) if state else None
         except Unsavable as reason:
             raise WorkloadError(f"what {self._called}.state_dict() returns: {reason}") from reason
+        own = self._own_names
+        return nested_state.renamed(value, own), {own.get(key, key): tensor for key, tensor in found.items()}
 
     def targets(self, facts: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """Memory for the tensors of a checkpoint with these facts."""
@@ -60,5 +71,12 @@ class ObjectState:
 
     def restore(self, facts: Mapping[str, Any]) -> None:
         """Hand the object what it has saved; nothing when the checkpoint has nothing of it."""
-        if facts:
-            self._owner.load_state_dict(self.restored(facts))  # type: ignore[attr-defined]
+        if not facts:
+            return
+        load = getattr(self._owner, "load_state_dict", None)
+        if not callable(load):
+            raise WorkloadError(
+                f"the checkpoint has a state of the {self._prefix}, but {self._called} has no load_state_dict(): put "
+                "the code back as it was, or add one"
+            )
+        load(self.restored(facts))

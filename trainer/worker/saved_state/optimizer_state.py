@@ -14,6 +14,7 @@ from torch import nn
 
 from trainer.worker import optimizer as optimizers
 from trainer.worker.saved_state import nested_state
+from trainer.worker.saved_state.buffer_state import cannot_be_filled
 from trainer.worker.saved_state.group_values import GroupValues
 from trainer.worker.saved_state.nested_state import Unsavable
 from trainer.worker.saved_state.optimizer_checks import (
@@ -204,7 +205,10 @@ class OptimizerState:
             for key in [*named, *late]
             if key in named or key.startswith(_STATE)
         }
-        self._targets = {key: live[key] for key in state}
+        self._targets = {
+            key: self._scratch(key, tensor_metadata(live[key]), {}) if cannot_be_filled(live[key]) else live[key]
+            for key in state
+        }
         self._targets.update({key: self._scratch(key, wanted, live) for key, wanted in fresh.items()})
         return self._targets
 

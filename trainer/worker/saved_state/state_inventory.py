@@ -1,6 +1,6 @@
 """The tensors of a rank's checkpoint by name: walked once, and checked before every save."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from operator import is_
 from typing import Any
 
@@ -39,8 +39,10 @@ class StateInventory:
         self._model, self._optimizer, self._rank, self._device, self._lazy = model, optimizer, rank, device, lazy
         self._rng = torch.zeros_like(pack_rng(device))
         self._slots: list[tuple[Holder, str]] = []
+        self._sizes: list[tuple[Holder, int]] = []
         self._seen: list[Any] = []
-        self._memory: list[int] = []
+        self._memory: list[tuple[object, ...]] = []
+        self._weights: dict[str, torch.nn.Parameter] = {}
         self._sharded = False
         self._states: list[tuple[Any, Holder, int]] = []  # by parameter, or by a name of the optimizer's own
         self._empty: list[tuple[Holder, str]] = []  # where something else stands that may become a tensor
@@ -51,25 +53,38 @@ class StateInventory:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """What is to be saved now; the tensors must not be changed until the saver has copied them."""
-        extra = self._more()
-        if not self._is_unchanged() or not _are_same(extra, self._extra):
-            self._extra = extra
+        more = self._more()
+        if not self._is_unchanged():
             self._walk()
         self._rng.copy_(pack_rng(self._device))
+        if self._lazy:
+            more = {key: tensor.detach().clone() for key, tensor in more.items()}
         for copy, buffer in self._copies:
             copy.copy_(buffer)
+        if self._extra or more:
+            # Under other names they would have another place among the tensors, so that the plan would be another one.
+            self._tensors = {key: one for key, one in self._tensors.items() if key not in self._extra or key in more}
+            self._tensors.update(more)
+            self._extra = more
         return self._tensors
+
+    def trained(self) -> frozenset[str]:
+        """The keys of the weights that train, of the tensors that were given last."""
+        return frozenset(key for key, parameter in self._weights.items() if parameter.requires_grad)
 
     def forget(self) -> None:
         """Let go of all tensors: what the optimizer drops must not be kept alive here until the next save."""
         self._tensors, self._extra, self._states = {}, {}, []
-        self._seen, self._slots, self._empty, self._copies = [], [], [], []
+        self._seen, self._slots, self._sizes, self._empty, self._copies = [], [], [], [], []
+        self._weights = {}
 
     def _is_unchanged(self) -> bool:
         if not self._tensors or self._scattered or len(self._optimizer.state) != len(self._states):
             return False
         states = self._optimizer.state
         if any(states.get(owner) is not held or len(held) != size for owner, held, size in self._states):
+            return False
+        if any(len(holder) != size for holder, size in self._sizes):
             return False
         try:
             now = [holder[key] for holder, key in self._slots]
@@ -82,13 +97,14 @@ class StateInventory:
     def _walk(self) -> None:
         self.walks += 1
         model, optimizer = self._model, self._optimizer
-        buffers = dict(model.named_buffers())
         own = checkpoint_contents.rank_buffers(model, self._rank)
         shared = checkpoint_contents.shared_tensors(model)
+        buffers = checkpoint_contents.persistent_buffers(model)
         of_optimizer = self._optimizer_state.tensors()
-        live = {**shared, **of_optimizer, **own, **self._extra}
+        live = {**shared, **of_optimizer, **own}
         self._states = [(owner, held, len(held)) for owner, held in optimizer.state.items()]
         self._slots = list(self._holders())
+        self._sizes = [(holder, len(holder)) for module in model.modules() for holder in _holders_of(module)]
         held = sum(isinstance(value, torch.Tensor) for _, kept, _ in self._states for value in kept.values())
         self._scattered = held != len(of_optimizer)
         self._empty = [
@@ -97,29 +113,35 @@ class StateInventory:
         self._seen = [holder[key] for holder, key in self._slots]
         self._sharded = any(isinstance(tensor, DTensor) for tensor in self._seen)
         self._memory = self._addresses(self._seen)
+        self._weights = {f"model/{name}": parameter for name, parameter in model.named_parameters()}
         self._copies = []
+        # An object of their own, as the saver takes one that it has seen before for unchanged.
+        live = {key: tensor.detach() for key, tensor in live.items()}
         if self._lazy:
-            loose = [*own, *self._extra, *(key for key in shared if key.removeprefix("model/") in buffers)]
-            copies = {key: live[key].detach().clone() for key in loose}
+            loose = [*own, *(key for key in shared if key.removeprefix("model/") in buffers)]
+            copies = {key: live[key].clone() for key in loose}
             self._copies = [(copy, live[key]) for key, copy in copies.items()]
             live.update(copies)
-        self._tensors = {**live, rng_name(self._rank): self._rng}
+        self._tensors, self._extra = {**live, rng_name(self._rank): self._rng}, {}
 
     def _holders(self) -> Iterator[tuple[Holder, str]]:
         """Where modules and the optimizer keep their tensors: a slot with another one in it is seen."""
         for module in self._model.modules():
-            for holder in (module._parameters, module._buffers):
-                yield from ((holder, key) for key, tensor in holder.items() if tensor is not None)
+            for holder in _holders_of(module):
+                yield from ((holder, key) for key in holder)
         for _, held, _ in self._states:
             yield from ((held, key) for key, value in held.items() if isinstance(value, torch.Tensor))
 
-    def _addresses(self, tensors: Sequence[Any]) -> list[int]:
-        """Where the values of the tensors, or of this rank's shards of them, lie."""
+    def _addresses(self, held: Sequence[Any]) -> list[tuple[object, ...]]:
+        """Where the values of the tensors, or of this rank's shards of them, lie, and in which form."""
+        tensors: Sequence[Any] = [each for each in held if isinstance(each, torch.Tensor)]
+        forms = [(tensor.shape, tensor.dtype) for tensor in tensors]
         if self._sharded:
             # Not `to_local`, which takes a hundred times as long.
             tensors = [t._local_tensor if isinstance(t, DTensor) else t for t in tensors]
-        return list(map(torch.Tensor.data_ptr, tensors))
+        places = [tensor.data_ptr() if tensor.layout is torch.strided else 0 for tensor in tensors]
+        return list(zip(places, forms, strict=True))
 
 
-def _are_same(now: Mapping[str, torch.Tensor], before: Mapping[str, torch.Tensor]) -> bool:
-    return list(now) == list(before) and all(map(is_, now.values(), before.values()))
+def _holders_of(module: nn.Module) -> tuple[Holder, ...]:
+    return module._parameters, module._buffers, module._modules

@@ -5,21 +5,27 @@ from typing import Any, Protocol
 
 import torch
 
+from checkpointing.errors import SaveFailed
 from checkpointing.storage.durable import number
 from trainer.worker import optimizer as optimizers
 from trainer.worker.data import unwrapped
 from trainer.worker.saved_state import checkpoint_contents
+from trainer.worker.saved_state.buffer_state import BufferState
+from trainer.worker.saved_state.checkpoint_contents import buffers_name
 from trainer.worker.saved_state.data_state import FACTS, DataState
 from trainer.worker.saved_state.loss_scale import LossScale
+from trainer.worker.saved_state.model_entries import ModelEntries
+from trainer.worker.saved_state.module_extra_state import ModuleExtraState, extra_prefix
 from trainer.worker.saved_state.object_state import ObjectState
 from trainer.worker.saved_state.optimizer_state import OptimizerState
+from trainer.worker.saved_state.parameter_forms import ParameterForms, nan_weights
 from trainer.worker.saved_state.rng_state import pack_rng, rng_name, seed_by_data, set_origin, unpack_rng
 from trainer.worker.saved_state.scheduler_state import SchedulerState
 from trainer.worker.saved_state.state_inventory import StateInventory
 from trainer.worker.saved_state.unsaved_attributes import UnsavedAttributes
 from trainer.worker.startup.software import differences, software
 from trainer.worker.train_objects import TrainObjects
-from trainer.worker.workload import WorkloadError
+from trainer.worker.workload import BaseWorkload, WorkloadError
 
 
 class Saver(Protocol):
@@ -27,6 +33,7 @@ class Saver(Protocol):
 
     committed_step: int | None
     failure: str | None
+    lasting: SaveFailed | None
 
     @property
     def save_seconds(self) -> Sequence[float]: ...
@@ -35,7 +42,7 @@ class Saver(Protocol):
 
     def save(
         self, step: int, tensors: Mapping[str, torch.Tensor], extra: dict[str, Any],
-        rank_state: dict[str, Any] | None = ..., left_out: int = ...,
+        rank_state: dict[str, Any] | None = ..., trained: Collection[str] = ...,
     ) -> bool: ...  # fmt: skip
 
     def before_optimizer_step(self) -> None: ...
@@ -46,6 +53,7 @@ class Saver(Protocol):
         *,
         optional_prefixes: tuple[str, ...] = ...,
         optional_folders: tuple[str, ...] = ...,
+        complete: tuple[str, ...] = ...,
     ) -> Any: ...
 
     def wait(self) -> None: ...
@@ -53,8 +61,23 @@ class Saver(Protocol):
     def close(self, flush_for: Callable[[], float] | None = None) -> None: ...
 
 
+_COMPLETE = ("model/", "optimizer/", "groups/", "entries/", "workload:", buffers_name(0))
+"""Beginnings of keys of which a checkpoint may hold none that no rank takes up."""
+
+
 def _ignore_warning(step: int, reason: Any) -> None:
     """The caller does not want it."""
+
+
+def _require_load(workload: object) -> None:
+    """Raises WorkloadError for a workload that gives a state and takes none back."""
+    kind = type(workload)
+    gives = getattr(kind, "state_dict", BaseWorkload.state_dict) is not BaseWorkload.state_dict
+    if gives and getattr(kind, "load_state_dict", BaseWorkload.load_state_dict) is BaseWorkload.load_state_dict:
+        raise WorkloadError(
+            f"{kind.__name__} has state_dict() and no load_state_dict(), so that a restart could not restore it: add "
+            "load_state_dict(state)"
+        )
 
 
 class TrainState:
@@ -74,10 +97,18 @@ class TrainState:
         model, optimizer, rank, device = objects.model, objects.optimizer, objects.layout.rank, objects.layout.device
         self._model, self._optimizer, self._data = model, optimizer, objects.data
         self._rank, self._rng, self._device = rank, rng_name(rank), device
+        self._ranks = objects.layout.world_size
         self._generator_rank = objects.layout.generator_rank
         self._config_digest, self._seed = config_digest, seed
         self._software, self._on_other_software = software(device), on_other_software
+        self._parameters = ParameterForms(model)
+        self._entries = ModelEntries(model)
+        self._buffers = BufferState(model, rank, device)
         self._optimizer_state = OptimizerState(model, optimizer)
+        self._extra_state = ObjectState(
+            ModuleExtraState(model), extra_prefix(rank), model, device, called="get_extra_state() of the modules"
+        )
+        _require_load(objects.workload)
         self._workload_state = ObjectState(objects.workload, "workload", model, device)
         self._schedule = SchedulerState(objects.scheduler, optimizer)
         self._scheduler_state = ObjectState(
@@ -90,6 +121,7 @@ class TrainState:
         )
         self._set_initial_weights = objects.set_initial_weights
         self._warn, self._warned = warn, set[str]()
+        self._nan = frozenset[str]()
         self._inventory = StateInventory(
             model, optimizer, rank=rank, device=device, lazy=lazy,
             optimizer_state=self._optimizer_state, more=self._more_tensors,
@@ -104,10 +136,17 @@ class TrainState:
     def _more_tensors(self) -> dict[str, torch.Tensor]:
         return {
             **self._workload_state.tensors(), **self._scheduler_state.tensors(), **self._data_state.tensors(),
+            **self._extra_state.tensors(),
         }  # fmt: skip
 
     def save(self, saver: Saver) -> bool:
-        """Hand the state after `step` to the checkpointer; False when it takes none now, on every rank alike."""
+        """Hand the state after `step` to the checkpointer; False when it takes none now, on every rank alike.
+
+        Raises WorkloadError for state that a restart could not restore.
+        """
+        self._parameters.refuse_changed()
+        self._entries.refuse_changed()
+        self._workload_state.separate_ranks(self._rank)
         extra = checkpoint_contents.facts(
             step=self.step,
             consumed=self._data.consumed,
@@ -119,12 +158,17 @@ class TrainState:
             validated=self.validated,
             metrics=self.metrics,
             loss_scale=self.loss_scale.facts(),
+            ranks=self._ranks,
         )
         if names := checkpoint_contents.shared_names(self._model):
             extra[checkpoint_contents.SHARED_NAMES] = names
         tensors = self._inventory.tensors()
         set_origin(tensors[self._rng], self._rank, self.step)
-        return saver.save(self.step, tensors, extra, self._facts(tensors), self.loss_scale.new_overflows)
+        facts, trained = self._facts(tensors), self._inventory.trained() - self._nan
+        try:
+            return saver.save(self.step, tensors, extra, facts, trained)
+        except (NotImplementedError, TypeError, ValueError) as error:
+            raise WorkloadError(f"step {self.step} cannot be saved: {error}") from error
 
     def check_groups(self) -> None:
         """After a step: raises WorkloadError when the optimizer got groups that a restart would not have."""
@@ -137,6 +181,8 @@ class TrainState:
             "workload": self._workload_state.facts(),
             "scheduler": self._scheduler_state.facts(),
             FACTS: self._data_state.facts(),
+            "buffers": self._buffers.facts(),
+            "extra_state": self._extra_state.facts(),
             "attributes": self._attributes.changed(),
         }
         for reason in self._optimizer_state.unsaved():
@@ -159,46 +205,60 @@ class TrainState:
         The saver prepares itself first: a copy in memory is only recognized by its layout.
         """
         self._optimizer_state.prime()
-        saver.prepare(self._inventory.tensors())
+        self._prepare(saver)
         packed = torch.zeros_like(pack_rng(self._device))
-        buffers = checkpoint_contents.rank_buffers(self._model, self._rank)
-        first = {
-            key: torch.zeros_like(buffer) for key, buffer in checkpoint_contents.rank_buffers(self._model, 0).items()
-        }
         restored = saver.restore(
-            lambda extra: {
-                **self._targets(extra),
-                **checkpoint_contents.of_each_rank({**first, **buffers}, extra),
-                self._rng: packed,
-            },
-            # Those of the first rank are always there: ranks that the saving world did not have begin with them.
-            optional_prefixes=("rng/", *((checkpoint_contents.buffers_name(self._rank),) if self._rank else ())),
-            # A parameter that has never had a gradient has no state to save.
-            optional_folders=("optimizer/",),
+            lambda extra: {**self._targets(extra), self._rng: packed},
+            optional_prefixes=("rng/",),
+            # A parameter that has never had a gradient has no state to save. Ranks that the saving world did not have
+            # begin with the buffers of the first one.
+            optional_folders=("optimizer/", *(("buffers/",) if self._rank else ())),
+            complete=_COMPLETE,
         )
         if restored is None:
             self._optimizer_state.reset()
             self._inventory.forget()
             if self._set_initial_weights is not None:
                 self._set_initial_weights()
+            self._nan = nan_weights(self._model)
             return
         self._check_identity(restored.extra)
         if changes := differences(restored.extra.get("software"), self._software):
             self._on_other_software(restored.step, changes)
         absent = set(restored.absent)
-        for (key, buffer), other in zip(buffers.items(), first.values(), strict=True):
-            if key in absent:
-                buffer.copy_(other)
         self.step, self.loss = restored.step, number(restored.extra["loss"])
         # One of an older orch, or of another maker, owes no validation.
         self.validated = int(restored.extra.get("validated", self.step))
         self.loss_scale.restore(restored.extra.get("loss_scale", {}))
         self._data_state.restore(restored.extra["consumed"])
+        self._buffers.restore(absent)
+        self._inventory.forget()
         self._restore_rest(self._rank_facts(restored.extra), absent)
+        self._restore_extra_state(restored.extra)
         if packed.any():
             unpack_rng(packed, self._device)
         else:  # the checkpoint of a smaller world has none for this rank
             seed_by_data(self._seed, self._generator_rank, self.step)
+        self._nan = nan_weights(self._model)
+
+    def _prepare(self, saver: Saver) -> None:
+        try:
+            saver.prepare(self._inventory.tensors())
+        except (NotImplementedError, TypeError, ValueError) as error:
+            raise WorkloadError(f"the state cannot be saved: {error}") from error
+
+    def _restore_extra_state(self, extra: Mapping[str, Any]) -> None:
+        """Imported weights come without the extra state of modules, which begins anew; in a checkpoint it is state."""
+        saved = self._rank_facts(extra).get("extra_state", {})
+        if "imported" not in extra or saved:
+            self._extra_state.restore(saved or {"value": {"dict": []}})
+
+    def _restore_workload(self, saved: Mapping[str, Any]) -> list[str]:
+        """Report where the checkpoint has no state of a workload that keeps one now."""
+        self._workload_state.restore(saved)
+        if saved or not self.step or not self._workload_state.facts():
+            return []
+        return ["the state of the workload is missing: it begins anew"]
 
     def _restore_scheduler(self, saved: Mapping[str, Any]) -> list[str]:
         """Says where the checkpoint's schedule is another one than the workload's."""
@@ -218,8 +278,11 @@ class TrainState:
     def _targets(self, extra: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """What is to be filled from a checkpoint with these facts."""
         own = self._rank_facts(extra)
+        buffers = self._buffers.targets(extra.get("rank_state") or [{}], extra)
         return {
-            **checkpoint_contents.shared_tensors(self._model, extra),
+            **{f"model/{name}": parameter.detach() for name, parameter in self._model.named_parameters()},
+            **buffers,
+            **self._extra_state.targets(own.get("extra_state", {})),
             **self._optimizer_state.targets(own.get("optimizer")),
             **self._workload_state.targets(own.get("workload", {})),
             **self._scheduler_state.targets(own.get("scheduler", {})),
@@ -231,7 +294,7 @@ class TrainState:
         lost = self._optimizer_state.restore(own.get("optimizer"), absent)
         optimizers.train_mode(self._optimizer)  # it may have been saved in the midst of an evaluation
         lost += self._restore_scheduler(own.get("scheduler", {}))
-        self._workload_state.restore(own.get("workload", {}))
+        lost += self._restore_workload(own.get("workload", {}))
         names = self._attributes.lost(own.get("attributes", {}))
         if names:
             lost.append(f"{', '.join(names)} had changed and is not saved: return it in the workload's state_dict()")

@@ -352,7 +352,9 @@ class Loop:
         )
 
     def _check_saved(self, step: int) -> None:
-        """Raises SaveFailed, on every rank alike, when too much would be lost."""
+        """Raises SaveFailed when too much would be lost, on every rank alike, or when no save can ever succeed."""
+        if self._services.saver.lasting is not None:
+            raise self._services.saver.lasting
         limit = self._config.checkpoint.max_unsaved_steps
         if limit and step - self._committed > limit:
             why = short_reason(self._services.saver.failure or "saves have not been committed since")

@@ -10,6 +10,8 @@ from trainer.contract.config_sections.parallel_config import Reduce
 from trainer.contract.ranks.progress import Phase
 from trainer.worker.data import unwrapped
 from trainer.worker.parallel.data_parallel import GradientSync
+from trainer.worker.parallel.fsdp_units import CannotShard
+from trainer.worker.parallel.uncalled_units import uncalled_units_named
 from trainer.worker.pipeline.bubble_meter import meter_for
 from trainer.worker.pipeline.pipelined_llama import pipeline_of
 from trainer.worker.pipeline.runtime import Pipeline
@@ -59,7 +61,7 @@ class WholePasses:
             self._phases.enter(Phase.FORWARD)
             if not number:
                 drill.in_forward(step)
-            loss = scalar_loss(objects.workload, objects.workload.loss(objects.model, batch)) / len(batches)
+            loss = self._loss(batch) / len(batches)
             if factor != 1.0:
                 loss = loss * factor
             self._phases.enter(Phase.BACKWARD)
@@ -67,6 +69,14 @@ class WholePasses:
             self.gradients.backward(scaled, is_last=number == len(batches) - 1)
             total += loss.detach()
         return total
+
+    def _loss(self, batch: Any) -> torch.Tensor:
+        objects = self._objects
+        try:
+            with uncalled_units_named(objects.model):
+                return scalar_loss(objects.workload, objects.workload.loss(objects.model, batch))
+        except CannotShard as error:
+            raise WorkloadError(str(error)) from error
 
 
 class StagedPasses:

@@ -25,7 +25,7 @@ PIECE = Piece("w", "a", (0,), (2,), 0, 8, 0, 8)
 VALUES: list[Any] = [
     None, True, 0, -(1 << 70), 0.1 + 0.2, -0.0, 5e-324, math.inf, -math.inf, "", "ä\udc80\n", b"\x00\xff", [], [1, [2]],
     (), (1, (None, "x")), {}, {"tuple": [1]}, {("file", 3): 4, 5: {6: 7}}, frozenset({"a"}), torch.bfloat16,
-    Failed("disk full", fenced=True), InspectionReport(b"\x01", Findings(broken=(("w", 2),), optimizer_step=math.inf)),
+    Failed("disk full", fenced=True), InspectionReport(b"\x01", Findings(broken=(("w", 2),)), b"\x02"),
     [("a", [Strip(0, 1, 2, 3)])], Candidate(3, "step", -1), {Candidate(3, "step", -1)}, Route(0, 1, MANIFEST),
     Item(Share("w", torch.float16, (2,), (0,), (4,), (0,)), 4096, PIECE), (MANIFEST, None),
 ]  # fmt: skip

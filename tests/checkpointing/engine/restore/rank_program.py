@@ -209,9 +209,14 @@ def agreement(folder: Path, told: Told) -> dict[str, Any]:
             state["rng/more"] = torch.ones(3)
         saved.append(made.save(step, state, {}))
         made.wait()
-    made.save(3, {**state, f"model/{dist.get_rank()}": torch.tensor([torch.nan if second else 1.0])}, {})
+    own = f"model/{dist.get_rank()}"
+    made.save(3, {**state, own: torch.tensor([torch.nan if second else 1.0])}, {}, trained=[own])
     made.wait()
     found["refused"] = made.failure
+    shuffled = torch.tensor([2, 1] if second else [1, 2])
+    made.save(3, {**state, "groups/1/order": shuffled, "groups/1/mean": torch.ones(())}, {})
+    made.wait()
+    found["differing"] = (made.failure, made.lasting is not None)
     storage.answers.clear()
     good = {"model/w": torch.ones(5), f"rng/{dist.get_rank()}": torch.ones(2)}  # so that rank 1 writes a file
     made.prepare(good)

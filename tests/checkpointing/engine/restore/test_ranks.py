@@ -111,7 +111,10 @@ def test_what_one_rank_sees_is_agreed_by_all(run: Run, tmp_path: Path) -> None:
         assert result["unsavable"] == "rank 1: ValueError: x: a int is no tensor; put it into `extra`"
         assert "the ranks save different steps, from 7 to 8" in result["steps"]
         assert result["saved"] == [True, True]
-        assert result["refused"] == "implausible: values that are NaN or infinite in model/1 (1)"
+        assert result["refused"] == "NaN in trained weights: model/1 (1)"
+        reason, lasts = result["differing"]
+        assert "different values of groups/1/order (ranks 0 and 1): keep them alike" in reason
+        assert lasts
         assert result["hung"] == [True, True, False]
         assert result["committed"] == 5
     assert "checkpoint.skipped" in kinds(first)

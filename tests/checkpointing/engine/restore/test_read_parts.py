@@ -13,7 +13,7 @@ import torch
 from checkpointing.engine.restore.metadata_reader import VerifiedFile
 from checkpointing.engine.restore.read_assignment import assign
 from checkpointing.engine.restore.read_buffers import ReadBuffers, Reader
-from checkpointing.engine.restore.source import in_one_row, local_box
+from checkpointing.engine.restore.source import NO_OPTIMIZER_STATE, OptionalKeys, in_one_row, local_box
 from checkpointing.errors import Refused
 from checkpointing.format.index import Piece
 from checkpointing.format.manifest import FileEntry
@@ -273,3 +273,21 @@ def test_values_are_found_by_the_headers_alone(checksums: bool) -> None:
 def test_what_is_no_archive_has_no_values(data: bytes) -> None:
     with pytest.raises(ValueError, match="BadZipFile"):
         locate_values(lambda at, n: data[at : at + n], 0, len(data))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "lost"),
+    [
+        ([{"model/a", "model/b", "rng/0"}], []),
+        # Stages of a pipeline have other tensors; only what nobody wants is lost.
+        ([{"model/a"}, {"model/b"}], []),
+        ([{"model/a"}, {"model/a"}], ["model/b"]),
+        ([set(), set()], ["model/a", "model/b"]),
+    ],
+)
+def test_what_no_rank_wants_of_a_checkpoint_is_found(wanted: list[set[str]], lost: list[str]) -> None:
+    keys = OptionalKeys(complete=("model/", "optimizer/"))
+    known = ["rng/0", "model/b", "model/a", NO_OPTIMIZER_STATE]
+    assert keys.lost([keys.surplus(each, known) for each in wanted], known) == lost
+    anything = OptionalKeys()
+    assert anything.lost([anything.surplus(set(), known)], known) == []

@@ -37,6 +37,11 @@ def test_the_formula_is_what_torch_counts(kv_heads, experts):
         ("NVIDIA A10", "bfloat16", 125e12),
         ("NVIDIA L40", "bfloat16", 181e12),
         ("NVIDIA GeForce GT 710", "bfloat16", None),
+        ("NVIDIA RTX A1000", "bfloat16", None),
+        ("NVIDIA RTX A4000", "bfloat16", None),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "bfloat16", None),
+        ("NVIDIA H100 80GB HBM3 MIG 3g.40gb", "float16", None),
+        ("NVIDIA H100 NVL", "float16", 835.5e12),
     ],
 )
 def test_a_device_is_known_by_its_name(name, dtype, peak):

@@ -1,0 +1,147 @@
+"""Persistent buffers in whatever form training has given them: late, grown, of another type, shared, or None.
+
+A restart builds the model anew, and its buffers are those of the first step. What a save finds otherwise stands in the
+facts of the rank, so that the restart makes room for it and puts it in its place.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from trainer.worker.saved_state import checkpoint_contents
+from trainer.worker.saved_state.checkpoint_contents import buffer_slots, buffers_name
+from trainer.worker.saved_state.tensor_metadata import tensor_metadata, zeros
+from trainer.worker.workload import WorkloadError
+
+Description = list[Any] | dict[str, str] | None
+"""Of a buffer, in JSON: its metadata, `{"same": NAME}` where it is the buffer of another name, or None."""
+
+
+def cannot_be_filled(tensor: torch.Tensor) -> bool:
+    """Whether nothing can be copied into a tensor: its values share memory, or are kept as their conjugates."""
+    part = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    if part.layout is not torch.strided or part.is_nested:
+        return False
+    if part.is_conj() or part.is_neg():
+        return True
+    return any(size > 1 and stride == 0 for size, stride in zip(part.shape, part.stride(), strict=True))
+
+
+class BufferState:
+    """The persistent buffers of one rank's model, described for a save and put back at a restore."""
+
+    def __init__(self, model: nn.Module, rank: int, device: torch.device) -> None:
+        """Make it when the model is new."""
+        self._model, self._rank, self._device = model, rank, device
+        self._built = _describe(model)
+        self._modules = {name for name, _ in model.named_modules()}
+        self._alike = checkpoint_contents.alike_on_all_ranks(model)
+        self._targets: dict[str, torch.Tensor] = {}
+        self._wanted: dict[str, Description] = {}
+        self._source = rank
+
+    def facts(self) -> dict[str, Any]:
+        """How the buffers differ from those of a new model, in JSON; raises WorkloadError for a new module's."""
+        now = _describe(self._model)
+        changed = {name: told for name, told in now.items() if name not in self._built or self._built[name] != told}
+        for name, told in changed.items():
+            if name.rpartition(".")[0] not in self._modules:
+                raise WorkloadError(
+                    f"buffer {name} is in a module that was made after build_model(), so that a restart could not "
+                    "restore it: make the module in build_model()"
+                )
+            if isinstance(told, list) and told[-1]:
+                raise WorkloadError(
+                    f"buffer {name} became a sharded tensor of shape {told[1]} after build_model(), so that a restart "
+                    "could not restore it: register it in build_model() with its final shape"
+                )
+        gone = sorted(self._built.keys() - now.keys())
+        return {key: value for key, value in {"changed": changed, "gone": gone}.items() if value}
+
+    def targets(self, states: Sequence[Mapping[str, Any]], saved: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        """Memory for the buffers of a checkpoint with the facts `saved`, in which the ranks have the `states`.
+
+        Ranks that the saving world did not have begin with those of the first one.
+        """
+        self._wanted = self._wanted_by(states[self._rank if self._rank < len(states) else 0])
+        live = checkpoint_contents.persistent_buffers(self._model)
+        found = {name: self._room(name, told, live) for name, told in self._wanted.items() if isinstance(told, list)}
+        ranks = saved.get("ranks")  # an older orch did not save it: then both are read, as far as they are there
+        self._source = self._rank if ranks is None or self._rank < ranks else 0
+        self._targets = self._keys(found, self._source, saved)
+        if ranks is None and self._rank:
+            first = {name: torch.zeros_like(buffer) for name, buffer in found.items()}
+            self._targets = {**self._keys(first, 0, saved), **self._targets}
+        return self._targets
+
+    def _wanted_by(self, state: Mapping[str, Any]) -> dict[str, Description]:
+        facts = state.get("buffers", {})
+        gone = set(facts.get("gone", ()))
+        wanted = {name: told for name, told in self._built.items() if name not in gone}
+        for name, told in facts.get("changed", {}).items():
+            if name.rpartition(".")[0] not in self._modules:
+                raise WorkloadError(
+                    f"the checkpoint has buffer {name}, of a module that the model does not have: put the code back as "
+                    "it was"
+                )
+            wanted[name] = told
+        return wanted
+
+    def _room(self, name: str, told: list[Any], live: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        there = live.get(name)
+        if there is not None and tensor_metadata(there) == told and not cannot_be_filled(there):
+            return there
+        made = zeros(told, (there,), self._device)
+        if made is None:
+            raise WorkloadError(f"the checkpoint has buffer {name} {told}, which the model does not have")
+        return made
+
+    def _keys(
+        self, buffers: Mapping[str, torch.Tensor], rank: int, saved: Mapping[str, Any]
+    ) -> dict[str, torch.Tensor]:
+        shared = {name for name, one in buffers.items() if name in self._alike or isinstance(one, DTensor)}
+        own = {f"{buffers_name(rank)}{name}": one for name, one in buffers.items() if name not in shared}
+        of_rank = checkpoint_contents.of_each_rank(own, saved)
+        rest = {f"model/{key.removeprefix(buffers_name(rank))}": own[key] for key in own.keys() - of_rank.keys()}
+        return {**of_rank, **rest, **{f"model/{name}": buffers[name] for name in shared}}
+
+    def restore(self, absent: Collection[str]) -> None:
+        """Put the targets, which are filled now, into their places; `absent`: targets that are not."""
+        slots = {name: (module, key) for name, module, key in buffer_slots(self._model)}
+        modules = dict(self._model.named_modules())
+        for name in slots.keys() - self._wanted.keys():
+            module, key = slots[name]
+            del module._buffers[key]
+        for name, told in self._wanted.items():
+            module, key = slots.get(name) or (modules[name.rpartition(".")[0]], name.rpartition(".")[2])
+            if key not in module._buffers:
+                module.__dict__.pop(key, None)  # a plain attribute that the buffer has replaced
+            module._buffers[key] = self._filled(told["same"] if isinstance(told, dict) else name, absent, told)
+
+    def _filled(self, name: str, absent: Collection[str], told: Description) -> torch.Tensor | None:
+        if told is None:
+            return None
+        key = f"{buffers_name(self._source)}{name}"
+        if key not in self._targets:
+            return self._targets[f"model/{name}"]
+        if key in absent:
+            self._targets[key].copy_(self._targets[f"{buffers_name(0)}{name}"])
+        return self._targets[key]
+
+
+def _describe(model: nn.Module) -> dict[str, Description]:
+    found: dict[str, Description] = {}
+    names: dict[int, str] = {}
+    for name, module, key in buffer_slots(model):
+        buffer = module._buffers[key]
+        if buffer is None:
+            found[name] = None
+        elif id(buffer) in names:
+            found[name] = {"same": names[id(buffer)]}
+        else:
+            names[id(buffer)] = name
+            found[name] = tensor_metadata(buffer)
+    return found

@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 INTEROP := $(VENV)/interop
+LOWEST := $(VENV)/lowest
 # With bytecode: to rewrite the assertions of 400 files takes each worker 12 seconds.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q
 TREE := orch orchestrator trainer checkpointing tests benchmarks examples
@@ -33,6 +34,12 @@ $(INTEROP)/.ready: tests/interop/requirements.txt | $(READY)
 	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -q --no-deps --target $(INTEROP) -r $<
 	@touch $@
 
+$(LOWEST)/.ready: tests/lowest/requirements.txt | $(READY)
+	@echo "setting up $(LOWEST) (once): the lowest versions that are promised, which tests run with"
+	@rm -rf $(LOWEST)
+	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -q --no-deps --target $(LOWEST) -r $<
+	@touch $@
+
 demo: venv  ## the main job on this machine: trains, loses a rank, recovers, finishes (about a minute)
 	@$(BIN)/orch demo
 
@@ -44,10 +51,10 @@ lint: venv
 check: lint  ## lint, types, house rules and the fast tests (about 5 minutes)
 	$(PYTEST) -n 2 -m "not slurm and not multi and not proof"
 
-test: lint $(INTEROP)/.ready  ## everything, the real Slurm included (about 12 minutes on two cores)
+test: lint $(INTEROP)/.ready $(LOWEST)/.ready  ## everything, the real Slurm included (about 12 minutes on two cores)
 	$(PYTEST) -n 3 -m "not proof" --durations=40
 
-proof: venv $(INTEROP)/.ready  ## the long counts; writes docs/proof.md
+proof: venv $(INTEROP)/.ready $(LOWEST)/.ready  ## the long counts; writes docs/proof.md
 	$(BIN)/python -m benchmarks.proof
 
 mutants: venv  ## plant 100 one-line bugs: at least 90 % must fail a fast test (15 minutes, the first time 10 more)

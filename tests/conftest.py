@@ -12,6 +12,7 @@ import pytest
 from xdist.scheduler import LoadScopeScheduling
 
 from tests.checkpointing.proofs.mounts import hide_mounts
+from tests.open_databases import watch
 from tests.warm_programs import WarmPrograms, warm_programs
 
 BUCKET = "checkpoints"
@@ -23,6 +24,8 @@ os.environ["ORCH_WORK_LOG"] = "1"
 hypothesis.settings.register_profile("orch", deadline=None)
 hypothesis.settings.load_profile("orch")
 
+
+watch()  # a connection to SQLite that is left open fails its test
 
 # What is imported stays: to collect garbage among a million objects takes longer than most tests.
 gc.disable()

@@ -129,8 +129,12 @@ def connect(path: Path, *, readonly: bool = False, busy_seconds: float = _BUSY_S
     connection = sqlite3.connect(
         uri, uri=True, timeout=busy_seconds, isolation_level=None, check_same_thread=False, cached_statements=256
     )
-    connection.execute("PRAGMA foreign_keys = ON")
-    connection.execute("PRAGMA synchronous = FULL")
+    try:
+        connection.execute("PRAGMA foreign_keys = ON")
+        connection.execute("PRAGMA synchronous = FULL")
+    except sqlite3.Error:  # a damaged or locked file
+        connection.close()
+        raise
     return connection
 
 

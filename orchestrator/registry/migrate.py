@@ -66,7 +66,11 @@ def upgrade(path: Path) -> None:
 
 def _without_keys(path: Path) -> sqlite3.Connection:
     connection = connect(path, busy_seconds=_PATIENCE)
-    connection.execute("PRAGMA foreign_keys = OFF")
+    try:
+        connection.execute("PRAGMA foreign_keys = OFF")
+    except sqlite3.Error:
+        connection.close()
+        raise
     return connection
 
 

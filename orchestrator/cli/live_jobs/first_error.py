@@ -9,7 +9,7 @@ from typing import Any
 from orchestrator.cli.access.registry import open_store
 from orchestrator.cli.terminal.render import plain
 from trainer.contract.events import Event, EventKind, read_events
-from trainer.contract.failures.outcome import AttemptOutcome, ExitCode, Failure
+from trainer.contract.failures.outcome import AttemptOutcome, AttemptResult, ExitCode, Failure
 from trainer.contract.logs.log_rotation import read_tail
 from trainer.contract.ranks.rank_messages import generation_mark
 from trainer.contract.ranks.rank_outcomes import all_outcomes
@@ -76,9 +76,16 @@ def concluded(place: RunDir, run: str, attempt: int | None) -> RootFailure | Non
 def _of_attempt(place: RunDir, folder: AttemptDir) -> RootFailure | None:
     """What the coordinator found to be the root, in the words of the rank itself where it left any.
 
-    Without a coordinator's word: the earliest of what ranks told and agents saw; echoes of others never.
+    Of an attempt that a failure ended, the root is that failure; of any other it is the earliest one, which the run
+    survived. Without a coordinator's word: the earliest of what ranks told and agents saw; echoes of others never.
     """
     told, seen, judged = _from_rank_outcomes(folder), _from_agents(folder), _from_coordinator(folder)
+    if (end := _end(folder)) is not None and end[0].result == AttemptResult.FAILED:
+        outcome, failure = end
+        judged = [found for found in judged if found.reason == failure.reason][-1:] or judged[-1:]
+        last = [found for found in (*told, *seen) if found.generation == outcome.generations]
+        told = [found for found in told if found in last] if last and not judged else told
+        seen = [found for found in seen if found in last] if last and not judged else seen
     if judged:
         root = min(judged, key=lambda found: found.generation)
         own = [found for found in told if (found.generation, found.rank) == (root.generation, root.rank)]
@@ -146,15 +153,20 @@ def _from_failure(folder: AttemptDir, failure: Failure, event: Event) -> RootFai
     )  # fmt: skip
 
 
-def _from_attempt_outcome(place: RunDir, folder: AttemptDir) -> RootFailure | None:
-    """Neither ranks nor agents told: what the coordinator concluded, with its evidence."""
+def _end(folder: AttemptDir) -> tuple[AttemptOutcome, Failure] | None:
+    """The outcome of an attempt that a failure ended, with that failure; None for any other."""
     try:
         outcome = AttemptOutcome.read(folder.outcome)
     except (OSError, ValueError, TypeError, KeyError):
         return None
-    failure = outcome.failure
-    if failure is None:
+    return (outcome, outcome.failure) if outcome.failure is not None else None
+
+
+def _from_attempt_outcome(place: RunDir, folder: AttemptDir) -> RootFailure | None:
+    """Neither ranks nor agents told: what the coordinator concluded, with its evidence."""
+    if (end := _end(folder)) is None:
         return None
+    outcome, failure = end
     path = place.path / failure.evidence if failure.evidence else folder.agent_log(0)
     return RootFailure(
         attempt=folder.number, generation=outcome.generations, rank=failure.rank, node=failure.node, step=failure.step,

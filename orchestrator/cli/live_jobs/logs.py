@@ -77,6 +77,7 @@ def logs(
     sources = _sources(place, wanted, row["run"])
     if not sources:
         _require_there(place, wanted)
+        _require_folder(place, wanted, row)
     if only_path or (not follow and not sources):
         return _paths(screen, sources, place, wanted)
     only = row["run"] if controller else ""
@@ -105,6 +106,18 @@ def _require_there(place: RunDir, wanted: Wanted) -> None:
     rank = int(wanted.rank) if wanted.rank is not None and wanted.rank.isdigit() else None
     with suppress(OSError, ValueError, TypeError, AttributeError):  # an unread configuration says nothing of it
         require_rank_and_node(load(place, attempts[-1] if attempts else 0).cluster, rank, wanted.node)
+
+
+def _require_folder(place: RunDir, wanted: Wanted, row: dict[str, Any]) -> None:
+    """Raise NotFound where a started attempt has no folder of logs any more: nothing will come there."""
+    number = wanted.attempt or row["attempt"]
+    if wanted.controller or not number or row["state"] not in {*ENDED_RUNS, RunState.HELD, RunState.RUNNING}:
+        return
+    attempt = place.attempt(number)
+    gone = next((str(folder) for folder in (attempt.path, attempt.logs) if not folder.is_dir()), "")
+    if gone and row["generations"]:
+        what = f"the logs of attempt {number} of {row['run']} are gone: its folder was deleted or moved"
+        raise NotFound(what, where=gone, hint=f"`orch show {row['run']}` has what the registry knows")
 
 
 def _first_error(screen: Screen, place: RunDir, run: str, attempt: int | None, only_path: bool) -> int:

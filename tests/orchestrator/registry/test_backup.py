@@ -3,6 +3,7 @@
 import os
 import sqlite3
 import stat
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,8 @@ def test_what_cannot_be_backed_up(desk: Desk, tmp_path: Path) -> None:
     with pytest.raises(Precondition, match="cannot be written") as caught:
         backup(desk.path, Path("/proc/x"))
     assert caught.value.hint.startswith("name a file in a folder of yours")
-    assert sqlite3.connect(desk.path).execute("PRAGMA integrity_check").fetchone() == ("ok",)
+    with closing(sqlite3.connect(desk.path)) as raw:
+        assert raw.execute("PRAGMA integrity_check").fetchone() == ("ok",)
 
 
 @pytest.mark.parametrize("content", [b"hello", b"SQLite format 3\0 and no more"])
@@ -114,5 +116,6 @@ def test_a_registry_in_a_folder_that_cannot_be_written_is_told_so_and_copied(tmp
             fast_queries.newest(path)
         assert caught.value.hint.startswith(f"chmod u+w {folder}; or copy it: `orch db backup FILE`, then ")
         backup(path, copy)
-        assert [row for row in sqlite3.connect(copy).execute("SELECT digest FROM configs")] == [("fresh",)]
+        with closing(sqlite3.connect(copy)) as raw:
+            assert raw.execute("SELECT digest FROM configs").fetchall() == [("fresh",)]
         assert sorted(os.listdir(place)) == ["copy.db", "shared"]

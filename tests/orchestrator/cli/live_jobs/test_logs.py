@@ -18,7 +18,7 @@ from orchestrator.cli.runs.run_reader import EventFeed
 from orchestrator.states import RunState
 from tests.orchestrator.cli.conftest import Seeds, Type
 from trainer.contract.events import EventKind, EventLog
-from trainer.contract.failures.outcome import Failure, FailureKind, RankOutcome
+from trainer.contract.failures.outcome import AttemptOutcome, AttemptResult, Failure, FailureKind, RankOutcome
 from trainer.contract.ranks.rank_outcomes import append_outcome
 from trainer.contract.run_dir import AttemptDir, RunDir
 
@@ -288,3 +288,41 @@ def test_the_demo_judges_by_what_happened(
     as_json = orch("demo", "--json")
     assert as_json.code == code
     assert as_json.data["recovered"] == hit
+
+
+def generation_failed(attempt: AttemptDir, *ends: tuple[int, int, str]) -> None:
+    """Generations that ended by a failure of a rank; each is (generation, rank, reason)."""
+    log = EventLog(attempt.event_file("coordinator"), "coordinator", attempt.number)
+    for generation, rank, reason in ends:
+        log.generation = generation
+        root = Failure(kind=FailureKind.USER_ERROR, reason=reason, rank=rank, node="n1")
+        log.write(EventKind.GENERATION_ENDED, reason=reason, step=12, failure=root.to_json())
+    log.close()
+
+
+def test_the_first_error_of_a_failed_attempt_is_the_one_that_ended_it(orch: Type, place: RunDir) -> None:
+    """An earlier drill, or an error that the run survived, did not end it."""
+    attempt = place.attempt(1)
+    ends = [(1, 1, "killed by SIGKILL (drill kill-rank)"), (2, 0, "ValueError: a bad batch"), (3, 0, "KeyError: 'x'")]
+    generation_failed(attempt, *ends)
+    shown = orch("logs", place.name, "--rank", "first-error")
+    assert shown.out.splitlines()[0].startswith("attempt 1, generation 1, rank 1"), "it goes on: the earliest"
+    failure = Failure(kind=FailureKind.USER_ERROR, reason="KeyError: 'x'", rank=0, node="n1")
+    AttemptOutcome(
+        attempt=1, job_id="41", result=AttemptResult.FAILED, reason="the training code failed", exit_code=78, step=12,
+        generations=3, started_at=1.0, ended_at=9.0, failure=failure,
+    ).write(attempt.outcome)  # fmt: skip
+    shown = orch("logs", place.name, "--rank", "first-error")
+    assert shown.out.splitlines()[0] == "attempt 1, generation 3, rank 0 on n1: KeyError: 'x'"
+
+
+@pytest.mark.parametrize("part", ["attempts", "attempts/001", "attempts/001/logs"])
+def test_logs_whose_folder_is_gone_are_not_said_to_come(orch: Type, seeds: Seeds, place: RunDir, part: str) -> None:
+    seeds.killed_rank(place.name)  # the registry has a generation of this attempt
+    write_log(place.attempt(1), 0, "hello")
+    assert orch("logs", place.name).out == "hello\n"
+    shutil.rmtree(place.path / part)
+    said = orch("logs", place.name)
+    assert (said.code, f"the logs of attempt 1 of {place.name} are gone" in said.err) == (3, True), said.err
+    assert str(place.path / "attempts" / "001") in said.err
+    assert "(yet)" not in said.err

@@ -8,6 +8,7 @@ import sqlite3
 import subprocess
 import sys
 import time
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -55,7 +56,7 @@ def run(seeds: Seeds) -> str:
 def rows_of(seeds: Seeds, run: str) -> dict[str, int]:
     """How many rows of each table speak of the run."""
     found = {}
-    with sqlite3.connect(seeds.store.database.path) as raw:
+    with closing(sqlite3.connect(seeds.store.database.path)) as raw:
         for (table,) in raw.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall():
             columns = {row[1] for row in raw.execute(f"PRAGMA table_info({table})")} & {"run", "test"}
             columns |= {"name"} if table == "runs" else set()

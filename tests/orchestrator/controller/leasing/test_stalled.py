@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import psutil
@@ -119,8 +120,11 @@ def test_a_daemon_that_was_stopped_in_the_middle_of_a_write_is_replaced_too(
     assert process.stdout is not None
     assert process.stdout.readline() == "locked\n"
     os.kill(process.pid, signal.SIGSTOP)
-    with pytest.raises(sqlite3.OperationalError, match="locked"):
-        sqlite3.connect(path, timeout=0.1, isolation_level=None).execute("BEGIN IMMEDIATE")
+    with (
+        closing(sqlite3.connect(path, timeout=0.1, isolation_level=None)) as raw,
+        pytest.raises(sqlite3.OperationalError, match="locked"),
+    ):
+        raw.execute("BEGIN IMMEDIATE")
     monkeypatch.setattr(leases, "LEASE_TTL", 0.5)
     report = service.tick_once(path)
     assert report is not None

@@ -1,0 +1,31 @@
+"""Connections to SQLite that nobody has closed: a warning, as from Python 3.13 on, whatever Python runs the tests."""
+
+import functools
+import sqlite3
+import sys
+import warnings
+from typing import Any
+
+
+class WatchedConnection(sqlite3.Connection):
+    """Warns when it is forgotten open, as Python 3.13 does."""
+
+    is_closed = True
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)  # raises where the file cannot be opened
+        self.is_closed = False
+
+    def close(self) -> None:
+        self.is_closed = True
+        super().close()
+
+    def __del__(self) -> None:
+        if not self.is_closed:
+            warnings.warn(f"unclosed database in {self!r}", ResourceWarning, stacklevel=1, source=self)
+
+
+def watch() -> None:
+    """Have every new connection of this process watched, where Python does not do so itself."""
+    if sys.version_info < (3, 13):
+        sqlite3.connect = functools.partial(sqlite3.connect, factory=WatchedConnection)  # type: ignore[assignment]

@@ -11,6 +11,7 @@ _WORDS = {
     errno.EDQUOT: "disk quota exceeded",
     errno.EROFS: "read-only file system",
     errno.EIO: "I/O error",
+    errno.EFBIG: "limit on file sizes reached (ulimit -f)",
 }
 
 

@@ -188,7 +188,7 @@ def read_json(path: Path, most: int = MOST_JSON) -> Any:
         # A read asks for the memory first: no more than what there is.
         data = stream.read(min(most, os.fstat(stream.fileno()).st_size) + 1)
     if len(data) > most:
-        raise NotAFile(errno.EFBIG, f"is larger than {most} bytes", str(path))
+        raise NotAFile(errno.EINVAL, f"is larger than {most} bytes", str(path))
     try:
         return json.loads(data)
     except ValueError as error:

@@ -134,6 +134,10 @@ def classify(evidence: Evidence) -> Failure:
     # Seen from inside, before Slurm took the job down.
     if outcome is not None and outcome.failure is not None and outcome.failure.kind in _OWN_CAUSES:
         return outcome.failure
+    # Of two releases of orch, the older one may not know what the newer one refuses.
+    refused = next((report for report in evidence.reports if report.end is AgentEnd.REFUSED), None)
+    if refused is not None:
+        return Failure(kind=FailureKind.INSTALLATION, reason=refused.reason, node=refused.name)
     # Whatever its end looks like: it was told to stop, and cancelled, while it waited for nodes.
     if evidence.gave_up:
         return Failure(kind=FailureKind.NODES_MISSING, reason=evidence.gave_up)

@@ -17,7 +17,7 @@ from checkpointing.storage.durable import read_json
 from checkpointing.storage.trusted_path import NotPrivate, pinned
 from trainer.agent.attempt_state.attempt_state import AttemptState
 from trainer.agent.control import address
-from trainer.agent.control.tcp_transport import CoordinatorPeer, ForeignProtocol, WireError, connect
+from trainer.agent.control.tcp_transport import CoordinatorPeer, ForeignProtocol, NotGreeted, WireError, connect
 from trainer.agent.coordination.coordinator import Coordinator
 from trainer.agent.coordination.launch_gate import Refused, wait_for_go
 from trainer.agent.node_agent import NodeAgent
@@ -297,6 +297,14 @@ class Agent:
                 problem = error
             if await outcome_file.result(give_up - time.monotonic()):
                 raise Refused("the attempt ended before this node had joined it")
+            if time.monotonic() >= give_up and isinstance(problem, NotGreeted):
+                # A release that knows no protocols refuses nothing by name: without this its job would be repeated.
+                reason = (
+                    f"{problem}, for {_CONNECT_SECONDS:.0f} s: all nodes must start the same installation of orch "
+                    f"(this one: {installed_release()})"
+                )
+                await agent_report.write(self._attempt, identity, AgentEnd.REFUSED, reason)
+                raise Refused(reason)
             if time.monotonic() >= give_up:
                 raise RuntimeError(f"cannot reach the coordinator within {_CONNECT_SECONDS:.0f} s: {problem}")
             await asyncio.sleep(0.2)

@@ -21,8 +21,8 @@ from trainer.worker.reporting.stderr_best_effort import flush, write_stderr
 from trainer.worker.startup.device import is_node_fault
 from trainer.worker.training.spikes import BadStep
 
-_MAX_MESSAGE = 8000
-"""Characters of an exception's text that are sent over the control socket, whose packets are limited."""
+_MAX_MESSAGE, _MAX_TRACEBACK = 8000, 1 << 18
+"""Characters of an exception's message and of its traceback that are kept: a message may hold a whole data set."""
 
 
 def finished_outcome(spec: RankSpec, cell: ProgressCell, code: ExitCode) -> RankOutcome:
@@ -31,14 +31,14 @@ def finished_outcome(spec: RankSpec, cell: ProgressCell, code: ExitCode) -> Rank
 
 
 def failed_outcome(spec: RankSpec, cell: ProgressCell, error: BaseException) -> RankOutcome:
-    """The end of a rank that `error` ended; the log gets the whole of it."""
-    text = in_use().text("".join(traceback.format_exception(error)))
+    """The end of a rank that `error` ended."""
+    text = shorten(in_use().text("".join(traceback.format_exception(error))), _MAX_TRACEBACK)
     write_stderr(text)
     flight_recorder.dump(spec, error)
     secondary = is_secondary_failure(error) and not is_node_fault(error)
     cause = {
         "exception": type(error).__name__,
-        "message": in_use().text(said(error)),
+        "message": shorten(in_use().text(said(error)), _MAX_MESSAGE),
         "traceback": text,
         "secondary": secondary,
     }
@@ -52,12 +52,20 @@ def said(error: BaseException) -> str:
     return str(traceback.TracebackException(type(error), error, None))
 
 
+def shorten(text: str, most: int) -> str:
+    """The beginning and the end of a text that is too long, and how much lies between them."""
+    if len(text) <= most:
+        return text
+    half = most // 2
+    return f"{text[:half]}\n... {len(text) - 2 * half} characters left out ...\n{text[-half:]}"
+
+
 def report_end(spec: RankSpec, control: socket.socket, last: RankOutcome) -> None:
     """Tell the agent and keep the outcome; neither can change how the rank ends."""
     try:
         end = ReportedEnd(
             exit_code=last.exit_code, step=last.step, exception=last.exception,
-            message=None if last.message is None else legible(last.message)[:_MAX_MESSAGE],
+            message=None if last.message is None else legible(last.message)[: 2 * _MAX_MESSAGE],
             secondary=last.secondary, position=last.position,
         )  # fmt: skip
         send_message(control, end)

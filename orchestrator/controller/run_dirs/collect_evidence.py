@@ -60,7 +60,9 @@ def read_files(place: AttemptDir) -> AttemptFiles:
     """Read what an attempt has left; a file that cannot be read counts as none."""
     odd: list[str] = []
     heartbeat, outcome = _read(Heartbeat.read, place.heartbeat, odd), _read(AttemptOutcome.read, place.outcome, odd)
-    paths = place.agent_reports() if outcome is None else []
+    # A coordinator that has lost an agent does not know why that left.
+    unsure = outcome is None or (outcome.failure is not None and outcome.failure.kind is FailureKind.AGENT_LOST)
+    paths = place.agent_reports() if unsure else []
     reports = tuple(report for path in paths if (report := _read(AgentReport.read, path, odd)) is not None)
     return AttemptFiles(
         heartbeat=heartbeat, outcome=outcome, started=heartbeat is not None or _has_events(place), odd="; ".join(odd),

@@ -8,7 +8,7 @@ from orchestrator.recovery.classify_failure import End, classify, judge
 from orchestrator.recovery.evidence import Evidence
 from orchestrator.recovery.silent_coordinator import ABANDONED, GRACE, OVERSTAY, Escalation, judge_silence
 from orchestrator.scheduler.interface import JobStatus
-from trainer.contract.failures.outcome import AgentEnd, AgentReport, AttemptOutcome, AttemptResult, FailureKind
+from trainer.contract.failures.outcome import AgentEnd, AgentReport, AttemptOutcome, AttemptResult, Failure, FailureKind
 
 LIMIT = 900.0
 JOB = JobStatus(job_id="7", name="orch-a-1-1-00000000", state="RUNNING", submit_time="", nodes=("n1", "n2"))
@@ -103,3 +103,12 @@ def test_an_outcome_is_believed_although_orch_had_to_cancel_its_job() -> None:
     assert classify(replace(ours, silenced="")).kind is FailureKind.CANCELLED
     done = replace(ours, outcome=replace(ENDED, result=AttemptResult.FINISHED))
     assert judge(done).end is End.FINISHED
+
+
+def test_an_agent_that_refuses_an_older_coordinator_is_the_cause_of_its_loss():
+    lost = Failure(kind=FailureKind.AGENT_LOST, reason="no agent of node(s) 1 joined within 120 s")
+    refused = report(AgentEnd.REFUSED, reason="n2: all nodes must start the same installation of orch")
+    evidence = replace(QUIET, outcome=replace(ENDED, failure=lost), reports=(refused,))
+    failure = classify(evidence)
+    assert (failure.kind, failure.node, failure.reason) == (FailureKind.INSTALLATION, "n2", refused.reason)
+    assert classify(replace(evidence, reports=())).kind is FailureKind.AGENT_LOST

@@ -1,8 +1,11 @@
 """A disk that is full, and words that cannot be written: the rank goes on, and its agent hears how it ends."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from trainer.contract.failures.outcome import ExitCode
+from trainer.worker import crash_report
 
 pytestmark = pytest.mark.multi
 
@@ -88,3 +91,15 @@ def test_words_that_are_no_unicode_reach_the_agent_and_the_file(make_run, tmp_pa
     run = make_run(1, name="run", workload={"target": "odd_workload:Odd", "path": [str(folder)]})
     assert run.train()["last"][0]["message"] == "no file caf\\udce9"
     assert run.outcome(0, 1).message == "no file caf\\udce9"
+
+
+def test_a_message_of_any_length_leaves_room_on_the_disk(monkeypatch):
+    spec = SimpleNamespace(rank=0, generation=1, node_name="n0")
+    written: list[str] = []
+    monkeypatch.setattr(crash_report, "write_stderr", written.append)
+    monkeypatch.setattr(crash_report.flight_recorder, "dump", lambda *_: None)
+    last = crash_report.failed_outcome(spec, SimpleNamespace(read=lambda: None), ValueError("begin" + "x" * 50_000_000))
+    assert len(last.message) < 10_000
+    assert len(last.traceback) + len(written[0]) < 1_000_000
+    assert last.message.startswith("beginx")
+    assert "49992005 characters left out" in last.message

@@ -14,7 +14,8 @@ from trainer.contract.messages.greeting import ANSWER, CHALLENGE, Hello, Refused
 
 LONGEST_LINE = 1 << 17
 """Bytes of a message, its proof included."""
-WELCOME_SECONDS = 10.0
+WELCOME_SECONDS, GREETING_SECONDS = 10.0, 5.0
+"""How long a connection may take as a whole, and the greetings on it."""
 _LARGEST_BACKLOG = 1 << 20
 _LARGEST_PILE = 2 * LONGEST_LINE
 _BURST, _A_SECOND = 2048.0, 512.0
@@ -30,6 +31,10 @@ class WireError(Exception):
 
 class Unproven(WireError):
     """What was received is not from a process that has the token, or not what that sent next."""
+
+
+class NotGreeted(ConnectionError):
+    """What listens there has not greeted: it is busy, of an older release, or no coordinator."""
 
 
 class ForeignProtocol(WireError):
@@ -208,15 +213,18 @@ async def connect(host: str, port: int, token: str, hello: Hello) -> Coordinator
         answer: Welcome | Refused | None = None
         foreign = ""
         try:
-            answer = await _introduce(peer, token, hello)
+            async with asyncio.timeout(GREETING_SECONDS):
+                answer = await _introduce(peer, token, hello)
             foreign = "" if answer is None else why_foreign(hello, answer)
+        except TimeoutError as error:
+            raise NotGreeted(f"the coordinator has not greeted within {GREETING_SECONDS:g} s") from error
         except Unproven as error:
-            raise ConnectionRefusedError("what listens there is not this attempt's coordinator") from error
+            raise NotGreeted("what listens there is not this attempt's coordinator") from error
         finally:
             if foreign or not isinstance(answer, Welcome):
                 peer.drop()
     if answer is None:
-        raise ConnectionResetError("the coordinator hung up before it said welcome")
+        raise NotGreeted("the coordinator hung up before it said welcome")
     if foreign:
         raise ForeignProtocol(f"the coordinator refuses: {answer.reason}" if isinstance(answer, Refused) else foreign)
     if isinstance(answer, Refused):

@@ -18,6 +18,8 @@ from trainer.contract.ranks.rank_messages import SPEC_VARIABLE, RankSpec, genera
 from trainer.contract.ranks.step_signals import WARNINGS, outlive_step_signals, unblock_step_signals
 
 RankMain = Callable[[RankSpec], int]
+_IGNORED_BY_PYTHON = (signal.SIGPIPE, signal.SIGXFSZ)
+"""What an interpreter ignores from its start; a program that it becomes expects the defaults."""
 
 
 def become_rank(
@@ -82,6 +84,8 @@ def _run_command(command: Sequence[str], folder: str) -> NoReturn:
     # The agent answers warnings. SIGTERM is how a user's program is asked to stop.
     for number in WARNINGS:
         signal.signal(number, signal.SIG_IGN)
+    for number in _IGNORED_BY_PYTHON:
+        signal.signal(number, signal.SIG_DFL)
     unblock_step_signals()
     os.chdir(folder)
     try:

@@ -92,7 +92,9 @@ def _open_files(ranks: int) -> Fault | None:
         soft = raised
     if soft >= _FEWEST_FILES:
         return None
-    return Fault(check="open files", reason=f"open-files limit is {soft}, below {_FEWEST_FILES}", shared=False)
+    # Slurm passes the limits of the submitter's shell on, so it is seldom the node's own.
+    reason = f"open-files limit is {soft}, below {_FEWEST_FILES}"
+    return Fault(check="open files", reason=reason, shared=True)
 
 
 def _interface(name: str) -> Fault | None:
@@ -164,6 +166,9 @@ def find_blamed_node(faults: Mapping[str, Sequence[Fault]]) -> Failure | None:
         return Failure(kind=FailureKind.NODE_SUSPECT, reason=reason, node=node)
     if first.check == "data":
         return Failure(kind=FailureKind.USER_ERROR, reason=f"on every node: {first.reason}", node=None)
+    if first.check == "open files":
+        hint = f"raise it to {_FEWEST_FILES} (`ulimit -Hn`) in the shell that starts the controller, or ask the site"
+        return Failure(kind=FailureKind.INSTALLATION, reason=f"on every node: {first.reason}; {hint}", node=None)
     return Failure(kind=FailureKind.STORAGE, reason=first.reason, node=None)
 
 

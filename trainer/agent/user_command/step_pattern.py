@@ -1,16 +1,18 @@
 """The step of a user's own program, by what it writes: the newest line that its `progress.pattern` matches."""
 
 import asyncio
+import json
 import math
-import re
+import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.agent.attempt_state.attempt_progress import AttemptProgress
 from trainer.agent.processes.detached_thread import start_detached
+from trainer.agent.user_command import match_step
 from trainer.agent.user_command.progress import run_bounded
 from trainer.contract.logs.log_rotation import read_tail
 from trainer.contract.ranks.rank_messages import generation_mark
@@ -18,9 +20,13 @@ from trainer.contract.user_command.command_progress import CommandProgressConfig
 
 LOOK_SECONDS = 2.0
 """How often the log or the file is looked at while the program runs."""
+MATCH_SECONDS, SLOW_LOOK_SECONDS = 2.0, 60.0
+"""How long a look at the newest lines may take, and the pause after one that took longer."""
 _TAIL = 64 * 1024
-_LINES, _WIDTH = 500, 1000
-"""So many lines, and so much of each, are matched: a pattern may be slow, and nobody else runs meanwhile."""
+
+
+class SlowPattern(Exception):  # noqa: N818  # it names the pattern
+    """The pattern takes too long on what the program writes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,32 +38,29 @@ class CommandStep:
     loss: float | None = None
 
 
-def newest_step(text: str, pattern: re.Pattern[str]) -> CommandStep | None:
-    """The step in the newest line that matches, progress bars included; None when none does."""
-    for line in list(_newest_lines(text))[:_LINES]:
-        found = pattern.search(line[:_WIDTH])
-        if found is not None and (step := _whole(found, "step")) is not None:
-            return CommandStep(step=step, total=_whole(found, "total") or 0, loss=_loss(found))
-    return None
-
-
-def _newest_lines(text: str) -> Iterator[str]:
-    """A bar is drawn over in place: each of its states is a line."""
-    return reversed(re.split(r"[\r\n]+", text))
-
-
-def _group(found: re.Match[str], name: str) -> str:
-    return (found.groupdict().get(name) or "").replace(",", "")
-
-
-def _whole(found: re.Match[str], name: str) -> int | None:
-    text = _group(found, name)
-    return int(text) if text.isascii() and text.isdigit() and len(text) < 19 else None
-
-
-def _loss(found: re.Match[str]) -> float | None:
+def newest_step(text: str, pattern: str, seconds: float = MATCH_SECONDS) -> CommandStep | None:
+    """The step in the newest line that matches, progress bars included; None when none does. Raises SlowPattern."""
+    command = [sys.executable, "-I", "-S", match_step.__file__, pattern]
     try:
-        loss = float(_group(found, "loss"))
+        done = subprocess.run(command, input=text.encode(), stdout=subprocess.PIPE, timeout=seconds, check=False)
+    except subprocess.TimeoutExpired as late:
+        raise SlowPattern(
+            f"progress.pattern={pattern} has found no step in the newest lines within {seconds:g} s"
+        ) from late
+    groups = json.loads(done.stdout) if done.stdout else None  # empty: it was killed
+    if groups is None:
+        return None
+    return CommandStep(step=_whole(groups, "step"), total=_whole(groups, "total"), loss=_loss(groups))
+
+
+def _whole(groups: dict[str, str], name: str) -> int:
+    text = groups.get(name, "")
+    return int(text.replace(",", "")) if match_step.is_whole(text) else 0
+
+
+def _loss(groups: dict[str, str]) -> float | None:
+    try:
+        loss = float(groups.get("loss", "").replace(",", ""))
     except ValueError:
         return None
     return loss if math.isfinite(loss) else None
@@ -72,8 +75,8 @@ class StepWatch:
     ) -> None:  # fmt: skip
         """`log` is that of rank 0; `folder` is where the program runs."""
         self._config, self._log, self._folder, self._progress = config, log, folder, progress
-        self._pattern, self._clock = re.compile(config.pattern), clock
-        self._generation, self._looked_at = 0, float("-inf")
+        self._clock = clock
+        self._generation, self._looked_at, self._slow = 0, float("-inf"), False
         self._looking: asyncio.Future[CommandStep | None] | None = None
 
     def start_generation(self, generation: int) -> None:
@@ -85,19 +88,24 @@ class StepWatch:
         if self._looking is not None and self._looking.done():
             looked, self._looking = self._looking, None
             self._take(looked)
-        if self._looking is None and self._clock() - self._looked_at >= LOOK_SECONDS:
+        pause = SLOW_LOOK_SECONDS if self._slow else LOOK_SECONDS
+        if self._looking is None and self._clock() - self._looked_at >= pause:
             self._looking, self._looked_at = start_detached(self._read), self._clock()
 
     async def check_settled(self) -> None:
         """Nobody writes any more: what is there is the last word."""
         self._looking = None
-        self._show(await run_bounded(self._read))
+        if not self._slow:
+            self._show(await run_bounded(self._read))
 
     def _take(self, looked: "asyncio.Future[CommandStep | None]") -> None:
-        if (error := looked.exception()) is not None:
-            sys.stderr.write(f"orch-agent: cannot look at the program's progress: {ascii(error)}\n")
-        else:
+        error = looked.exception()
+        if error is None:
             self._show(looked.result())
+        elif not (isinstance(error, SlowPattern) and self._slow):
+            said = f"{error}: the step is not shown" if isinstance(error, SlowPattern) else ascii(error)
+            sys.stderr.write(f"orch-agent: cannot look at the program's progress: {said}\n")
+        self._slow = isinstance(error, SlowPattern)
 
     def _show(self, found: CommandStep | None) -> None:
         if found is not None:
@@ -106,7 +114,7 @@ class StepWatch:
 
     def _read(self) -> CommandStep | None:
         try:
-            return newest_step(self._text(), self._pattern)
+            return newest_step(self._text(), self._config.pattern)
         except FileNotFoundError:
             return None
 

@@ -1,5 +1,6 @@
 """PURE: which end of which rank is the cause of a failed generation, and what kind of failure it was."""
 
+import re
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -159,6 +160,8 @@ def _classify(end: RankEnd) -> tuple[FailureKind, bool, str]:
         return FailureKind.DESYNC, False, f"met another collective than its own: {_short(end.message or '')}"
     if end.out_of_memory:
         return FailureKind.OUT_OF_MEMORY, True, f"ran out of memory: {end.out_of_memory}; {_memory_hint(end)}"
+    if end.signal == signal.SIGXFSZ:
+        return FailureKind.STORAGE, False, "reached the limit on file sizes (SIGXFSZ; ulimit -f)"
     if end.signal is not None:
         return FailureKind.RANK_KILLED, True, f"was killed by {signal_name(end.signal)}"
     if end.exit_code == ExitCode.NEVER_RETRY:
@@ -184,6 +187,10 @@ def _classify(end: RankEnd) -> tuple[FailureKind, bool, str]:
         return FailureKind.OUT_OF_MEMORY, True, f"ran out of memory: {_short(said)}; {_memory_hint(end)}"
     if error_says(said, Meaning.STORAGE) and end.exception not in _OF_CODE:
         return FailureKind.STORAGE, False, f"could not use its storage: {_short(said)}"
+    if error_says(said, Meaning.VARIABLE) and not end.secondary:
+        name = variable_named(said)
+        way = f"`env.{name}=...` gives another value, `~env.{name}` takes it out of the configuration"
+        return FailureKind.INSTALLATION, False, f"cannot use {name} of its environment: {_short(said)}; {way}"
     if end.secondary:
         return FailureKind.UNKNOWN, True, f"only saw a peer go away: {_short(said)}"
     if end.exit_code == ExitCode.RETRY:
@@ -197,6 +204,12 @@ def _classify(end: RankEnd) -> tuple[FailureKind, bool, str]:
     # What did not start at all, or a shell did not find, is in its last line.
     why = f": {_short(end.lines[-1])}" if end.exit_code in _NOT_STARTED and end.lines else ""
     return FailureKind.EXCEPTION, True, f"ended with exit code {end.exit_code}{why}"
+
+
+def variable_named(said: str) -> str:
+    """The variable that an error of torch, gloo or NCCL is about; gloo and NCCL do not name theirs."""
+    named = re.search(r"\b(TORCH|NCCL|GLOO)_[A-Z_]+\b", said)
+    return named[0] if named else "GLOO_SOCKET_IFNAME" if "Unable to find" in said else "NCCL_SOCKET_IFNAME"
 
 
 def _memory_hint(end: RankEnd) -> str:

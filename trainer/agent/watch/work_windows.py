@@ -19,6 +19,8 @@ _FADING = 0.98  # of what is remembered about hiccups, after every window
 _OWN = 20  # windows of a rank that its own earlier pace is the median of
 _RECENT = 3 * LONG.span  # windows that are too new for that: the rank may have become slow in them
 _FEWEST_OWN = 5
+_MIN_OWN_SECONDS = 5.0
+"""Seconds of its usual work for which a rank without peers must have been slow: other programs pass."""
 _SOME = 500
 
 
@@ -206,9 +208,16 @@ class _Group:
                 level, streak.ratios, noise=noise, hiccups=hiccups, ranks=len(self.ranks), config=self._config,
                 than="its peers" if self.alike else "what it was, beside its neighbours,",
             )  # fmt: skip
-            if slow:
+            if slow and self._is_long_enough(place, streak):
                 self._open(level, place, streak, reason)
                 found.named.append(place)
+
+    def _is_long_enough(self, place: int, streak: _Streak) -> bool:
+        """Whether a rank without peers has been slow for a while, too: short steps make three windows in no time."""
+        if self.alike:
+            return True
+        usual = self._recent[-1][1] * self._scale(place)
+        return usual * (self.end - streak.begin) >= _MIN_OWN_SECONDS * 1e9
 
     def _open(self, level: Level, place: int, streak: _Streak, reason: str) -> None:
         section, most = self._section(level, place)

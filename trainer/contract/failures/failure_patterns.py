@@ -15,6 +15,7 @@ class Meaning(StrEnum):
     STORAGE = "storage"  # a disk is full, read-only or broken
     MEMORY = "memory"  # the host's is used up
     GPU_MEMORY = "gpu_memory"
+    VARIABLE = "variable"  # a variable of the environment that torch, gloo or NCCL cannot use
     HARDWARE = "hardware"  # a GPU of this node is broken or cannot be had
     PEER_GONE = "peer_gone"  # so in the words of torch's own collectives; elsewhere they can be a cause
     NO_RENDEZVOUS = "no_rendezvous"  # ranks did not meet
@@ -67,6 +68,7 @@ TABLE = tuple(
         (Meaning.STORAGE, _BOTH, r"Disk quota exceeded|\[Errno 122\]"),
         (Meaning.STORAGE, _BOTH, r"Read-only file system|\[Errno 30\]"),
         (Meaning.STORAGE, _BOTH, r"Input/output error|\[Errno 5\]"),
+        (Meaning.STORAGE, _BOTH, r"File too large|\[Errno 27\]|File size limit exceeded"),
         # In a log the small letters are orch's own, of a save that failed while training went on.
         (Meaning.STORAGE, _ERROR, r"(?i:no space left on device|disk quota exceeded)"),
         (Meaning.STORAGE, _ERROR, r"(?i:read-only file system|input/output error)"),
@@ -93,6 +95,8 @@ TABLE = tuple(
         (Meaning.HARDWARE, _ERROR, r"(?i:hardware stack error|no CUDA-capable device is detected)"),
         (Meaning.HARDWARE, _ERROR, r"(?i:CUDA-capable device\(s\) is/are busy or unavailable)"),
         (Meaning.HARDWARE, _ERROR, r"(?i:system not yet initialized|system has unsupported display driver)"),
+        (Meaning.VARIABLE, _ERROR, r"Invalid value for environment variable|Unable to find (address|interface) for: "),
+        (Meaning.VARIABLE, _ERROR, r"no socket interface found|The value of TORCH_\w+ must be"),
         (Meaning.PEER_GONE, _BOTH, r"Connection (reset|closed) by (remote )?peer|remote process exited"),
         (Meaning.PEER_GONE, _ERROR, r"Broken pipe|Read error|Write error|Connection was likely closed"),
         (Meaning.PEER_GONE, _ERROR, r"Application timeout caused pair closure|Connection refused|Socket Timeout"),

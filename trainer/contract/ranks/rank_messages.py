@@ -13,6 +13,9 @@ from trainer.contract.messages.ranks import Saves
 STACKS = signal.SIGRTMIN + 6
 """The signal on which a rank writes the stacks of all its threads; NCCL and users take SIGUSR1."""
 
+_MAX_PACKET = 1 << 18
+"""Bytes of a message: more than the kernel takes in one packet."""
+
 SPEC_VARIABLE = "ORCH_RANK_SPEC"
 """Environment variable with the RankSpec of a rank that was started cold (exec instead of fork)."""
 
@@ -76,5 +79,5 @@ def report_saves(control: socket.socket, trouble: str, size: int) -> None:
 
 def receive_message(control: socket.socket, direction: Direction[M]) -> M | None:
     """The next message; None when the other side has closed. Raises MessageError."""
-    packet = control.recv(65536)
+    packet = control.recv(_MAX_PACKET)
     return direction.read(packet) if packet else None

@@ -10,6 +10,9 @@ from trainer.contract.failures.outcome import RankOutcome
 from trainer.contract.logs.line_file import MAX_READ_BYTES, LineFile
 from trainer.contract.run_dir import AttemptDir
 
+_MAX_TEXT = 1 << 16
+"""Characters of one text in an error file that are kept."""
+
 
 def append_outcome(attempt: AttemptDir, outcome: RankOutcome) -> None:
     """Keep how a rank ended, durably; raises OSError."""
@@ -35,8 +38,16 @@ def pack_error_file(attempt: AttemptDir, node: str, rank: int, generation: int) 
             error = json.loads(stream.read(MAX_READ_BYTES))
     except (FileNotFoundError, ValueError, RecursionError):
         return
-    _append(attempt.rank_errors(node), dump_line({"rank": rank, "generation": generation, "error": error}))
+    line = {"rank": rank, "generation": generation, "error": _shorten_texts(error)}
+    _append(attempt.rank_errors(node), dump_line(line))
     path.unlink()
+
+
+def _shorten_texts(value: Any) -> Any:
+    """Keep the beginning of each text that torch's `@record` wrote: a message may hold a whole data set."""
+    if isinstance(value, dict):
+        return {key: _shorten_texts(item) for key, item in value.items()}
+    return value[:_MAX_TEXT] if isinstance(value, str) else value
 
 
 def _append(path: Path, line: str) -> None:

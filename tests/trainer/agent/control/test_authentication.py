@@ -12,7 +12,7 @@ from tests.trainer.agent.control.open_server import OpenServer, answered, closin
 from tests.trainer.agent.control.raw_agent import RawAgent, challenged, sealed
 from trainer.agent.control import address
 from trainer.agent.control.authentication import challenge_line
-from trainer.agent.control.tcp_transport import WireError, connect
+from trainer.agent.control.tcp_transport import NotGreeted, WireError, connect
 from trainer.contract.messages.agents import SignalReceived
 from trainer.contract.messages.greeting import PROTOCOL, Hello
 
@@ -34,7 +34,7 @@ def test_only_the_one_address_is_listened_on():
 def test_a_wrong_token_is_hung_up_on_without_a_word(token):
     async def scene() -> None:
         async with OpenServer() as house:
-            with pytest.raises(ConnectionResetError):
+            with pytest.raises(NotGreeted):
                 await connect("127.0.0.1", house.port, token, Hello(protocol=PROTOCOL))
             assert house.members == []
 
@@ -147,7 +147,7 @@ def test_who_listens_without_the_token_learns_nothing_and_is_not_believed():
 
     async def scene() -> None:
         async with another_listener(impostor) as port:
-            with pytest.raises(ConnectionRefusedError, match="not this attempt's coordinator"):
+            with pytest.raises(NotGreeted, match="not this attempt's coordinator"):
                 await connect("127.0.0.1", port, "secret", Hello(protocol=PROTOCOL, name="a"))
 
     asyncio.run(scene())
@@ -167,7 +167,7 @@ def test_an_agent_that_is_not_challenged_says_nothing_of_itself(said):
 
     async def scene() -> None:
         async with another_listener(another) as port:
-            with pytest.raises(ConnectionRefusedError):
+            with pytest.raises(NotGreeted):
                 await connect("127.0.0.1", port, "secret", Hello(protocol=PROTOCOL, name="a"))
 
     asyncio.run(scene())

@@ -1,5 +1,6 @@
 """The fork server by itself, with a test for its agent."""
 
+import signal
 import subprocess
 import sys
 
@@ -32,3 +33,23 @@ os.wait()
 def test_it_works_when_the_workload_has_opened_a_thousand_files() -> None:
     ended = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60, check=False)
     assert (ended.returncode, ended.stderr) == (0, "--- generation 1 ---\n")
+
+
+IGNORED = """
+import os, signal
+from trainer.agent.fork_server.forked_child import _run_command
+from trainer.contract.ranks.step_signals import outlive_step_signals
+
+outlive_step_signals()
+if os.fork() == 0:
+    _run_command(["grep", "Sig[BI]", "/proc/self/status"], "/")
+os.wait()
+"""
+
+
+def test_a_command_inherits_no_signal_but_the_warnings_ignored() -> None:
+    """A pipe that is closed ends a program; Python itself ignores SIGPIPE and SIGXFSZ."""
+    ended = subprocess.run([sys.executable, "-c", IGNORED], capture_output=True, text=True, timeout=60, check=True)
+    masks = dict(line.split(":\t") for line in ended.stdout.splitlines())
+    warnings = 1 << (signal.SIGUSR1 - 1) | 1 << (signal.SIGUSR2 - 1)
+    assert (int(masks["SigBlk"], 16), int(masks["SigIgn"], 16)) == (0, warnings)

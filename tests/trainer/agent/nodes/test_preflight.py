@@ -1,5 +1,6 @@
 """Clocks that disagree, and shared memory that is too small."""
 
+import resource
 import shutil
 from types import SimpleNamespace
 
@@ -9,6 +10,7 @@ from trainer.agent.nodes import preflight
 from trainer.contract.config import ClusterShape, JobConfig
 from trainer.contract.config_sections.fault_detection_config import PreflightConfig
 from trainer.contract.failures.outcome import FailureKind
+from trainer.contract.messages.agents import Fault
 
 
 @pytest.mark.parametrize(
@@ -39,3 +41,27 @@ def test_shared_memory_must_hold_what_nccl_puts_there(tmp_path, monkeypatch, fre
     found = preflight.examine(tmp_path, JobConfig(cluster=ClusterShape(ranks_per_node=2, gpus_per_node=gpus)))
     assert [fault.check for fault in found] == ["shared memory"] * faults
     assert all(fault.reason == "/dev/shm has 31 MiB free, below 32 MiB for 2 rank(s) with GPUs" for fault in found)
+
+
+LOW = Fault(check="open files", reason="open-files limit is 64, below 1024", shared=True)
+
+
+@pytest.mark.parametrize(
+    ("faults", "kind", "node", "reason"),
+    [
+        ({"a": [LOW]}, FailureKind.INSTALLATION, None, "on every node: open-files limit is 64, below 1024; raise it"),
+        ({"a": [LOW], "b": [LOW]}, FailureKind.INSTALLATION, None, "on every node: open-files limit is 64"),
+        ({"a": [], "b": [LOW]}, FailureKind.NODE_SUSPECT, "b", "b: open-files limit is 64, below 1024, while 1 of 2"),
+    ],
+)
+def test_a_limit_that_all_nodes_have_is_the_submitters_and_blames_no_node(faults, kind, node, reason):
+    """Slurm passes the limits of the shell that submits on to the job."""
+    failure = preflight.find_blamed_node(faults)
+    assert (failure.kind, failure.node) == (kind, node)
+    assert failure.reason.startswith(reason)
+
+
+def test_a_hard_limit_on_open_files_is_found(tmp_path, monkeypatch):
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (32, 64))
+    monkeypatch.setattr(resource, "setrlimit", lambda *_: None)
+    assert preflight.examine(tmp_path, JobConfig()) == [LOW]

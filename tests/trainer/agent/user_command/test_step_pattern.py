@@ -1,12 +1,13 @@
 """The step of a user's own program, read from what it writes."""
 
 import asyncio
-import re
+import time
 from pathlib import Path
 
 import pytest
 
 from trainer.agent.attempt_state.attempt_progress import AttemptProgress
+from trainer.agent.user_command import step_pattern
 from trainer.agent.user_command.step_pattern import CommandStep, StepWatch, newest_step
 from trainer.contract.ranks.rank_messages import generation_mark
 from trainer.contract.user_command.command_progress import CommandProgressConfig
@@ -25,21 +26,21 @@ TEXTS = {
 @pytest.mark.parametrize("name", TEXTS)
 def test_the_newest_line_that_matches(name: str) -> None:
     text, found = TEXTS[name]
-    assert newest_step(text, re.compile(STEP)) == found
+    assert newest_step(text, STEP) == found
 
 
 def test_what_is_no_whole_number_is_no_step() -> None:
-    assert newest_step("step many\nstep 4\nstep 1.5e3\n", re.compile(r"step (?P<step>\S+)")) == CommandStep(step=4)
-    assert newest_step("step 12,000\n", re.compile(r"step (?P<step>\S+)")) == CommandStep(step=12000)
+    assert newest_step("step many\nstep 4\nstep 1.5e3\n", r"step (?P<step>\S+)") == CommandStep(step=4)
+    assert newest_step("step 12,000\n", r"step (?P<step>\S+)") == CommandStep(step=12000)
 
 
 class Program:
     """Writes; the coordinator looks at its log or its file, as often as a test says."""
 
-    def __init__(self, folder: Path, path: str = "") -> None:
+    def __init__(self, folder: Path, path: str = "", pattern: str = STEP) -> None:
         self.folder, self.log, self.now = folder, folder / "rank-00000.log", 100.0
         self.progress = AttemptProgress(1, "1", lambda: 0.0)
-        config = CommandProgressConfig(path=path, pattern=STEP)
+        config = CommandProgressConfig(path=path, pattern=pattern)
         self.watch = StepWatch(config, self.log, lambda: folder, self.progress, lambda: self.now)
 
     def writes(self, text: str, name: str = "rank-00000.log") -> None:
@@ -87,6 +88,38 @@ def test_the_last_word_is_read_when_all_has_ended(tmp_path: Path) -> None:
     program.writes(f"{generation_mark(1)}\nstep 60/60\n")
     asyncio.run(program.watch.check_settled())
     assert program.progress.step == 60
+
+
+def test_a_pattern_that_takes_for_ever_stops_nothing_and_is_named_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(step_pattern.newest_step, "__defaults__", (0.3,))
+    program = Program(tmp_path, pattern=r"(a+)+(a+)+(a+)+ step (?P<step>\d+)")
+    program.watch.start_generation(1)
+    program.writes(f"{generation_mark(1)}\n{'a' * 1000}\n")
+    longest = 0.0
+
+    async def look() -> None:
+        nonlocal longest
+        for _ in range(2):
+            program.now += 100.0
+            program.watch.check()
+            looking = program.watch._looking
+            assert looking is not None
+            before = time.monotonic()
+            while not looking.done():
+                await asyncio.sleep(0.01)
+                longest, before = max(longest, time.monotonic() - before), time.monotonic()
+        program.watch.check()
+        program.now += 10.0
+        program.watch.check()
+        assert program.watch._looking is None, "it is tried again after a minute"
+
+    asyncio.run(look())
+    assert longest < 10.0, "the event loop went on"
+    (said,) = capsys.readouterr().err.splitlines()
+    assert "progress.pattern=(a+)+" in said
+    assert said.endswith("within 0.3 s: the step is not shown")
 
 
 @pytest.mark.parametrize(

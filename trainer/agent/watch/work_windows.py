@@ -19,7 +19,7 @@ _FADING = 0.98  # of what is remembered about hiccups, after every window
 _OWN = 20  # windows of a rank that its own earlier pace is the median of
 _RECENT = 3 * LONG.span  # windows that are too new for that: the rank may have become slow in them
 _FEWEST_OWN = 5
-_MIN_OWN_SECONDS = 5.0
+_MIN_OWN_SECONDS = 2.0
 """Seconds of its usual work for which a rank without peers must have been slow: other programs pass."""
 _SOME = 500
 

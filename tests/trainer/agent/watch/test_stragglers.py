@@ -197,6 +197,17 @@ def test_a_rank_without_peers_is_held_against_its_own_past():
     assert "as fast again as it was after" in over.reason
 
 
+def test_short_steps_of_a_rank_without_peers_must_be_slow_for_a_while_too():
+    """Twelve steps of 20 ms are a quarter of a second, in which another program may have its core."""
+    ranks, usual = ranks_of(4, lambda rank: rank), {rank: each / 50 for rank, each in STAGES.items()}
+    slow = {**usual, 1: 1.5 * usual[1]}
+    assert ranks.go(usual, 30) == []
+    assert ranks.go(slow, 10) + ranks.go(usual, 30) == []
+    (verdict,) = ranks.go(slow, 16)
+    assert (verdict.rank, verdict.ratio) == (1, 1.5)
+    assert verdict.steps * usual[1] >= 2.0
+
+
 def test_ranks_without_peers_that_all_become_slower_or_one_faster_are_not_named():
     ranks = ranks_of(4, lambda rank: rank)
     assert ranks.go(STAGES, 30) == []

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.states import AttemptState, RunState
+from tests.fakes.model_slurm import MIN_JOB_AGE
 from tests.scenarios.clusters import A, B, Clusters
 
 MOVED, RENAMED = "lab@login2:6817/cccccccc", "campus@login2:6817/cccccccc"
@@ -55,6 +56,18 @@ def test_a_run_whose_job_ends_after_the_move_goes_on(two: Clusters) -> None:
     two.a.slurm.preempt(two.a.slurm.running()[0])
     follow(two, 400)
     assert two.run(name).state is RunState.SUCCEEDED
+    assert len(two.store.attempts(name)) == 2
+
+
+def test_a_run_whose_job_only_accounting_remembers_goes_on_after_the_move(two: Clusters) -> None:
+    name = two.submit(A, steps=400)
+    two.turns(6)
+    two.a.slurm.preempt(two.a.slurm.running()[0])
+    two.a.slurm.step(30.0)
+    two.a.slurm.step(MIN_JOB_AGE + 30.0)
+    move(two, MOVED)
+    follow(two, 400)
+    assert (two.run(name).scheduler, two.run(name).state) == (MOVED, RunState.SUCCEEDED)
     assert len(two.store.attempts(name)) == 2
 
 

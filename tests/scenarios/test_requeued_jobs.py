@@ -43,7 +43,7 @@ def test_a_job_that_somebody_requeues_is_cancelled_once_and_the_run_goes_on(
     assert "requeued job 1" in world.attempts[0].failure["reason"]
 
 
-@pytest.mark.parametrize("later", range(8))
+@pytest.mark.parametrize("later", [0, 1, 3, 6])
 def test_a_run_whose_job_was_requeued_can_be_cancelled_at_every_point(tmp_path: Path, later: int) -> None:
     world = World(tmp_path, data=config(steps=4000, every=5))
     requeued(world, "while it trains")
@@ -64,8 +64,8 @@ def test_a_cancel_that_changes_nothing_is_repeated_ever_more_rarely(tmp_path: Pa
     (job,) = world.slurm.running()
     world.slurm.requeue(job)
     job.eligible = world.clock.now + 7200.0
-    world.turns(600, 1.0)
-    assert 5 <= len(asked) <= 15
+    world.turns(300, 1.0)
+    assert 5 <= len(asked) <= 10
     assert len(world.attempts) == 1
     world.slurm.cancel = really  # type: ignore[method-assign]
     assert world.finish().state is RunState.SUCCEEDED
@@ -77,8 +77,8 @@ def test_a_release_that_changes_nothing_is_repeated_ever_more_rarely(tmp_path: P
     world.slurm.down = set(world.slurm.nodes)
     world.turns(60, 1.0, lambda: bool(world.slurm.jobs))
     world.slurm.jobs[0].shown = {"held": True, "reason": "BadConstraints"}
-    world.turns(600, 1.0)
-    assert 5 <= calls(world, "release 1") <= 15
+    world.turns(300, 1.0)
+    assert 5 <= calls(world, "release 1") <= 10
     world.slurm.jobs[0].shown, world.slurm.down = {}, set()
     assert world.finish().state is RunState.SUCCEEDED
 

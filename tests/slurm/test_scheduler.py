@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from orchestrator.config.run_config import ClusterConfig, RunConfig
+from orchestrator.controller.jobs.partition_sizes import PartitionSizes
 from orchestrator.errors import SlurmUnreachable, SubmitAmbiguous, SubmitRejected
 from orchestrator.scheduler.interface import UNRECORDED, Resources
 from orchestrator.scheduler.slurm.slurm_scheduler import SlurmScheduler
@@ -56,6 +58,8 @@ def test_a_drained_node_is_out_of_service_until_it_is_resumed(world: World, lab:
     asked, four, nobody = frozenset({"n3", "n4"}), Resources(nodes=4), frozenset[str]()
     assert world.scheduler.out_of_service(asked) == frozenset()
     assert usable_nodes(four, nobody) == 4
+    assert PartitionSizes()(RunConfig(cluster=ClusterConfig(partition="high"))) == 4
+    assert PartitionSizes()(RunConfig()) == 4
     lab.ask("scontrol", "update", "nodename=n4", "state=drain", "reason=fan")
     try:
         assert world.scheduler.out_of_service(asked) == {"n4"}

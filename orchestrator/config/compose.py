@@ -20,6 +20,8 @@ from trainer.contract.config_sections.drill_config import DrillEvent
 from trainer.contract.layout.fixes import MayChange
 
 DEFAULT = "default"
+_DOLLAR = "\ud8fe"
+"""Stands for a `$` that is a part of a name until everything is resolved; no text and no file name can have it."""
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})", re.ASCII)
 
 
@@ -115,12 +117,16 @@ def _values(data: Mapping[str, Any], kind: Any, above: keys.Path) -> Iterator[tu
 
 
 def _literal(value: Any) -> Any:
-    """As it must be written so that a `${` in it, which is no reference any more, stays as it is."""
+    """As it must be written so that a `$` in it, which is no reference and no variable any more, stays as it is."""
+    return _replaced(value, "$", _DOLLAR)
+
+
+def _replaced(value: Any, old: str, new: str) -> Any:
     if isinstance(value, str):
-        return re.sub(r"(\\*)\$\{", lambda match: f"{match[1] * 2}\\${{", value)
+        return value.replace(old, new)
     if isinstance(value, dict):
-        return {key: _literal(item) for key, item in value.items()}
-    return [_literal(item) for item in value] if isinstance(value, (list, tuple)) else value
+        return {key: _replaced(item, old, new) for key, item in value.items()}
+    return [_replaced(item, old, new) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def _composed(
@@ -303,7 +309,9 @@ def _placed(values: dict[str, Any], folders: Mapping[keys.Path, str]) -> None:
 
         def absolute(name: Any, place: str = place, is_folder: Callable[[str], bool] = is_folder) -> Any:
             relative = isinstance(name, str) and name.strip() and not name.startswith(_PLACED_BY_ITSELF)
-            return os.path.abspath(os.path.join(place, name)) if relative and is_folder(name) else name
+            if not (relative and is_folder(name)):
+                return name
+            return os.path.normpath(os.path.join(_literal(os.path.abspath(place)), name))
 
         branch[path[-1]] = list(map(absolute, given)) if isinstance(given, list | tuple) else absolute(given)
 
@@ -328,7 +336,8 @@ def _absolute(
         def value(match: re.Match[str]) -> str:
             variable = match[1] or match[2]
             if variable not in environ:
-                what = f"`{keys.dotted(key)}`={name}: there is no variable {variable} here"
+                shown = _replaced(name, _DOLLAR, "$")
+                what = f"`{keys.dotted(key)}`={shown}: there is no variable {variable} here"
                 raise ConfigError(
                     what, where=_where(key, origins), hint=f"export {variable}=..., or write the folder out"
                 )
@@ -355,7 +364,8 @@ def _absolute(
         tier["path"] = _tier(tier["path"], folder)
     if (own := data["checkpoints"]["path"]).startswith(("/", "~", "$")):  # others are meant from where the command runs
         data["checkpoints"]["path"] = folder(own, "checkpoints", "path")
-    return data
+    restored: dict[str, Any] = _replaced(data, _DOLLAR, "$")
+    return restored
 
 
 def _tier(path: str, folder: Callable[..., str]) -> str:

@@ -142,7 +142,7 @@ def writable_root(text: str, *, shared: bool) -> Path:
 
     `shared`: others may write it as well; without that it is refused.
     """
-    root = Path(os.path.expandvars(text)).expanduser().absolute()
+    root = Path(text).expanduser().absolute()
     try:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=root) as stream:

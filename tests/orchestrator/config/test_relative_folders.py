@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.config.compose import compose
+from orchestrator.config.compose import compose, recompose
 
 FILE = """
 workload: {target: "m:W", path: [., lib]}
@@ -62,3 +62,20 @@ def test_what_refers_to_a_folder_lies_below_it(place: Path, tmp_path: Path) -> N
     assert config.checkpoint.tiers[0].path == str(place / "runs" / "t")
     config = made(tmp_path / "typed" / "top.yaml", "~data.text", "cluster.root=mine")
     assert config.data.path == str(tmp_path / "typed" / "mine" / "tokens")
+
+
+@pytest.mark.parametrize("name", ["a$b", "$HOME", "x${HOME}y", "${cluster.root}", "a$", "$$1", "back\\${slash}"])
+def test_a_dollar_in_the_name_of_a_folder_is_no_variable(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    odd = place.rename(tmp_path / name)
+    config = made(odd / "mine.yaml", "+env.TOKENS=${cluster.root}/x", "+env.PRICE=5$")
+    assert config.workload.path == (str(odd), str(odd / "lib"))
+    assert config.cluster.root == str(odd / "runs")
+    assert (config.env["TOKENS"], config.env["PRICE"]) == (f"{odd}/runs/x", "5$")
+    monkeypatch.chdir(odd)
+    typed = compose("mine.yaml", ["workload.path=[$HOME/code,here]"], environ={"HOME": "/nowhere"})
+    assert typed.config.workload.path == ("/nowhere/code", str(odd / "here"))
+    again = recompose(typed.data, ["optimizer.lr=0.5"], environ={"HOME": "/nowhere"})
+    assert again.config.workload.path == typed.config.workload.path
+    assert again.config.cluster.root == typed.config.cluster.root

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -144,9 +145,19 @@ def _yaml(key: str, value: Any) -> str:
     if isinstance(value, float) and not math.isfinite(value):
         return ".nan" if math.isnan(value) else ".inf" if value > 0 else "-.inf"
     try:
-        return json.dumps(value, default=os.fspath, allow_nan=False)
+        return _ESCAPE.sub(_whole_character, json.dumps(value, default=os.fspath, allow_nan=False))
     except (TypeError, ValueError) as error:
         raise TypeError(f"{key}={value!r} has no place in a configuration: {error}") from error
+
+
+_ESCAPE = re.compile(r"\\(?:u(d[89ab]..)\\u(d[c-f]..)|.)")
+
+
+def _whole_character(found: re.Match[str]) -> str:
+    """YAML's escape of a character that JSON escapes in two halves; any locale can pass it on."""
+    if found[1] is None:
+        return found[0]
+    return f"\\U{0x10000 + ((int(found[1], 16) - 0xD800) << 10) + int(found[2], 16) - 0xDC00:08x}"
 
 
 def _run(row: Mapping[str, Any]) -> Run:

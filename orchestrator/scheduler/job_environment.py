@@ -31,6 +31,8 @@ _PREFIXES = ("LC_", "LMOD_", "__LMOD_", "ORCH_", "BASH_FUNC_module", "BASH_FUNC_
 
 SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|CRED|AUTH|JWT", re.IGNORECASE)
 """Names that sound like a secret: never written down."""
+_UTF8 = {"PYTHONUTF8": "1"}
+"""Names of files have the same bytes everywhere, whatever the locales of the submitter and of a node are."""
 _OF_THE_CONTROLLER = frozenset({"SLURM_CONF", "SLURM_CLUSTERS"})
 """Which Slurm is meant: jobs must go to the one where the controller looks for them."""
 
@@ -100,8 +102,8 @@ class Submitter:
     def environ(self, own: Mapping[str, str]) -> dict[str, str]:
         """What a job sees when a process with the variables `own` submits it."""
         if self.variables is None:
-            return allowed(own)
-        return {name: value for name, value in allowed(own).items() if not is_recorded(name)} | self.variables
+            return allowed(own) | _UTF8
+        return {name: value for name, value in allowed(own).items() if not is_recorded(name)} | self.variables | _UTF8
 
 
 def _is_text(value: str) -> bool:

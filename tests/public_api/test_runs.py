@@ -10,6 +10,7 @@ import pytest
 
 import orch
 from orch import command_line, runs
+from orchestrator.config.layers import from_overrides
 
 ROW = {
     "run": "a-1", "state": "RUNNING", "step": 7, "total_steps": 9, "loss": "nan", "attempts": 2, "generations": 3,
@@ -202,3 +203,12 @@ def test_a_traceback_has_the_hint() -> None:
     with pytest.raises(orch.NotFound) as refused:
         orch.status("nope")
     assert any("`orch submit tiny-gpt` makes the first run" in note for note in refused.value.__notes__)
+
+
+@pytest.mark.parametrize(
+    "text", ["\U0001f680 \xe4", "\\ud83d\\ude80", 'a"\\\U0001f680\\', "\u2028\n\t", "\U0010ffff\U00010000"]
+)
+def test_any_text_reaches_the_configuration_in_any_locale(text: str) -> None:
+    written = runs._yaml("env.MOOD", {"a": [text]})
+    assert written.isascii()
+    assert from_overrides([f"env={written}"])[0].value == {"a": [text]}

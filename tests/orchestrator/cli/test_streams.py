@@ -1,6 +1,7 @@
 """The program's standard streams as shells leave them: closed, full, unread, with few signs."""
 
 import contextlib
+import json
 import os
 import pty
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 
 from tests.orchestrator.cli.conftest import Seeds
 
+ROOT = Path(__file__).resolve().parents[3]
 Program = Callable[..., subprocess.CompletedProcess[str]]
 
 
@@ -99,3 +101,17 @@ def test_what_a_umask_takes_from_its_own_user_is_kept(program: Program, tmp_path
         os.umask(before)
     assert done.returncode == 0, done.stderr
     assert copy.stat().st_mode & 0o777 == 0o600
+
+
+def test_names_mean_the_same_bytes_in_a_locale_without_utf8(tmp_path: Path) -> None:
+    folder = tmp_path / "d\xe4\U0001f680"
+    folder.mkdir()
+    (folder / "\xe9.yaml").write_text(
+        'includes: [tiny-gpt]\ncluster: {root: runs}\nenv: {MOOD: "\U0001f680"}\n', encoding="utf-8"
+    )
+    poor = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0", "PATH": os.defpath, "HOME": str(tmp_path)}
+    program = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from orchestrator.cli.entry import main; main()"
+    words = [sys.executable, "-P", "-c", program, "--json", "config", "show", f"{folder}/\xe9.yaml"]
+    done = subprocess.run(words, capture_output=True, env=poor, check=True)
+    data = json.loads(done.stdout)["data"]["config"]
+    assert (data["cluster"]["root"], data["env"]) == (f"{folder}/runs", {"MOOD": "\U0001f680"})

@@ -74,8 +74,9 @@ def test_a_dollar_in_the_name_of_a_folder_is_no_variable(
     assert config.cluster.root == str(odd / "runs")
     assert (config.env["TOKENS"], config.env["PRICE"]) == (f"{odd}/runs/x", "5$")
     monkeypatch.chdir(odd)
-    typed = compose("mine.yaml", ["workload.path=[$HOME/code,here]"], environ={"HOME": "/nowhere"})
-    assert typed.config.workload.path == ("/nowhere/code", str(odd / "here"))
-    again = recompose(typed.data, ["optimizer.lr=0.5"], environ={"HOME": "/nowhere"})
+    environ = {"HOME": str(tmp_path / "typed")}
+    typed = compose("mine.yaml", ["workload.path=[$HOME/here,lib]"], environ=environ)
+    assert typed.config.workload.path == (str(tmp_path / "typed" / "here"), str(odd / "lib"))
+    again = recompose(typed.data, ["optimizer.lr=0.5"], environ=environ)
     assert again.config.workload.path == typed.config.workload.path
     assert again.config.cluster.root == typed.config.cluster.root

@@ -209,6 +209,6 @@ def test_a_traceback_has_the_hint() -> None:
     "text", ["\U0001f680 \xe4", "\\ud83d\\ude80", 'a"\\\U0001f680\\', "\u2028\n\t", "\U0010ffff\U00010000"]
 )
 def test_any_text_reaches_the_configuration_in_any_locale(text: str) -> None:
-    written = runs._yaml("env.MOOD", {"a": [text]})
-    assert written.isascii()
-    assert from_overrides([f"env={written}"])[0].value == {"a": [text]}
+    (word,) = runs._words({"+env.MOOD": text})
+    assert word.isascii()
+    assert from_overrides([word])[0].value == text

@@ -102,6 +102,16 @@ def _raw(value: Any) -> str:
     return one_line(value) if isinstance(value, str) else dump_line(value).strip('"')
 
 
+def _json_for(stream: TextIO, text: str) -> str:
+    """JSON that the stream's encoding has all signs for: escapes, where it is not UTF-8."""
+    if (stream.encoding or "").lower().replace("-", "") == "utf8":
+        return text
+    return _NOT_ASCII.sub(lambda sign: json.dumps(sign[0])[1:-1], text)
+
+
+_NOT_ASCII = re.compile(r"[^\x00-\x7f]")
+
+
 def _terminal_columns() -> int:
     import shutil  # with what it brings: 3 ms, which a pipe need not wait for
 
@@ -144,7 +154,7 @@ class Screen:
     def data(self, verb: str, data: Any) -> None:
         """The JSON envelope of an answer."""
         answer = {"schema": f"orch.{verb}/1", "time": iso(time.time()), "data": data, "warnings": self._warnings}
-        self._print(dump_line(answer), sys.stdout)
+        self._print(_json_for(sys.stdout, dump_line(answer)), sys.stdout)
         self.flush()
 
     def say(self, text: str, hang: int = 0) -> None:
@@ -215,7 +225,8 @@ class Screen:
         """What went wrong, where, and what to type."""
         if self.json:
             fields = {"code": code, "message": what, "where": where, "hint": hint}
-            self._print(json.dumps({"schema": "orch.error/1", "error": fields}, ensure_ascii=False), sys.stdout)
+            answer = json.dumps({"schema": "orch.error/1", "error": fields}, ensure_ascii=False)
+            self._print(_json_for(sys.stdout, answer), sys.stdout)
             return
         lines = [f"error: {_readable(what)}", *(f"  {_readable(line)}" for line in (where, hint) if line)]
         self._sentences("\n".join(lines), sys.stderr)

@@ -193,7 +193,7 @@ def test_programs_that_take_the_largest_number_or_read_latest_find_the_older_one
 
 def test_what_fails_from_an_older_checkpoint_too_gets_its_newest_back(job, tmp_path):
     """The one that was set aside had no sign of damage: nothing of it may be lost."""
-    work = saving(job, tmp_path, name="state").start()
+    work = saving(job, tmp_path, name="state", recovery={"backoff": 0.5}).start()
     checkpoint(tmp_path, 10, "{'step': 10}", "state")
     checkpoint(tmp_path, 20, "{'step': 20}", "state")
     work.go()
@@ -203,6 +203,8 @@ def test_what_fails_from_an_older_checkpoint_too_gets_its_newest_back(job, tmp_p
     assert "raised JSONDecodeError: Expecting property name" in outcome.reason
     assert "its newest checkpoint was checkpoint-20, and checkpoint-10 made no difference" in outcome.reason
     assert len(work.events(EventKind.CHECKPOINT_SET_ASIDE)) == 1
+    ended, started = work.events(EventKind.GENERATION_ENDED)[0], work.events(EventKind.GENERATION_STARTED)[1]
+    assert started.time - ended.time >= 0.5, "it is not read again at once"
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["checkpoint-10", "checkpoint-20"]
 
 

@@ -139,6 +139,54 @@ def test_a_signal_to_every_process_stops_all_ranks_after_one_agreed_save(trainin
     assert agreed.data["step"] == outcome.step
 
 
+UNHURRIED = """
+import time
+import torch
+from trainer.worker.workload import BaseWorkload
+
+
+class Batches:
+    def __init__(self):
+        self.consumed = 0
+
+    def take(self):
+        self.consumed += 8
+        return [torch.ones(4, 4)]
+
+    def seek(self, consumed):
+        self.consumed = consumed
+
+
+class Unhurried(BaseWorkload):
+    def build_model(self):
+        return torch.nn.Linear(4, 1)
+
+    def build_data(self, layout):
+        return Batches()
+
+    def loss(self, model, batch):
+        time.sleep(0.2)
+        return model(batch).square().mean()
+"""
+
+
+@pytest.mark.proof
+def test_a_program_that_raises_every_few_steps_and_saves_in_between_trains_to_its_end(training, tmp_path):
+    """It fails twice as often as it may without a new checkpoint."""
+    (tmp_path / "unhurried_workload.py").write_text(UNHURRIED)
+    workload = {"target": "unhurried_workload:Unhurried", "path": [str(tmp_path)]}
+    events = [{"kind": "raise", "rank": 1, "step": 5 * number, "generation": number} for number in range(1, 7)]
+    work = training(
+        workload=workload, train={"steps": 35}, checkpoint={"every": 2, "keep": 2}, recovery={"restarts_in_place": 3},
+        drill={"events": events},
+    ).start()  # fmt: skip
+    work.go()
+    assert work.wait(200) == [0, 0], work.story()
+    assert (work.outcome().generations, work.outcome().step) == (7, 35)
+    ended = [event.data for event in work.events(EventKind.GENERATION_ENDED)]
+    assert [data["failure"]["kind"] for data in ended[:-1]] == ["exception"] * 6
+
+
 # That a rank hangs is found out after so many seconds: with the long counts.
 @pytest.mark.parametrize("kind", [pytest.param("stop-rank", marks=pytest.mark.proof), "kill-rank"])
 def test_ranks_that_fail_while_they_stop_are_started_once_more_to_save(training, kind):

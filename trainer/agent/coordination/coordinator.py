@@ -154,7 +154,9 @@ class Coordinator:
         state.history.restarts += decision.action is Action.RESTART and not state.generation.drill
         state.history.again = state.history.again or state.stopping.stop is not None
         if decision.pause:
-            await self._messages.wait_until(lambda: state.stopping.stop is not None, decision.pause)
+            await self._messages.wait_until(
+                lambda: state.stopping.stop is not None or state.generation.broken is not None, decision.pause
+            )
         return await self._startup.wait_ready()
 
     async def _end_attempt(self, decision: Decision) -> int:

@@ -222,7 +222,7 @@ def likely_cause(root: RankEnd, past: CommandPast, row: Sequence[CommandFailure]
     which = f" ({named[-1]})" if named else ""
     return (
         f"; it had trained before, so the likely cause is what it loads now: its own newest checkpoint{which}. "
-        "With checkpoints.path=FOLDER orch sets a torn one aside"
+        "With checkpoints.path=FOLDER orch moves a torn one away"
     )
 
 

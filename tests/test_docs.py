@@ -157,6 +157,42 @@ def test_every_yaml_example_is_a_valid_configuration(page: Path, tmp_path: Path)
         compose(str(example), ("data.text=[python-stdlib]",), environ={"HOME": str(tmp_path)})
 
 
+def places_of_keys() -> set[str]:
+    """Every key and section of a configuration, by its full name and by each end of it (`spike.window`)."""
+    from orchestrator.config import keys
+
+    names = {path[first:last] for path in keys.every_key() for last in range(1, len(path) + 1) for first in range(last)}
+    return {keys.dotted(name) for name in names}
+
+
+def dead_keys(text: str) -> list[str]:
+    """What stands between backticks like a key of a section (`spike.window=9`), and is none."""
+    from orchestrator.config import keys
+    from orchestrator.submission.resume_contract import IDENTITY
+    from trainer.contract.events import EventKind
+
+    sections = {name for path in keys.every_key() for name in path[:-1]}
+    others = {*IDENTITY, *map(str, EventKind), *places_of_keys()}
+    open_maps = ("env.", "workload.args.", "cluster.sbatch.", "cluster.template_args.", "restore_tests.cluster.")
+    return [
+        name
+        for name in re.findall(r"`[+~]?([a-z_]+(?:\.[a-z_]+)+)(?:=[^`]*)?`", text)
+        if name.partition(".")[0] in sections and name not in others and not name.startswith(open_maps)
+        if name.rpartition(".")[2] not in ("py", "pt", "jsonl", "safetensors", "json")
+    ]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "CHANGELOG.md"], ids=lambda page: page.name)
+def test_every_key_that_is_named_exists(page: Path) -> None:
+    """CHANGELOG.md names those that are gone."""
+    assert not dead_keys(page.read_text())
+
+
+def test_a_dead_key_is_found() -> None:
+    text = "`straggler.replace_after`, `recovery.patience=9`, `+env.X`, `spike.window`, `train.stepps`, `model.pt`"
+    assert dead_keys(text) == ["straggler.replace_after", "train.stepps"]
+
+
 def test_every_failure_kind_is_documented() -> None:
     text = (DOCS / "failures.md").read_text()
     missing = [kind for kind in FailureKind if f"`{kind}`" not in text]

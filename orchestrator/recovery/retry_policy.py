@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from enum import StrEnum
 from itertools import pairwise
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 from trainer.contract.config import RecoveryConfig
 from trainer.contract.failures.failure_kinds import TRAITS, Budget
 from trainer.contract.failures.outcome import Failure, FailureKind
+from trainer.contract.time_spans import stored_moment
 from trainer.contract.user_command.command_progress import PROGRESS_SECONDS
 
 
@@ -131,10 +131,9 @@ def decide(
     if budget is Budget.TRIES:
         reason = f"{_counted(tries)} without a new checkpoint (try {len(tries)} of {recovery.max_failures})"
     else:
-        reason = (
-            f"{_told(outage, now)}; holds after {clock_time(_gives_up(outage, recovery))} unless a checkpoint is saved"
-        )
-    reason = f"{reason}; next try at {clock_time(start)}; {last}"
+        last_moment = stored_moment(_gives_up(outage, recovery))
+        reason = f"{_told(outage, now)}; holds after {last_moment} unless a checkpoint is saved"
+    reason = f"{reason}; next try at {stored_moment(start)}; {last}"
     return Decision(action=Action.RETRY, reason=reason, not_before=start, exclude=exclude)
 
 
@@ -231,11 +230,6 @@ def _span(seconds: float) -> str:
     if seconds < 120:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
-
-
-def clock_time(at: float) -> str:
-    """A moment as people read it in a reason, which is stored: `Nov 22 03:41:20 UTC`."""
-    return datetime.fromtimestamp(at, UTC).strftime("%b %d %H:%M:%S UTC")
 
 
 def _advanced(history: Sequence[EndedAttempt], index: int, *, steps_known: bool) -> bool:

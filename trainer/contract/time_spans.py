@@ -1,6 +1,8 @@
-"""Lengths of time as people write and read them: `10s`, `6h`; `1m28s`, `3d04h`."""
+"""Lengths of time as people write and read them: `10s`, `6h`; `1m28s`, `3d04h`; moments in stored sentences."""
 
 import re
+from collections.abc import Callable
+from datetime import UTC, datetime
 
 _SPAN = re.compile(r"(\d{1,9})([smhd])", re.ASCII)
 _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
@@ -22,3 +24,23 @@ def span(seconds: float) -> str:
     if whole < 86400:
         return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
     return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
+
+
+_MOMENT = re.compile(r"\b(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)Z(?!\w)", re.ASCII)
+
+
+def stored_moment(at: float) -> str:
+    """Return a moment for a sentence that is stored, in UTC: `2026-11-22 03:41:20Z`."""
+    return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%SZ")
+
+
+def show_moments(text: str, show: Callable[[float], str]) -> str:
+    """Return a stored sentence with its moments as a screen shows all others."""
+
+    def shown(match: re.Match[str]) -> str:
+        try:
+            return show(datetime.fromisoformat(f"{match[1]}+00:00").timestamp())
+        except ValueError:  # the words of a program that only look like a moment
+            return match[0]
+
+    return _MOMENT.sub(shown, text)

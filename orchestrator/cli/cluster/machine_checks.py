@@ -146,12 +146,22 @@ def run_folder(root: Path | None) -> Iterator[Check]:
     text = f"run folder {root} ({_kind(there)}, {size(disk.free)} free)"
     yield Check("root", OK, text if there == root else f"{text}; it will be made")
     if weak := weakness(there):
-        hint = weak.closing() or "cluster.shared_root=true uses it all the same, or choose another"
+        hint = weak.closing() or "cluster.shared_root=true uses it all the same, or cluster.root=FOLDER names another"
         yield Check("root", WARN, f"`orch submit` refuses this folder: {weak}", hint)
     if disk.free < _LITTLE:
-        yield Check("root", WARN, f"only {size(disk.free)} free for checkpoints", "free some space or choose another")
+        yield Check(
+            "root",
+            WARN,
+            f"only {size(disk.free)} free for checkpoints",
+            "free some space, or cluster.root=FOLDER on another disk",
+        )
     if inodes.f_files and inodes.f_ffree < inodes.f_files * 0.02:
-        yield Check("root", WARN, f"only {inodes.f_ffree} of {inodes.f_files} inodes are free", "remove small files")
+        yield Check(
+            "root",
+            WARN,
+            f"only {inodes.f_ffree} of {inodes.f_files} inodes are free",
+            "remove small files, or set checkpoint.files=node, which writes fewer",
+        )
 
 
 def is_local(root: Path) -> bool:

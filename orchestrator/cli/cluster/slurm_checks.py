@@ -69,7 +69,12 @@ def slurm(
         yield demand(source, asked, ask, wanted=wanted)
     if root is not None and is_local(root):
         text = f"{root} is on a file system of this host alone; compute nodes may not see it"
-        yield Check("root", WARN, text, "choose a folder on the shared file system: orch doctor --root FOLDER")
+        yield Check(
+            "root",
+            WARN,
+            text,
+            "cluster.root=FOLDER on the shared file system; `orch doctor --root FOLDER` looks at one",
+        )
 
 
 def parse_config(text: str) -> dict[str, str]:
@@ -118,7 +123,10 @@ def promises(settings: Mapping[str, str]) -> Iterator[Check]:
     yield Check("stop", OK, f"KillWait {lead}: what a job has to save in after SIGTERM; --signal gives it more")
     if wait is not None and wait < 10:
         yield Check(
-            "stop", WARN, "that is short: saves that take longer rely on cluster.signal_lead", "raise signal_lead"
+            "stop",
+            WARN,
+            "that is short: saves that take longer rely on cluster.signal_lead",
+            "cluster.signal_lead=300 leaves five minutes for a save, in ~/.config/orch/config.yaml or at submit",
         )
     if timeout is None or timeout == 0:
         text = "SlurmdTimeout is 0: Slurm never gives up on a silent node, so only heartbeats tell"

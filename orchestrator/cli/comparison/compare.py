@@ -259,7 +259,7 @@ def _shown(value: Any) -> str:
 
 def _loss_table(screen: Screen, found: Sequence[Compared], steps: Sequence[int], labels: Sequence[str]) -> None:
     if not steps:
-        screen.say("\nno step was trained by all of them")
+        screen.say(f"\n{_where_they_stand(found, labels) or 'no step was trained by all of them'}")
         return
     columns = [
         Column("STEP", "step", count, right=True),
@@ -274,6 +274,19 @@ def _loss_table(screen: Screen, found: Sequence[Compared], steps: Sequence[int],
         rows = [{**row, "apart": row[labels[1]] - row[labels[0]]} for row in rows]
     screen.say(f"\nloss at {'the step' if len(steps) == 1 else 'steps'} that all of them trained")
     screen.table(columns, rows, aligned=True)
+
+
+def _where_they_stand(found: Sequence[Compared], labels: Sequence[str]) -> str:
+    """The progress that commands report, which have no losses by step; empty where every run is a workload's."""
+    if not any(run.config.get("command") for run in found):
+        return ""
+    stands = [
+        f"{label} at step {progress(run.row['step'], run.row['total_steps'], ' of ')}, loss {decimal(run.row['loss'])}"
+        if run.row["step"]
+        else f"{label} reports no step: `progress.pattern` says where its log has it"
+        for run, label in zip(found, labels, strict=True)
+    ]
+    return f"orch records no losses by step for a `command`, only where it stands: {'; '.join(stands)}"
 
 
 def _signed(difference: float) -> str:

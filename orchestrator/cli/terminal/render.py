@@ -167,7 +167,7 @@ class Screen:
 
     def _sentences(self, text: str, stream: TextIO, hang: int = 0) -> None:
         """Lines that a terminal would break in the middle of a word are broken before one."""
-        width = _terminal_columns() if stream.isatty() else 0
+        width, text = _terminal_columns() if stream.isatty() else 0, self._in_own_time(text)
         lines = [piece for line in text.split("\n") for piece in wrapped(line, width, hang)] if width else [text]
         self._print("\n".join(lines), stream)
 
@@ -189,7 +189,10 @@ class Screen:
             self._folded_table(columns, rows)
 
     def _folded_table(self, columns: Sequence[Column], rows: Sequence[Mapping[str, Any]]) -> None:
-        texts = [{column: one_line(column.show(row.get(column.key))) for column in columns} for row in rows]
+        texts = [
+            {column: self._in_own_time(one_line(column.show(row.get(column.key)))) for column in columns}
+            for row in rows
+        ]
         self._print("\n".join(table_lines(columns, texts, self.width, self._painted)), sys.stdout)
 
     def _painted(self, piece: str, text: str) -> str:
@@ -245,6 +248,10 @@ class Screen:
             return "-"
         zone = datetime.fromtimestamp(moment, UTC) if self.utc else datetime.fromtimestamp(moment).astimezone()
         return zone.strftime("%Y-%m-%d %H:%M:%S") + ("Z" if self.utc else "")
+
+    def _in_own_time(self, text: str) -> str:
+        """A sentence with its stored moments in the time zone of all other times."""
+        return time_spans.show_moments(text, self.when)
 
     def clear_screen(self) -> None:
         """Start the screen afresh for the next picture of --watch."""

@@ -2,10 +2,10 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from enum import StrEnum
 
 from orchestrator.registry.records import Submission
+from trainer.contract.time_spans import stored_moment
 
 MOST_FOR_ATTEMPT = 3
 """Submissions of one attempt of which no job can be found; after that a person must look."""
@@ -49,7 +49,7 @@ def submit_permission(attempt: Sequence[Submission], everyone: Sequence[Submissi
         return Permission(step=SubmitStep.GIVE_UP, reason=_given_up(lost))
     recent = sorted(one.submitted_at for one in unresolved(everyone) if one.submitted_at > now - HOUR)
     if len(recent) >= MOST_IN_AN_HOUR:
-        until = _clock(recent[len(recent) - MOST_IN_AN_HOUR] + HOUR)
+        until = stored_moment(recent[len(recent) - MOST_IN_AN_HOUR] + HOUR)
         said = f"{len(recent)} jobs that were submitted within the last hour cannot be found in Slurm"
         return Permission(step=SubmitStep.WAIT, reason=f"waits until {until}: {said}; `squeue --me` shows what it has")
     return Permission(step=SubmitStep.SUBMIT)
@@ -57,7 +57,7 @@ def submit_permission(attempt: Sequence[Submission], everyone: Sequence[Submissi
 
 def _given_up(lost: Sequence[Submission]) -> str:
     ids = [one.job_id for one in lost if one.job_id]
-    times = ", ".join(_clock(one.submitted_at) for one in lost)
+    times = ", ".join(stored_moment(one.submitted_at) for one in lost)
     seen = f"sbatch gave the job ids {', '.join(ids)}" if ids else "sbatch gave no job id"
     look = f"`scontrol show job {ids[-1]}`" if ids else "`squeue --me`"
     end = f"end what is left of it with `scancel {' '.join(ids)}`" if ids else "end what is left of it with scancel"
@@ -65,7 +65,3 @@ def _given_up(lost: Sequence[Submission]) -> str:
         f"the job was submitted {len(lost)} times ({times}) and cannot be found in Slurm; {seen}. "
         f"See with {look} whether the site changes jobs, and {end}"
     )
-
-
-def _clock(seconds: float) -> str:
-    return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M} UTC"

@@ -12,7 +12,7 @@ from orchestrator.controller.reconciler.ownership import is_addressed_to, is_our
 from orchestrator.controller.run_dirs.bounded_files import RunDirHangs
 from orchestrator.controller.run_view import RunView, stored_config
 from orchestrator.errors import Fenced, NotFound, RegistryError, SlurmUnreachable
-from orchestrator.recovery.retry_policy import after_cancel, clock_time
+from orchestrator.recovery.retry_policy import after_cancel
 from orchestrator.registry.operations.reads import Reads
 from orchestrator.registry.records import (
     BY_PERSON,
@@ -28,6 +28,7 @@ from orchestrator.scheduler.interface import LEAVING_STATES, QUEUED_STATES
 from orchestrator.states import LIVE_ATTEMPTS, LIVE_RUNS, AttemptState, RunState
 from trainer.contract.failures.outcome import Failure, FailureKind
 from trainer.contract.requests import RequestKind
+from trainer.contract.time_spans import stored_moment
 
 log = logging.getLogger("orch.controller")
 
@@ -176,7 +177,7 @@ def _release(actor: Actor, run: Run, request: UserRequest) -> bool:
 def _exclude(actor: Actor, run: Run, request: UserRequest) -> bool:
     """A person keeps jobs away from a node of the run's cluster."""
     name, until = str(request.args["node"]), float(request.args["until"])
-    told = "until it is released" if until >= UNTIL_RELEASED else f"until {clock_time(until)}"
+    told = "until it is released" if until >= UNTIL_RELEASED else f"until {stored_moment(until)}"
 
     def exclude() -> None:
         stamp = actor.stamp()

@@ -55,15 +55,16 @@ TABLE = {
     ),
     "rank killed": (
         [past(1, K.RANK_KILLED, 10)], Action.RETRY,
-        "rank killed once without a new checkpoint (try 1 of 10); next try at Jan 12 13:46:50 UTC; the last one: its",
+        "rank killed once without a new checkpoint (try 1 of 10); next try at 1970-01-12 13:46:50Z; the last one: its",
     ),
     "node lost": (
         [past(1, K.NODE_LOST, 10)], Action.RETRY,
-        "node lost once; holds after Jan 13 13:46:40 UTC unless a checkpoint is saved; next try at Jan 12 13:46:50 UTC",
+        "node lost once; holds after 1970-01-13 13:46:40Z unless a checkpoint is saved; "
+        "next try at 1970-01-12 13:46:50Z",
     ),
     "boots fail": (
         outage(K.LAUNCH_FAILED, 0.2, 4), Action.RETRY,
-        "launch failed 4 times in 12 min; holds after Jan 13 13:34:40 UTC unless a checkpoint is saved; next try at",
+        "launch failed 4 times in 12 min; holds after 1970-01-13 13:34:40Z unless a checkpoint is saved; next try at",
     ),
     "several": (
         [past(1, K.NODE_LOST, None, ago=3), *outage(K.JOB_LOST, 2, 2)], Action.RETRY,
@@ -109,7 +110,7 @@ TABLE = {
     "user": ([past(1, K.USER_ERROR, 10)], Action.FAIL, "the training code failed: its reason"),
     "an exception that is not shown to come back": (
         [past(1, K.EXCEPTION, None)], Action.RETRY,
-        "exception once without a new checkpoint (try 1 of 10); next try at Jan 12 13:46:50 UTC; the last one: its",
+        "exception once without a new checkpoint (try 1 of 10); next try at 1970-01-12 13:46:50Z; the last one: its",
     ),
     "exceptions with new checkpoints between them": (
         [past(n, K.EXCEPTION, n) for n in range(1, 100)], Action.RETRY, "exception once without a new checkpoint",

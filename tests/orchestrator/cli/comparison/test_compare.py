@@ -239,3 +239,20 @@ def test_one_outlier_does_not_flatten_the_curve() -> None:
 def test_a_flat_curve_is_a_line() -> None:
     flat = LossCurve({1: 2.0, 2: 2.0})
     assert sparkline(flat, Scale.of([flat]), 10) == "▁▁"
+
+
+def test_commands_are_compared_by_where_they_stand(orch: Type, seeds: Seeds) -> None:
+    names = []
+    for slug, step, loss in (("a", 300, 1.25), ("b", 120, 2.5), ("c", 0, None)):
+        digest = seeds.store.put_config({"name": slug, "command": ["python", "train.py"]})
+        new = replace(seeds.new(slug), config_digest=digest, total_steps=300)
+        run, _ = seeds.store.create_run(new, now=100.0, nonce="0123abcd")
+        if step:
+            seeds.store.note_run(run.name, epoch=seeds.epoch, now=150.0, step=step, loss=loss)
+        names.append(run.name)
+    said = orch("compare", *names).out
+    assert "orch records no losses by step for a `command`, only where it stands:" in said
+    words = " ".join(said.split())
+    assert f"{names[0]} at step 300 of 300, loss 1.2500; {names[1]} at step 120 of 300, loss 2.5000;" in words
+    assert f"{names[2]} reports no step: `progress.pattern` says where its log has it" in words
+    assert "no step was trained" not in said

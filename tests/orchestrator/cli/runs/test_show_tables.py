@@ -11,9 +11,10 @@ from orchestrator.cli.runs.show import ATTEMPTS, attempt_table
 from orchestrator.cli.terminal.render import Screen
 from orchestrator.cli.terminal.tables import layout
 from orchestrator.registry.records import Attempt, Generation
-from orchestrator.states import AttemptState
+from orchestrator.states import AttemptState, RunState
 from tests.orchestrator.cli.conftest import Seeds, Type
 from trainer.contract.run_dir import RunDir
+from trainer.contract.time_spans import show_moments, stored_moment
 
 START, END = 1790000000.0, 1790000100.0
 
@@ -86,3 +87,27 @@ def test_pins_of_a_folder_that_is_not_visible_are_not_known(orch: Type, seeds: S
     run = seeds.run()
     seeds.checkpoint(run, 20)
     assert orch("show", run, "--json").data["checkpoints"][0]["pinned"] is False
+
+
+def test_moments_in_reasons_stand_in_the_time_zone_of_all_others(
+    orch: Type, seeds: Seeds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reason is stored in UTC; a screen with local times beside it shows it in local time, too."""
+    monkeypatch.setenv("TZ", "America/New_York")
+    time.tzset()
+    try:
+        run, reason = seeds.run(), f"node lost once; next try at {stored_moment(1_000_000.0)}; the last one: its node"
+        seeds.store.move_run(run, RunState.RECOVERING, reason, epoch=seeds.epoch, now=time.time())
+        for verb in ("show", "status"):
+            assert "next try at 1970-01-12 08:46:40;" in " ".join(orch(verb, run).out.split()) or verb == "status"
+            assert "1970-01-12 13:46:40Z" in orch(verb, run, "--utc").out
+            assert "1970-01-12 13:46:40Z" in orch(verb, run, "--json").out
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+
+
+def test_what_only_looks_like_a_moment_is_left_alone() -> None:
+    assert show_moments("at 9999-99-99 99:99:99Z, 1970-01-12 13:46:40Zulu", lambda at: "moved") == (
+        "at 9999-99-99 99:99:99Z, 1970-01-12 13:46:40Zulu"
+    )

@@ -36,7 +36,7 @@ def test_three_for_an_attempt_and_twenty_in_an_hour(
 
 def test_the_reasons_say_until_when_and_what_to_type() -> None:
     waits = submit_permission([], submissions(MOST_IN_AN_HOUR, ago=1800.0), NOW).reason
-    assert waits.startswith("waits until 1970-01-12 14:16 UTC: 20 jobs that were submitted within the last hour")
+    assert waits.startswith("waits until 1970-01-12 14:16:41Z: 20 jobs that were submitted within the last hour")
     known = submit_permission(submissions(3, job_id="7"), [], NOW).reason
     assert "sbatch gave the job ids 7, 7, 7" in known
     assert "`scontrol show job 7`" in known

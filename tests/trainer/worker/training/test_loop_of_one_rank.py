@@ -1,6 +1,7 @@
 """What the loop does at the boundary of a step, seen in what it saves and reports: one rank, in this process."""
 
 import math
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -285,3 +286,88 @@ def test_the_built_in_model_probes_one_step_more_and_changes_nothing(one_rank: M
     assert (probe["loss"], probe["grad_norm"]) == (fifth["loss"], fifth["grad_norm"])
     assert run.final()["probe"]["lr"] == run.lines()[4]["lr"], "the rate of the last step goes on"
     assert all(parameter.grad is None for parameter in run.session.objects.model.parameters())
+
+
+class Averaging(torch.optim.SGD):
+    """As optimizers without a schedule: weights are averages in evaluation mode."""
+
+    mode = "train"
+
+    def eval(self):
+        self.mode = "eval"
+
+    def train(self):
+        self.mode = "train"
+
+    def step(self, closure=None):
+        assert self.mode == "train"
+        return super().step(closure)
+
+
+class Averaged(Validated):
+    def build_model(self):
+        made = super().build_model()
+        made[2].eval()
+        return made
+
+    def build_optimizer(self, model):
+        self.optimizer = Averaging(model.parameters(), lr=0.1)
+        return self.optimizer
+
+    def validate(self, model):
+        self.seen = (self.optimizer.mode, model.training, torch.is_grad_enabled(), float(torch.rand(1)))
+        return {}
+
+
+def test_a_validation_leaves_modes_generators_and_the_optimizer_as_they_were(one_rank: MakeRank) -> None:
+    run = one_rank(workload=own("Averaged"), validation={"every": 2})
+    workload: Any = run.session.objects.workload
+    assert run.train() == ExitCode.FINISHED
+    assert workload.seen[:3] == ("eval", False, False)
+    assert workload.optimizer.mode == "train"
+    modes = {name: module.training for name, module in run.session.objects.model.named_modules()}
+    assert modes.pop("2") is False
+    assert all(modes.values())
+    calm = one_rank(workload=own("Averaged"), validation={"every": 0})
+    calm.train()
+    assert [line["loss"] for line in run.lines().values()] == [line["loss"] for line in calm.lines().values()]
+
+
+class Plateau(Validated):
+    def build_scheduler(self, optimizer):
+        return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.5)
+
+    def validate(self, model):
+        return {"first": 1.0, "second": float(self.data.consumed)}
+
+
+def test_a_scheduler_on_a_plateau_steps_with_the_first_number_of_each_validation(one_rank: MakeRank) -> None:
+    run = one_rank(workload=own("Plateau"), validation={"every": 2}, train={"steps": 6})
+    assert run.train() == ExitCode.FINISHED
+    rates = [line["lr"] for _, line in sorted(run.lines().items())]
+    assert rates == pytest.approx([0.1, 0.1, 0.1, 0.1, 0.05, 0.05])
+
+
+def test_votes_of_rank_0_are_followed_one_step_later(one_rank: MakeRank) -> None:
+    """Of an automatic interval: the first save is tried when as many steps as it allows at least have passed."""
+    run = one_rank(
+        workload=own("Numbered"), train={"steps": 30}, checkpoint={"every": "auto", "auto": {"least": 10, "most": 10}}
+    )
+    assert run.train() == ExitCode.FINISHED
+    assert run.saver.tried[0] == 10
+    assert all(later - earlier >= 10 for earlier, later in zip(run.saver.tried, run.saver.tried[1:-1], strict=False))
+
+
+def test_every_step_reports_its_work_and_stalls(one_rank: MakeRank) -> None:
+    class Slow(KeptSaves):
+        def before_optimizer_step(self) -> None:
+            time.sleep(0.002)
+
+    run = one_rank(Slow(), workload=own("Numbered"), train={"steps": 3}, checkpoint={"every": 0})
+    assert run.train() == ExitCode.FINISHED
+    assert sum(line["stall"] for line in run.lines().values()) >= 0.006
+    for line in run.lines().values():
+        assert sum(line["work"].values()) > 0
+        assert "tokens_per_s" not in line
+        assert "loss_scale" not in line
+    assert run.cell.read().loss == 2.5

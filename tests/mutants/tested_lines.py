@@ -49,6 +49,7 @@ def copy_tree(folder: Path) -> None:
         shutil.copytree(ROOT / name, folder / name)
     for name in ("pyproject.toml", "README.md"):
         shutil.copy2(ROOT / name, folder / name)
+    (folder / ".venv").symlink_to(ROOT / ".venv")  # with what `make test` installs beside it
 
 
 def environment(tree: Path) -> dict[str, str]:

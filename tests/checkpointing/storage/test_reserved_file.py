@@ -3,8 +3,10 @@
 import errno
 import json
 import os
-from collections.abc import Iterator
+import zlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -36,6 +38,36 @@ def test_where_there_is_room_the_reserve_is_given_back(disk: Path) -> None:
     reserve(path)
     write_reserved(path, b"{}")
     assert os.listdir(disk) == ["outcome.json"]
+
+
+def test_nothing_need_have_been_reserved_where_there_is_room(tmp_path: Path) -> None:
+    write_reserved(tmp_path / "outcome.json", b"{}")
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"outcome.json": b"{}"}
+
+
+def test_a_reserve_is_as_large_as_asked_for_and_no_compressor_shrinks_it(tmp_path: Path) -> None:
+    reserve(tmp_path / "a")
+    reserve(tmp_path / "b", 4096)
+    sizes = {path.name: len(zlib.compress(path.read_bytes())) for path in tmp_path.iterdir()}
+    assert sizes.keys() == {".a.reserve", ".b.reserve"}
+    assert sizes[".a.reserve"] >= 32 << 10
+    assert 4096 <= sizes[".b.reserve"] < 5000
+
+
+@pytest.mark.parametrize("call", [write_reserved, replace_or_overwrite])
+def test_another_failure_than_a_full_disk_is_raised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Callable[[Path, bytes], None]
+) -> None:
+    reserve(tmp_path / "x")
+    (tmp_path / "x").write_bytes(b"old")
+
+    def broken(*_: Any) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "replace", broken)
+    with pytest.raises(OSError, match="Input/output error"):
+        call(tmp_path / "x", b"new")
+    assert (tmp_path / "x").read_bytes() == b"old"
 
 
 @pytest.mark.parametrize("reserved", [None, 100])

@@ -153,3 +153,14 @@ def test_a_failed_write_gives_the_file_up_and_is_remembered() -> None:
     assert broken.ended == "aborted"
     assert sink.error is not None
     assert sink.error.errno == 28
+
+
+def test_a_manifest_knows_its_files_and_their_bytes() -> None:
+    listed = [FileEntry(name=name, size=size, chunks=("0" * 32,)) for name, size in ((".metadata", 5), ("a", 7))]
+    made = Manifest(
+        name="step-00000007.002-ab12cd34", step=7, attempt=2, nonce="ab12cd34", created_at=1.0, torch="2.13.0",
+        world={},
+        files=tuple(listed),
+    )  # fmt: skip
+    assert made.size == 12
+    assert (made.file("a"), made.file("b")) == (listed[1], None)

@@ -1,11 +1,14 @@
 """Below the save queue: errors that nobody expects end no run and leave nobody waiting."""
 
+import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from checkpointing.config import CheckpointConfig, StagingConfig
+from checkpointing.engine.save.save_queue import SaveQueue
 from checkpointing.storage.backends import LocalStorage
 from tests.checkpointing.engine.conftest import Bench, state
 
@@ -56,3 +59,47 @@ def test_a_lane_that_dies_says_so_and_leaves_nobody_waiting(bench: Bench, config
     assert [data["reason"] for data in bench.told("checkpoint.failed")] == ["rank 0: Odd: what is this?"]
     assert not made.save(2, tensors, {}), "there is nobody to save it"
     made.wait()
+
+
+class Staged:
+    """Of a job: its buffers."""
+
+    kept = False
+
+    def __init__(self) -> None:
+        self.drained = threading.Event()
+
+    def drain(self) -> None:
+        self.drained.set()
+
+
+def test_a_lane_that_dies_frees_its_peers_its_buffers_and_who_waits_already() -> None:
+    goes_on, waits, closed, told = threading.Event(), threading.Event(), threading.Event(), list[Any]()
+
+    class Saver:
+        def run(self, job: Any) -> Any:
+            assert goes_on.wait(20)
+            raise Odd("what is this?")
+
+    ranks = SimpleNamespace(rank=3, leads=True, close=closed.set)
+    made = SaveQueue(Saver(), ranks, lambda kind, data: told.append((kind, data)), lambda *_: None)  # type: ignore[arg-type]
+    jobs: list[Any] = [SimpleNamespace(step=step, staged=Staged()) for step in (1, 2)]
+    for job in jobs:
+        made.submit(job)
+
+    def wait() -> None:
+        waits.set()
+        made.wait()
+
+    waiting = threading.Thread(target=wait, daemon=True)
+    waiting.start()
+    assert waits.wait(20)
+    assert made.alive
+    goes_on.set()
+    waiting.join(20)
+    assert not waiting.is_alive()
+    assert not made.alive
+    assert all(job.staged.drained.wait(20) for job in jobs)
+    assert closed.wait(20), "peers that wait for this rank hear that it is gone"
+    assert told == [("checkpoint.failed", {"step": 1, "reason": "rank 3: Odd: what is this?"})]
+    made.close()

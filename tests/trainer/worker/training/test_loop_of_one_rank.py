@@ -14,6 +14,7 @@ from tests.trainer.worker.my_workload import Plane
 from tests.trainer.worker.training.one_rank import KeptSaves, OneRank
 from trainer.contract.failures.outcome import ExitCode
 from trainer.contract.ranks.progress import Phase, StopReason
+from trainer.worker.training.drill import DrillError
 from trainer.worker.training.spikes import BadStep
 from trainer.worker.workload import WorkloadError
 
@@ -371,3 +372,13 @@ def test_every_step_reports_its_work_and_stalls(one_rank: MakeRank) -> None:
         assert "tokens_per_s" not in line
         assert "loss_scale" not in line
     assert run.cell.read().loss == 2.5
+
+
+def test_drills_strike_where_they_belong_in_a_step(one_rank: MakeRank) -> None:
+    kinds = {"hang-in-data": 2, "hang-in-forward": 3, "hang-in-collective": 4, "hang-in-save": 5, "raise": 6}
+    drilled = [{"kind": kind, "rank": 0, "step": step, "value": 0.001} for kind, step in kinds.items()]
+    run = one_rank(workload=own("Numbered"), checkpoint={"every": 5}, drill={"events": drilled})
+    with pytest.raises(DrillError, match="raised on rank 0 after step 6"):
+        run.train()
+    assert {event.data["kind"]: event.data["step"] for event in run.events("drill")} == kinds
+    assert run.saver.tried == [5]

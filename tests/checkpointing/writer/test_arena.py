@@ -13,6 +13,7 @@ import pytest
 from checkpointing.format.manifest import FileEntry
 from checkpointing.storage.digests import CHUNK
 from checkpointing.storage.shared_memory import PAGE
+from checkpointing.writer import arena
 from checkpointing.writer.arena import Arena, Record
 
 MIB = 1 << 20
@@ -141,6 +142,7 @@ def test_records_of_the_largest_kind_fit_and_larger_ones_are_refused(sides):
 
 _PUBLISHER = """
 import itertools, sys
+from checkpointing.writer import arena
 from checkpointing.writer.arena import Arena, Record
 arena = Arena(int(sys.argv[1]))
 for step in itertools.count(1):
@@ -166,3 +168,15 @@ def test_a_publisher_that_is_killed_leaves_a_whole_record_or_none(sides, seed):
         child.send_signal(signal.SIGKILL)
     found = ours.record(0)
     assert found is None or found.name == f"s{found.step}" * 2000
+
+
+@pytest.mark.parametrize("size", [0, 1, 1000])
+def test_what_is_sealed_may_fill_its_place_and_not_more(size: int) -> None:
+    payload, room = b"x" * size, memoryview(bytearray(arena._SEAL.size + size))
+    arena._seal(room, arena._RECORD_MARK, payload)
+    assert arena._sealed(room, arena._RECORD_MARK) == payload
+    assert arena._sealed(room, b"other-mk") is None
+    if size:
+        assert arena._sealed(room[:-1], arena._RECORD_MARK) is None
+    with pytest.raises(ValueError, match=rf"^{size + 1} bytes do not fit into {size}$"):
+        arena._seal(room, arena._RECORD_MARK, payload + b"y")

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from checkpointing.errors import SaveFailed
 from checkpointing.storage.durable import canonical
 from tests.trainer.worker.conftest import TINY, merged
 from trainer.contract.config import JobConfig, build
@@ -38,6 +39,7 @@ class KeptSaves:
     commits: bool = True
     committed_step: int | None = None
     failure: str | None = None
+    lasting: SaveFailed | None = None
     save_seconds: Sequence[float] = ()
     saved: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
     facts: dict[int, dict[str, Any]] = field(default_factory=dict)
@@ -52,7 +54,7 @@ class KeptSaves:
 
     def save(
         self, step: int, tensors: Mapping[str, torch.Tensor], extra: dict[str, Any],
-        rank_state: dict[str, Any] | None = None, left_out: int = 0,
+        rank_state: dict[str, Any] | None = None, trained: Collection[str] = (),
     ) -> bool:  # fmt: skip
         self.tried.append(step)
         if not self.accepts(step):

@@ -220,6 +220,16 @@ def test_too_many_steps_without_a_checkpoint_end_the_run(one_rank: MakeRank) -> 
     assert run.state.step == 5
 
 
+def test_saves_that_can_never_succeed_end_the_run_at_once(one_rank: MakeRank) -> None:
+    saver = KeptSaves(commits=False)
+    run = one_rank(saver, workload=own("Validated"), checkpoint={"every": 2})
+    workload: Any = run.session.objects.workload
+    workload.at = lambda number: number == 3 and setattr(saver, "lasting", SaveFailed(2, "it never can"))
+    with pytest.raises(SaveFailed, match="it never can"):
+        run.train()
+    assert run.state.step == 3
+
+
 def test_commits_in_time_let_it_go_on(one_rank: MakeRank) -> None:
     run = one_rank(workload=own("Numbered"), checkpoint={"every": 2, "max_unsaved_steps": 4})
     assert run.train() == ExitCode.FINISHED

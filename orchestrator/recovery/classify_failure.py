@@ -21,7 +21,7 @@ from trainer.contract.failures.outcome import (
 LOST_AFTER = 60.0
 """Seconds of answered look-ups without the job, and of a silent heartbeat, before a job counts as lost."""
 RECORD_WITHIN = 300.0
-"""The same while accounting does not answer: it may still name the cause."""
+"""Like LOST_AFTER, while accounting does not answer: it may still name the cause."""
 OUTCOME_GRACE = 5.0
 """Seconds that an outcome may take to become visible after the job was seen ended."""
 GONE_AFTER = 5.0
@@ -113,7 +113,7 @@ _SLURM_KINDS = {
 """States in which Slurm itself names the cause: they stay what they are."""
 
 _BY_ITSELF = frozenset({"COMPLETED", "FAILED"})
-"""States in which the batch script ended by itself."""
+"""States that Slurm derives from the exit of the batch script."""
 _TAKEN_AWAY = frozenset({"CANCELLED", "REVOKED"})
 """States that a person's scancel leaves."""
 _SENDERS = kinds_with(lambda traits: traits.asked_by_slurm)
@@ -268,7 +268,7 @@ def _saved(evidence: Evidence) -> str:
 
 def _by_logs(evidence: Evidence, job: JobStatus) -> Failure:
     kind, reason = _from_logs(evidence, job)
-    # The batch script ended by itself before any agent lived; its exit code may be unknown.
+    # The batch script exited before any agent started; its exit code may be unknown.
     script = kind is FailureKind.LAUNCH_FAILED and job.state in _BY_ITSELF and not evidence.started
     own = kind is not FailureKind.LAUNCH_FAILED or (script and job.state == "FAILED")
     return Failure(kind=kind, reason=reason, exit_code=job.exit_code if own else None, signal=job.signal, script=script)

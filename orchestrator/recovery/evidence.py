@@ -24,7 +24,7 @@ class Evidence:
     job: JobStatus | None
     """The adopted job as the scheduler knows it; None when the answered look-ups do not know it."""
     unrecorded: bool = False
-    """The job has left the queue, and accounting, which would tell how it ended, does not answer."""
+    """The job has left the queue, and accounting, which knows its end, does not answer."""
     absent_for: float = 0.0
     """How long answered look-ups have not known the job."""
     ended_for: float = 0.0

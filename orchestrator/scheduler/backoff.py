@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 
 class Backoff:
-    """How long each effect rests before it is repeated: `first` seconds, then twice as long each time."""
+    """Pauses of effects, by key: `first` seconds before the first repetition, then doubled up to `longest`."""
 
     def __init__(self, mono: Callable[[], float], *, first: float = 5.0, longest: float = 60.0) -> None:
         self._first, self._longest, self._mono = first, longest, mono

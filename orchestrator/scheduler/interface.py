@@ -85,7 +85,7 @@ ENDED_STATES = frozenset(
 )  # fmt: skip
 
 UNRECORDED = "UNRECORDED"
-"""No word of Slurm: the job has left the queue, and accounting does not answer (yet): how it ended is not known."""
+"""Not a state of Slurm: the job has left the queue and accounting does not answer, so its end is unknown."""
 UNREADABLE = "UNREADABLE"
 """No word of Slurm: what it says about this one job cannot be read, so nothing is known of it; `reason` says why."""
 
@@ -108,7 +108,7 @@ class Scheduler(Protocol):
         """
 
     def poll(self, ids: list[str]) -> dict[str, JobStatus]:
-        """One batched look-up in the queue, then in accounting; an id that the answer lacks is unknown to both.
+        """Look the ids up in the queue, then in accounting; an id that the answer lacks is unknown to both.
 
         What cannot be told of one job makes that job UNREADABLE; it stands under its name where its id is not known.
         UNRECORDED is a job that has left the queue while accounting does not answer.

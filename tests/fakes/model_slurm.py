@@ -130,7 +130,7 @@ class ModelSlurm:
         return {key: job for key, job in (self._recorded(ids) | queue).items() if key in ids}
 
     def _recorded(self, ids: Collection[str]) -> dict[str, JobStatus]:
-        """What accounting has, which may be late, silent or absent; each id may have been several jobs."""
+        """Rows of accounting, which may be late, silent or absent; an id may belong to several jobs in turn."""
         if not self.slurm_faults.accounting:
             return {}
         if self.slurm_faults.accounting_silent:

@@ -1,4 +1,4 @@
-"""What the clients of three Slurm versions really printed (`tests/slurm/record_client_output.py`)."""
+"""Recorded output of the clients of three Slurm versions (`tests/slurm/record_client_output.py`)."""
 
 import json
 from collections.abc import Callable

@@ -12,7 +12,7 @@ from trainer.contract.failures.outcome import FailureKind
 
 
 def requeued(world: World, point: str) -> None:
-    """Somebody types `scontrol requeue` of the first job, at one point of its life."""
+    """Requeue the first job from outside, at one point of its life."""
     if point == "at its start":
         world.turns(60, 1.0, lambda: bool(world.slurm.running()))
     elif point == "before it is seen to run":

@@ -198,10 +198,10 @@ def join_resized(jobs: list[JobStatus]) -> list[JobStatus]:
 
 
 def ended_jobs(jobs: list[JobStatus]) -> list[JobStatus]:
-    """Of the rows of accounting, jobs that have ended: the newest incarnation of each job, by its submit time.
+    """Return the ended jobs among rows of accounting: the newest incarnation of each job, by its submit time.
 
-    No row proves that a job lives; that is for the queue to say. A job that is requeued leaves a row in state REQUEUED
-    for ever, and one that slurmctld has lost a row that stays PENDING or RUNNING.
+    Only the queue proves that a job lives. A requeued job leaves a row in state REQUEUED for ever, a job that slurmctld
+    has lost leaves a row that stays PENDING or RUNNING.
     """
     newest = {(job.job_id, job.name): job for job in sorted(join_resized(jobs), key=lambda job: job.submit_time)}
     return [job for job in newest.values() if job.state in ENDED_STATES or job.state == UNREADABLE]
@@ -239,10 +239,11 @@ def plain_state(text: str) -> str:
 
 
 def read_ending(state: str, text: str) -> Ending:
-    """How a job in this state ended, from squeue's `exit_code` or sacct's `ExitCode`; any other text means unknown.
+    """Read the exit code or signal of a job in this state from squeue's `exit_code` or sacct's `ExitCode`.
 
     `code:signal` (`3:0`, `0:9`) or, from squeue before 24.11, a raw wait status (768, 9). Where Slurm lost a node it
-    writes a number of its own. sacct before 25.11 takes 128 off codes from 128 on: FAILED with code 0 is unknown.
+    writes a number of its own. sacct before 25.11 takes 128 off codes from 128 on: FAILED with code 0 is unknown. So is
+    any other text.
     """
     if state not in ENDED_STATES or state in _NOTHING_EXITED:
         return Ending(None, None)

@@ -99,7 +99,7 @@ class SlurmScheduler:
             raise unreachable(f"scancel {job_id}", said.stderr)
 
     def _in_queue(self, ids: Collection[str]) -> dict[str, JobStatus]:
-        """The jobs of these ids in the queue; one that the list of this user's jobs lacks is asked for by its id."""
+        """Find these ids in the queue. An id that is missing from the list of this user's jobs is queried alone."""
         found = self._listed(ids)
         missing = set(ids) - set(found)
         if not missing:

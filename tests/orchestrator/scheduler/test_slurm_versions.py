@@ -1,4 +1,4 @@
-"""What orch reads in the recorded answers of three Slurm versions: the same in each."""
+"""Recorded answers of three Slurm versions: orch reads the same facts in each."""
 
 from pathlib import Path
 

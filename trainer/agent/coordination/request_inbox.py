@@ -6,7 +6,7 @@ from trainer.agent.processes.detached_thread import RepeatedRead
 from trainer.contract.requests import Request, pending
 
 READ_SECONDS = 2.0
-"""How long a look may delay the other files of the coordinator."""
+"""Seconds by which a look may delay the other files of the coordinator."""
 
 
 class RequestInbox:

@@ -28,7 +28,7 @@ async def run_detached(function: Callable[[], T], seconds: float) -> T:
 
 
 async def read_file(function: Callable[[], T], path: Path, seconds: float) -> T:
-    """What `function` reads from `path`; raises HungFileSystem when that takes too long, else what it raises."""
+    """Return what `function` reads from `path`; raises HungFileSystem when that takes too long."""
     try:
         return await run_detached(function, seconds)
     except TimeoutError as error:
@@ -43,9 +43,9 @@ class RepeatedRead(Generic[T]):
         self._reading: asyncio.Future[T] | None = None
 
     async def result(self, seconds: float) -> T:
-        """A result that is newer than the last one; raises HungFileSystem after `seconds`, else what it raises.
+        """Return a result that is newer than the last one; raises HungFileSystem after `seconds`.
 
-        Every read has `SHORTEST_READ` seconds at least: a deadline that is near says nothing about the file system.
+        Every read has `SHORTEST_READ` seconds at least: a near deadline proves nothing about the file system.
         """
         seconds = max(seconds, SHORTEST_READ)
         if self._reading is None:

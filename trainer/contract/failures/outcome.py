@@ -94,7 +94,7 @@ class Failure:
     lines: tuple[str, ...] = ()  # the last ones in the log of a command's rank
     culprits: tuple[Culprit, ...] = ()  # all roots, where there are several; `rank` and `node` are those of the first
     room: int = 0  # bytes of the checkpoint that there was no room for, as far as is known
-    script: bool = False  # the batch script ended by itself before any agent lived
+    script: bool = False  # the batch script exited before any agent started
     drill: str = ""  # kind of the drill that brought it about on purpose; empty: none
 
     @property

@@ -231,15 +231,21 @@ def test_a_driver_that_hangs_is_found_out_before_its_node_is_given_up():
 
 def test_a_file_system_that_stands_still_when_ranks_die_stops_no_agent(alone, monkeypatch):
     """The loop runs on, the socket's word does, and the coordinator hears of the ends in their order before `gone`."""
-    back = threading.Event()
+    reading, back = threading.Event(), threading.Event()
+
+    def hang(*_: object) -> None:
+        reading.set()
+        back.wait(3)
+
     monkeypatch.setattr(rank_exit, "_READ_SECONDS", 1.5)
-    monkeypatch.setattr(rank_exit, "find_outcome", lambda *_: back.wait(3) and None)
+    monkeypatch.setattr(rank_exit, "find_outcome", hang)
     send_message(alone.ranks.by_rank[1].theirs, LAST)
 
     async def scene() -> None:
         before = time.monotonic()
         alone.agent._on_exited(1, 1, None)
-        await asyncio.sleep(0.01)
+        while not reading.is_set():
+            await asyncio.sleep(0.01)
         # The other's reading is given up at once, but it died later.
         monkeypatch.setattr(rank_exit, "_READ_SECONDS", 0.0)
         alone.agent._on_exited(0, None, 9)

@@ -10,13 +10,14 @@ from checkpointing.storage.durable import number, read_json
 from trainer.contract.config import config_digest
 from trainer.contract.events import EventKind, read_events
 from trainer.contract.run_dir import AttemptDir, RunDir
+from trainer.contract.user_code.code_record import CodeRecord, changed_files
 
 COMPARED = ("loss", "grad_norm", "lr")
 BOUNDED_STEPS = 5
 """So many steps are compared where bits may differ: differences grow faster and faster."""
 
 OTHER_SOFTWARE = "other_software"
-"""Key of a recorded step that was trained with other versions, another device or another number of threads."""
+"""Key of a recorded step that was trained with other versions, another device, other threads, or other code."""
 
 BOUNDS = {
     "float32": {"loss": 1e-6, "grad_norm": 1e-4},
@@ -45,12 +46,12 @@ class Comparison:
 
 
 def recorded_steps(
-    run: RunDir, steps: Collection[int], digest: str, saved_by: int = 0
+    run: RunDir, steps: Collection[int], digest: str, saved_by: int = 0, code: CodeRecord | None = None
 ) -> dict[int, list[dict[str, float]]]:
     """What the run's attempts with the config `digest` have recorded of these steps, every repetition of them.
 
     What a finished run has computed of the step after its last one is among them. Steps that were trained with other
-    software than attempt `saved_by` had carry the key OTHER_SOFTWARE. Raises OSError.
+    software than attempt `saved_by` had, or with other code than `code`, carry the key OTHER_SOFTWARE. Raises OSError.
     """
     found: dict[int, list[dict[str, float]]] = {step: [] for step in steps}
     other = False
@@ -60,10 +61,11 @@ def recorded_steps(
             if attempt.number > saved_by:
                 break  # another learning rate: neither its steps nor those that go on from it say anything
             continue
+        marked = {OTHER_SOFTWARE: 1.0} if other or _has_other_code(attempt, code) else {}
         for line in (*_lines(attempt.metrics, steps), *_probes(attempt)):
             if line.get("step") in found:
                 values = {name: number(line[name]) for name in COMPARED if name in line}
-                found[line["step"]].append({**values, **({OTHER_SOFTWARE: 1.0} if other else {})})
+                found[line["step"]].append({**values, **marked})
     return found
 
 
@@ -74,6 +76,12 @@ def _changed_software(attempt: AttemptDir, saved_by: int) -> bool:
     events = [event for path in sorted(attempt.events.glob("ranks-*.jsonl")) for event in read_events(path)[0]]
     changed = [event for event in events if event.kind == EventKind.CHECKPOINT_SOFTWARE]
     return any(attempt.number > saved_by or event.generation > 1 for event in changed)
+
+
+def _has_other_code(attempt: AttemptDir, code: CodeRecord | None) -> bool:
+    """Whether the attempt trained with other code than `code`; unknown code is taken to be the same."""
+    theirs = CodeRecord.read(attempt.code)
+    return code is not None and theirs is not None and bool(changed_files(theirs, code))
 
 
 def _lines(path: Path, steps: Collection[int]) -> Iterator[dict[str, Any]]:
@@ -126,7 +134,7 @@ def compare(
         ]
         if all(words for words, _ in judged):
             other = all(OTHER_SOFTWARE in values for values in known)
-            why = "the run had trained that step with other software" if other else ""
+            why = "the run had trained that step with other software or code" if other else ""
             largest = max(size for _, size in judged)
             return Comparison(compared=compared, difference=judged[-1][0], why_no_verdict=why, largest=largest)
         largest = max(largest, min(size for words, size in judged if not words))

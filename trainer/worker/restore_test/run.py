@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from trainer.contract.ranks.progress import Phase
 from trainer.contract.ranks.rank_messages import RankSpec
 from trainer.contract.restore_test import Outcome, RestoreTest, RestoreVerdict
 from trainer.contract.run_dir import AttemptDir, RunDir
+from trainer.contract.user_code.code_record import CodeRecord
 from trainer.worker.data import TokenData, unwrapped
 from trainer.worker.reporting.metrics import Journal
 from trainer.worker.restore_test.comparability import Conditions, why_no_verdict, why_not_compared
@@ -178,11 +179,9 @@ class RestoreTestRun:
 
     def _bad_step(self, error: BadStep) -> tuple[Outcome, str]:
         """A loss that is no number: the checkpoint's fault only where the run has trained that very step."""
-        run, order = RunDir(Path(self._order.run_dir)), self._order
 
         def judged() -> dict[str, Any]:
-            known = recorded_steps(run, [error.step], order.steps_digest, saving_attempt(order))[error.step]
-            return {"known": any(OTHER_SOFTWARE not in values for values in known)}
+            return {"known": any(OTHER_SOFTWARE not in values for values in self._recorded([error.step])[error.step])}
 
         known = self._on_leader(judged)["known"]
         conditions = self._conditions()
@@ -190,6 +189,10 @@ class RestoreTestRun:
         if not known:
             why = why or "the run has not trained that step, and its batch may be the cause"
         return (Outcome.NOT_COMPARABLE, f"{error}; {why}") if why else (Outcome.SUSPECT, str(error))
+
+    def _recorded(self, steps: Collection[int]) -> dict[int, list[dict[str, float]]]:
+        order, code = self._order, CodeRecord.read(self._attempt.code)
+        return recorded_steps(RunDir(Path(order.run_dir)), steps, order.steps_digest, saving_attempt(order), code)
 
     def _changed_data(self) -> str:
         """The token shards that are not what they were when they were prepared: each rank reads some of them."""
@@ -207,7 +210,7 @@ class RestoreTestRun:
         bounds, not_compared = BOUNDS[self._config.train.dtype], why_not_compared(conditions)
 
         def judged() -> dict[str, Any]:
-            known = recorded_steps(RunDir(Path(order.run_dir)), mine, order.steps_digest, saving_attempt(order))
+            known = self._recorded(mine)
             found = compare({} if not_compared else mine, known, bounds, exact=exact)
             evidence = {
                 "compared": found.compared, "exact": exact, "bounds": bounds, "largest_difference": found.largest,

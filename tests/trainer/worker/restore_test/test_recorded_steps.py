@@ -10,6 +10,7 @@ from checkpointing.storage.durable import canonical, dump_line
 from trainer.contract.config import config_digest
 from trainer.contract.events import EventKind, EventLog
 from trainer.contract.run_dir import RunDir
+from trainer.contract.user_code.code_record import CodeFile, CodeRecord
 from trainer.worker.restore_test.recorded_steps import BOUNDS, compare, recorded_steps
 
 TIGHT = BOUNDS["float32"]
@@ -99,6 +100,20 @@ def test_steps_of_other_software_are_marked(run: RunDir, saved_by: int, generati
     assert [int(values["loss"]) for values in found if "other_software" in values] == other
     nearly = {**STEP, "loss": 2.0 * (1 + 1e-9)}
     assert bool(compare({7: nearly}, {7: found[1:]}, TIGHT, exact=True).difference) is not bool(other)
+
+
+def test_steps_of_other_code_are_marked(run: RunDir, tmp_path: Path) -> None:
+    """Attempt 2 was resumed with edited code: its steps prove nothing about a test with the code of attempt 1."""
+    codes = {number: CodeRecord(files={"mine": CodeFile(path="mine.py", sha256=str(number))}) for number in (1, 2)}
+    for number, code in codes.items():
+        code.write(run.attempt(number).code)
+    for number, code in codes.items():
+        found = recorded_steps(run, [7], config_digest(run.config), 1, code)[7]
+        assert [int(values["loss"]) for values in found if "other_software" not in values] == [number]
+    far = compare({7: {**STEP, "loss": 9.0}}, {7: found[:1]}, TIGHT, exact=True)
+    assert (bool(far.difference), far.why_no_verdict) == (
+        True, "the run had trained that step with other software or code"
+    )  # fmt: skip
 
 
 def test_what_goes_on_from_another_config_says_nothing_either(run: RunDir) -> None:

@@ -48,7 +48,8 @@ class RestoreTestsConfig:
     """Keys of `cluster` that are others for the tests (`partition`, `qos`, `time`, `mem`); not its size: `layouts`."""
 
     command: tuple[str, ...] = ()
-    """For a run of a `command`: the program that restores $ORCH_CHECKPOINT; exit code 0 is a pass."""
+    """For a run of a `command`: the program that restores $ORCH_CHECKPOINT; exit code 0 is a pass, 7 a bad checkpoint,
+    any other no verdict."""
 
     def __post_init__(self) -> None:
         if self.sample not in SAMPLES:

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+import psutil
 import pytest
 
 from trainer.agent.attempt_state.attempt_progress import AttemptProgress
@@ -191,6 +192,21 @@ def test_a_batch_is_left_out_although_that_cannot_be_written_down_in_time(tmp_pa
         back.set()
         log.close()
     assert [event.data["position"] for event in read_events(tmp_path / "events.jsonl")[0]] == [24]
+
+
+def test_an_attempt_began_with_the_first_process_of_its_job(play):
+    """An interpreter takes a second to get here: recovery times are counted from where the job began."""
+    seen = []
+
+    async def script(scene: Scene) -> None:
+        peers = [await scene.join(node) for node in (0, 1)]
+        await hear(peers[1], agents.StartGeneration)
+        seen.extend(scene.events(EventKind.ATTEMPT_STARTED))
+        await leave(peers, 0)
+
+    play(script)
+    (event,) = seen
+    assert event.data["began"] == psutil.Process().create_time() < event.time
 
 
 def test_a_save_that_is_asked_for_after_a_stop_is_answered_by_the_stop(play):

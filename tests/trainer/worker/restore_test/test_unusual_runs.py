@@ -1,0 +1,72 @@
+"""No healthy run is called damaged for what it looks like, and damage of every kind is found in any of them."""
+
+import itertools
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from checkpointing.storage.backends import LocalStorage
+from checkpointing.verification.verdicts import manifest_of
+from tests.trainer.worker.restore_test.byte_damages import BYTE_DAMAGES
+from tests.trainer.worker.restore_test.conftest import Subject
+from tests.trainer.worker.restore_test.unusual_runs import EVERY, KINDS, TESTED, Kind
+from trainer.contract.restore_test import FOUND_BAD
+
+pytestmark = pytest.mark.multi
+
+BY_NAME = {kind.name: kind for kind in KINDS}
+SEEDS = 7
+SAMPLE = ("own-scaler", "at-step-1000", "from-one-that-skipped", "other-data")
+
+
+def check(make_run: Any, place: Path, kind: Kind, seed: int) -> None:
+    source = kind.run(make_run, seed)
+    subject = Subject(source.ranks, source, place, itertools.count(1))
+    found = kind.verdict(subject, place)
+    assert found.outcome not in FOUND_BAD, (kind.name, seed, found)
+    assert found.outcome in kind.outcomes, (kind.name, seed, found)
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_a_healthy_run_of_an_unusual_kind_is_not_blamed(make_run: Any, tmp_path: Path, name: str) -> None:
+    check(make_run, tmp_path, BY_NAME[name], 0)
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_healthy_runs_of_every_unusual_kind_are_not_blamed(
+    make_run: Any, tmp_path: Path, kind: Kind, record_property: Callable[[str, object], None]
+) -> None:
+    for seed in range(SEEDS):
+        check(make_run, tmp_path, kind, seed)
+    record_property("healthy runs of unusual kinds that no restore test blames", SEEDS)
+
+
+def damaged(make_run: Any, place: Path, name: str, seed: int) -> None:
+    """One run of an unusual kind; every damage is done to a copy of its checkpoint."""
+    source = BY_NAME[name].run(make_run, seed)
+    subject = Subject(source.ranks, source, place, itertools.count(1))
+    older = subject.folder(EVERY)
+    for damage in BYTE_DAMAGES:
+        copy = subject.copy(TESTED)
+        damage(copy, older, random.Random(f"{name} {seed} {damage.__name__}"))
+        # The registry knows the manifest that was committed: that of a faulty writer, too.
+        found = subject.verdict(copy, world=1, manifest=manifest_of(LocalStorage(copy.parent), copy.name))
+        assert found.outcome in FOUND_BAD, (name, seed, damage.__name__, found)
+
+
+def test_damage_to_an_unusual_run_is_found(make_run: Any, tmp_path: Path) -> None:
+    damaged(make_run, tmp_path, "own-scaler", 0)
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("name", ["lion", "prodigy", "odd-buffers", "trained-mask", "skipped-batches"])
+def test_a_hundred_damages_are_found(
+    make_run: Any, tmp_path: Path, name: str, record_property: Callable[[str, object], None]
+) -> None:
+    for seed in range(2):
+        damaged(make_run, tmp_path, name, seed)
+    record_property("damaged checkpoints of unusual runs caught by a restore test", 2 * len(BYTE_DAMAGES))

@@ -23,6 +23,8 @@ class Conditions:
     dtype: str = "float32"
     drawn: bool = False
     """Whether the steps drew random numbers."""
+    keeps_gradients: bool = False
+    """Whether gradients outlive a step, as those of parameters that the optimizer does not have."""
     differs: Collection[str] = ()
     """Identity fields (code.user, env.torch) that are not those of the run."""
     software: Mapping[str, Any] = field(default_factory=dict)
@@ -53,6 +55,8 @@ def why_no_verdict(now: Conditions) -> str:
         return f"{', '.join(sorted(now.differs))} differ from what the run was trained with"
     if not now.promises_equality:
         return "the workload does not promise equal steps: strictly_deterministic = True, and data with a fingerprint"
+    if now.keeps_gradients:
+        return "gradients of parameters that the optimizer does not have outlive a step, and no checkpoint has them"
     if now.exact:
         return ""
     other = sorted(set(now.software) - _SUMS_ONLY)

@@ -124,18 +124,21 @@ class RestoreTestRun:
             return self._concluded(*self._bad_step(error))
         if code is not ExitCode.FINISHED:
             return code
-        drawn = any(self._ranks.all_gather(not torch.equal(before, pack_rng(self._objects.layout.device))))
-        return self._concluded(*self._judged(self._conditions(drawn)))
+        drawn = not torch.equal(before, pack_rng(self._objects.layout.device))
+        keeps = any(parameter.grad is not None for parameter in self._objects.model.parameters())
+        return self._concluded(*self._judged(self._conditions(drawn, keeps)))
 
-    def _conditions(self, drawn: bool = False) -> Conditions:
+    def _conditions(self, drawn: bool = False, keeps: bool = False) -> Conditions:
+        """How this test computes, the same on all ranks: collective. `keeps`: gradients, after the last step."""
+        told = self._ranks.all_gather([drawn, keeps])
         device, made, config = self._objects.layout.device, self._objects.workload, self._config
         deterministic = bool(getattr(made, "strictly_deterministic", False))
         known_data = getattr(unwrapped(self._objects.data), "fingerprint", None) is not None
         return Conditions(
             same_layout=self._order.same_layout, repeats=device.type == "cpu" or deterministic,
             built_in=config.trains_built_in_workload, promises_equality=deterministic and known_data,
-            experts=config.model.experts.count, dtype=config.train.dtype, drawn=drawn, differs=self._order.differs,
-            software=self._software,
+            experts=config.model.experts.count, dtype=config.train.dtype, drawn=any(each[0] for each in told),
+            keeps_gradients=any(each[1] for each in told), differs=self._order.differs, software=self._software,
         )  # fmt: skip
 
     def _examined(self) -> str:

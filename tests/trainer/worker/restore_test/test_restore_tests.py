@@ -9,7 +9,7 @@ import pytest
 
 from tests.folder_snapshot import snapshot
 from tests.trainer.worker.restore_test.conftest import LAYOUTS, OLDER, STEPS, TESTED, Subject
-from tests.trainer.worker.restore_test.damages import DAMAGES, Damage, missing_shard, remade_manifest
+from tests.trainer.worker.restore_test.damages import DAMAGES, Damage, missing_shard, nan_weights, remade_manifest
 from trainer.contract.failures.outcome import ExitCode
 from trainer.contract.restore_test import Outcome, RestoreVerdict
 
@@ -52,6 +52,17 @@ def test_no_more_is_compared_than_the_run_has_trained(tested: Subject) -> None:
 def test_each_kind_of_damage_is_caught(tested: Subject, kind: Damage) -> None:
     found = damaged(tested, kind, seed=1, layout="same")
     assert found.outcome in (Outcome.CORRUPT, Outcome.SUSPECT), found
+
+
+def test_a_loss_that_is_no_number_is_held_against_the_step_of_the_run(tested: Subject) -> None:
+    """The run has trained that step; where it has not, the batch may be the cause."""
+    found = damaged(tested, nan_weights, 0, "same")
+    assert (found.outcome, "loss nan" in found.reason) == (Outcome.SUSPECT, True), found
+    copy = tested.copy(STEPS)
+    nan_weights(copy, tested.folder(OLDER), 0)
+    unknown = tested.verdict(copy, steps_digest="0" * 32)
+    assert unknown.outcome is Outcome.NOT_COMPARABLE, unknown
+    assert "its batch may be the cause" in unknown.reason
 
 
 def test_a_damaged_one_is_named_by_file_and_tensor(tested: Subject) -> None:

@@ -3,7 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -146,7 +146,9 @@ def own(kind: str, target: str = "Unusual", **more: Any) -> Kind:
 
 
 KINDS: tuple[Kind, ...] = (
-    *(own(kind) for kind in (*OPTIMIZERS, *ODD_MODELS)),
+    *(own(kind) for kind in (*OPTIMIZERS, *ODD_MODELS) if kind != "muon"),
+    # It has matrices alone: gradients of the rest add up, and count for the norm.
+    replace(own("muon"), outcomes=NOT_COMPARABLE),
     own("dropout", "WithDropout"),
     Kind(name="skipped-batches", train=skipping),
     Kind(name="from-one-that-skipped", train=from_one_that_skipped),

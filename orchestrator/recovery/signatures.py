@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from orchestrator.recovery.evidence import LogTail
+from trainer.contract.cut_text import cut
 from trainer.contract.failures.failure_patterns import Meaning, log_line_says
 from trainer.contract.failures.outcome import FailureKind
 
@@ -52,7 +53,7 @@ def scan(tails: Iterable[LogTail]) -> list[Match]:
         if (meaning := log_line_says(line)) is not None
     )  # fmt: skip
     return [
-        Match(kind=STANDS_FOR[meaning][0], role=STANDS_FOR[meaning][1], line=line.strip()[:300], source=source)
+        Match(kind=STANDS_FOR[meaning][0], role=STANDS_FOR[meaning][1], line=cut(line.strip(), 300), source=source)
         for source, line, meaning in known
     ]
 

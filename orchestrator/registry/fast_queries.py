@@ -38,7 +38,7 @@ SELECT run.name AS run, run.state, run.reason, run.cluster, run.run_dir, run.con
     bad.step AS bad_step, bad.layout AS bad_layout, bad.verdict AS bad_verdict, bad.ended_at AS bad_ended_at,
     bad.reason AS bad_reason, own.run AS own_run, own.step AS own_step, own.layout AS own_layout,
     coalesce(first.step, generation.resumed_from, 0) AS since_step,
-    coalesce(first.committed_at, generation.started_at) AS since_at
+    coalesce(first.committed_at, generation.started_at) AS since_at, first.step IS NOT NULL AS since_saved
 FROM (SELECT * FROM runs {{where}} ORDER BY id DESC LIMIT ?) AS run
 LEFT JOIN attempts AS attempt ON attempt.run = run.name
     AND attempt.number = (SELECT max(number) FROM attempts WHERE attempts.run = run.name)
@@ -84,8 +84,8 @@ def newest(
     None), restore_test ({step, layout, verdict, ended_at} of the newest finished one, or None), bad_test (the same
     with its reason, where the newest checkpoint that was tested was found bad), test_of ({run, step, layout} of a run
     that is a restore test itself, or None), tags (list), notified, removal (as in
-    orchestrator.registry.records.Run), speed_since ({step, at}: where the newest generation stood when; its first
-    checkpoint, else its start). Times are seconds since the epoch.
+    orchestrator.registry.records.Run), speed_since ({step, at, saved}: where the newest generation stood when; its
+    first checkpoint if it has saved one, else its start). Times are seconds since the epoch.
     """
     where, wanted = _among("state", states)
     tagged = list(tags)
@@ -211,7 +211,8 @@ def _answer(row: sqlite3.Row) -> dict[str, Any]:
     answer["bad_test"] = _popped(answer, "bad", ("step", "layout", "verdict", "ended_at", "reason"))
     answer["test_of"] = _popped(answer, "own", ("run", "step", "layout"))
     step, at = answer.pop("since_step"), answer.pop("since_at")
-    answer["speed_since"] = None if at is None else {"step": step, "at": at}
+    saved = bool(answer.pop("since_saved"))
+    answer["speed_since"] = None if at is None else {"step": step, "at": at, "saved": saved}
     answer["failure"] = json.loads(answer["failure"]) if answer["failure"] else None
     answer["slurm_cluster"] = None if traits(answer["cluster"]).simulated_nodes else answer["scheduler"] or None
     answer["nodes"] = json.loads(answer["nodes"] or "[]")

@@ -16,6 +16,7 @@ from typing import Protocol
 from orchestrator.errors import SlurmUnreachable
 from orchestrator.scheduler.slurm.commands import run_command
 from trainer.contract.config_sections.scheduler_kinds import LOCAL
+from trainer.contract.cut_text import cut
 
 ANSWER_WITHIN = 10.0
 KEEP_FOR = 10.0
@@ -102,7 +103,7 @@ class SlurmInstance:
             self.silence = error.what
             return ""
         found = read_instance(done.stdout) if done.returncode == 0 else ""
-        words = " ".join(done.stderr.split())[:300] or "it does not name its cluster"
+        words = cut(" ".join(done.stderr.split()), 300) or "it does not name its cluster"
         self.silence = "" if found else f"scontrol cannot tell which Slurm this is: {words}"
         return found
 

@@ -70,6 +70,12 @@ class Reading:
         told = self.beat.step if self.beat is not None else 0
         return max(newest, told or 0, int(self.row["step"] or 0))
 
+    @property
+    def eta_s(self) -> float | None:
+        """The seconds that are left, as `orch status` has them."""
+        left: float | None = self.row["eta_s"]
+        return left
+
     def to_json(self) -> dict[str, Any]:
         metric, last, beat = self.metric, self.last_checkpoint, self.beat
         return {
@@ -81,7 +87,7 @@ class Reading:
             "silent_s": _since(self.at, beat and beat.time), "last_checkpoint": last, "world": self.world,
             "ranks": [asdict(rank) for rank in self.ranks],
             "events": [{"time": iso(when), "text": text} for when, text in self.events],
-            "step_seconds": self.speed.step_seconds, "eta_s": self.speed.eta_s,
+            "step_seconds": self.speed.step_seconds, "eta_s": self.eta_s,
             "loss_change": self.speed.loss_change, "loss_steps": self.speed.loss_steps,
         }  # fmt: skip
 
@@ -109,14 +115,13 @@ class Reader:
         told = _rank_readings(attempts[-1], beat) if beat is not None else None
         row, now = one_row(self._run), time.time()
         over = is_over(row)
-        training = beat is not None and beat.state == Stage.RUNNING and not over
         return Reading(
             at=now, row=row, beat=beat, metric=self._feed.latest,
             ranks=told.ranks if told is not None and not over else (),  # of a run that is over they stand still
             judged=frozenset(step for step, _ in saved_steps(registry_path(), self._run)),
             world=told.world if told is not None else 0, events=list(self._told),
             saved=max(self._saves.values(), default=None),
-            speed=training_speed(self._feed.recent, row["total_steps"] if training else 0, now=now),
+            speed=training_speed(self._feed.recent),
         )  # fmt: skip
 
 
@@ -212,7 +217,7 @@ def head(reading: Reading) -> list[str]:
     words += [f"{count(round(speed))} tokens/s"] if isinstance(speed, (int, float)) else []
     words += [f"MFU {100 * metric.mfu:.1f} %"] if metric is not None and metric.mfu is not None else []
     lines.append("   ".join(words))
-    lines += _speed_words(reading.speed)
+    lines += _speed_words(reading.speed, reading.eta_s)
     lines += _share_words(metric.shares) if metric is not None else []
     if beat is not None:
         silent = _since(reading.at, beat.time)
@@ -229,9 +234,9 @@ def _doing(beat: Heartbeat) -> str:
     return STAGES.get(beat.state) or f"{beat.state}: {beat.phase}"
 
 
-def _speed_words(speed: TrainingSpeed) -> list[str]:
+def _speed_words(speed: TrainingSpeed, eta_s: float | None) -> list[str]:
     """One line, of a run that has trained for long enough to have a speed."""
-    words = [f"ETA {span(speed.eta_s)}"] if speed.eta_s is not None else []
+    words = [f"ETA {span(eta_s)}"] if eta_s is not None else []
     words += [f"{speed.step_seconds:.3g} s/step"] if speed.step_seconds is not None else []
     if speed.loss_change is not None:
         words.append(f"loss changed by {speed.loss_change:+.4f} in {count(speed.loss_steps)} steps")

@@ -1,4 +1,4 @@
-"""PURE: how fast a run trains, when it will have finished, and where its loss goes, by its newest steps."""
+"""PURE: how fast a run trains, and where its loss goes, by its newest steps."""
 
 import math
 from collections.abc import Sequence
@@ -12,18 +12,17 @@ _FEWEST = 5
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingSpeed:
-    """`step_seconds` without what lies between two steps, `eta_s` with it; None for what is not known yet.
+    """`step_seconds` without what lies between two steps; None for what is not known yet.
 
     `loss_change` is that of a straight line through the losses of the last `loss_steps` steps.
     """
 
     step_seconds: float | None = None
-    eta_s: float | None = None
     loss_change: float | None = None
     loss_steps: int = 0
 
 
-def training_speed(steps: Sequence[StepMetrics], total: int, *, now: float) -> TrainingSpeed:
+def training_speed(steps: Sequence[StepMetrics]) -> TrainingSpeed:
     """The speed of the newest generation among `steps`, which are in the order they were trained."""
     if not steps:
         return TrainingSpeed()
@@ -33,18 +32,9 @@ def training_speed(steps: Sequence[StepMetrics], total: int, *, now: float) -> T
     change = _change(own)
     return TrainingSpeed(
         step_seconds=sum(took) / len(took) if took else None,
-        eta_s=_eta(own, total, now),
         loss_change=change,
         loss_steps=newest.step - own[0].step if change is not None else 0,
     )
-
-
-def _eta(own: Sequence[StepMetrics], total: int, now: float) -> float | None:
-    first, last = own[0], own[-1]
-    trained, left = last.step - first.step, total - last.step
-    if trained <= 0 or left <= 0 or last.time <= first.time:
-        return None
-    return max(0.0, last.time + left * (last.time - first.time) / trained - now)
 
 
 def _change(own: Sequence[StepMetrics]) -> float | None:

@@ -204,12 +204,18 @@ def _with_ages(row: dict[str, Any]) -> dict[str, Any]:
     return {**row, "last_checkpoint": last, "age_s": age, "last_lines": lines, "eta_s": _eta(row, now)}
 
 
+_START_SECONDS = 600.0
+"""Seconds after which the start of a generation (imports, compilation) is a small part of its time."""
+
+
 def _eta(row: dict[str, Any], now: float) -> float | None:
-    """Seconds until the last step at the speed of the newest generation; None where it does not train, or no end is
-    known.
+    """Seconds until the last step at the speed of the newest generation; None where it does not train, no end is
+    known, or most of its time may be its start.
     """
     since, left = row["speed_since"], row["total_steps"] - row["step"]
     if row["state"] != RunState.RUNNING or since is None or left <= 0 or row["step"] <= since["step"]:
+        return None
+    if not since["saved"] and row["updated_at"] - since["at"] < _START_SECONDS:
         return None
     seconds = (row["updated_at"] - since["at"]) / (row["step"] - since["step"])
     ends = row["updated_at"] + left * seconds

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from trainer.contract.cut_text import cut
+
 WORDS = 30
 """Characters that a column of sentences should have before it is folded."""
 _LONG = 3 * WORDS
@@ -29,12 +31,10 @@ MOST = 300
 
 
 def shortened(text: str) -> str:
-    """A text that begins as this one, whole words, with how much is left out; `orch show` has all of it."""
-    if len(text) <= MOST:
-        return text
-    kept = text[:MOST].rpartition(" ")[0]
-    kept = kept if len(kept) > MOST // 2 else text[:MOST]
-    return f"{kept} ... ({len(text) - len(kept)} more characters: orch show)"
+    """A text that begins as this one, whole clauses, with how much is left out; `orch show` has all of it."""
+    kept = cut(text, MOST)
+    left = len(text) - len(kept.removesuffix(" ..."))
+    return kept if kept == text else f"{kept} ({left} more characters: orch show)"
 
 
 @dataclass(frozen=True)

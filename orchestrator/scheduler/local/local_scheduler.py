@@ -28,6 +28,7 @@ from orchestrator.scheduler.job_environment import package_root
 from orchestrator.scheduler.local import local_records as records
 from orchestrator.scheduler.local.local_records import End, Intent, JobProcess
 from orchestrator.scheduler.slurm.sbatch_values import check_field, minutes
+from trainer.contract.cut_text import cut
 from trainer.contract.failures.outcome import ExitCode, FailureKind
 from trainer.contract.process_identity import boot_id
 
@@ -222,7 +223,7 @@ def _last_words(said: str, submission: Path) -> str:
     with contextlib.suppress(OSError):
         said += (submission / "local-job.log").read_text(errors="replace")
     lines = [line for line in said.splitlines() if line.strip()]
-    return lines[-1][:300] if lines else "no message"
+    return cut(lines[-1], 300) if lines else "no message"
 
 
 def _known(intent: Intent, host: JobProcess) -> JobStatus | None:

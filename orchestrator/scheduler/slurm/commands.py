@@ -6,6 +6,7 @@ import subprocess
 from collections.abc import Mapping
 
 from orchestrator.errors import Precondition, SlurmUnreachable
+from trainer.contract.cut_text import cut
 
 TIMEOUT_S = 30.0
 
@@ -70,7 +71,7 @@ def no_contact(text: str) -> bool:
 
 def unreachable(program: str, said: str) -> SlurmUnreachable:
     """The error for a command that got no usable answer, with its own words."""
-    words = " ".join(said.split())[:300] or "no message"
+    words = cut(" ".join(said.split()), 300) or "no message"
     return SlurmUnreachable(
         f"{program} got no answer from Slurm: {words}",
         hint="nothing was assumed; `scontrol ping` tells when it is back",

@@ -8,6 +8,7 @@ from orchestrator.errors import SlurmUnreachable
 from orchestrator.scheduler.interface import Resources
 from orchestrator.scheduler.slurm.command_output import UnreadableField, expand_nodes
 from orchestrator.scheduler.slurm.commands import run_command
+from trainer.contract.cut_text import cut
 
 ANSWER_WITHIN = 10.0
 NODES = ("sinfo", "-h", "-a", "-N", "-o", "%N|%P|%c|%m|%G")
@@ -65,7 +66,7 @@ def known_nodes() -> list[NodeCapacity]:
 def _answer(command: Sequence[str]) -> str:
     done = run_command(list(command), ANSWER_WITHIN)
     if done.returncode != 0:
-        raise SlurmUnreachable(f"sinfo failed: {done.stderr.strip()[:200]}")
+        raise SlurmUnreachable(f"sinfo failed: {cut(done.stderr.strip(), 200)}")
     return done.stdout
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from orchestrator.errors import Retryable, SubmitAmbiguous, SubmitRejected
 from orchestrator.scheduler.slurm.commands import no_contact
+from trainer.contract.cut_text import cut
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,7 @@ _SILENT = re.compile(
 def submit_error(said: str) -> SubmitRejected | SubmitAmbiguous:
     """What sbatch's words mean for the job: refused, for good or for now, or nothing that can be relied on."""
     lines = [_BEFORE_WORDS.sub("", line.strip(), count=1) for line in said.splitlines()]
-    words = "; ".join(dict.fromkeys(line for line in lines if line and not _USAGE.match(line)))[:400]
+    words = cut("; ".join(dict.fromkeys(line for line in lines if line and not _USAGE.match(line))), 400)
     row = _row(said)
     if row is None:
         return SubmitAmbiguous(

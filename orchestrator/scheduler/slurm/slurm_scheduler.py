@@ -29,6 +29,7 @@ from orchestrator.scheduler.slurm.command_output import (
 )
 from orchestrator.scheduler.slurm.commands import TIMEOUT_S, no_contact, run_command, unreachable
 from orchestrator.scheduler.slurm.sbatch_values import check_nodes
+from trainer.contract.cut_text import cut
 
 ASK_AGAIN, ASK_AGAIN_AT_MOST = 30.0, 600.0
 """Seconds until an accounting that did not answer is asked again; doubled each time."""
@@ -87,7 +88,7 @@ class SlurmScheduler:
     def _keep_off(self, job_id: str, nodes: str) -> None:
         said = run_command(["scontrol", "update", f"JobId={job_id}", f"ExcNodeList={nodes}"], self._timeout)
         if said.returncode != 0:
-            words = " ".join(said.stderr.split())[:300]
+            words = cut(" ".join(said.stderr.split()), 300)
             raise SubmitRejected(f"Slurm does not change which nodes job {job_id} avoids: {words}")
 
     def cancel(self, job_id: str) -> None:

@@ -6,6 +6,7 @@ from orchestrator.errors import SlurmUnreachable
 from orchestrator.scheduler.interface import Resources
 from orchestrator.scheduler.slurm.commands import run_command
 from orchestrator.scheduler.slurm.node_capacity import ANSWER_WITHIN, able_nodes, read_nodes
+from trainer.contract.cut_text import cut
 
 NODE_STATES = ("sinfo", "-h", "-a", "-N", "-o", "%N|%P|%c|%m|%G|%T")
 IN_SERVICE = frozenset(
@@ -24,7 +25,7 @@ def usable_nodes(asked: Resources, without: frozenset[str]) -> int | None:
     """
     done = run_command(list(NODE_STATES), ANSWER_WITHIN)
     if done.returncode != 0:
-        raise SlurmUnreachable(f"sinfo failed: {done.stderr.strip()[:200]}")
+        raise SlurmUnreachable(f"sinfo failed: {cut(done.stderr.strip(), 200)}")
     return count_usable(asked, without, done.stdout)
 
 

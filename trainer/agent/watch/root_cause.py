@@ -13,6 +13,7 @@ from checkpointing.errors import (
     TierUnavailable,
     Unsavable,
 )
+from trainer.contract.cut_text import cut
 from trainer.contract.failures.failure_patterns import Meaning, error_says
 from trainer.contract.failures.outcome import MORE_MEMORY, ExitCode, Failure, FailureKind
 from trainer.contract.messages.agents import RankExit
@@ -244,5 +245,4 @@ def _after(said: str) -> str:
 
 
 def _short(said: str) -> str:
-    line = " ".join(said.split())
-    return line if len(line) <= 300 else line[:297] + "..."
+    return cut(" ".join(said.split()), 300)

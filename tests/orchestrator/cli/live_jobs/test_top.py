@@ -12,6 +12,7 @@ from rich.console import Console
 from checkpointing.storage.durable import dump_line
 from orchestrator.cli.live_jobs.top import Reader, _print, shown, worst
 from orchestrator.cli.terminal.render import Screen, plain
+from orchestrator.registry.records import Generation
 from orchestrator.states import RunState, Trust
 from tests.orchestrator.cli.conftest import Seeds, Type
 from tests.orchestrator.cli.live_jobs.test_live_attempt import begun
@@ -142,9 +143,12 @@ def test_speed_and_trend_have_a_line(orch: Type, seeds: Seeds) -> None:
     assert list(data)[-4:] == ["step_seconds", "eta_s", "loss_change", "loss_steps"]
     assert (data["step_seconds"], data["loss_steps"]) == (0.5, 21)
     assert data["loss_change"] == pytest.approx(-0.21)
-    assert 0 < data["eta_s"] <= 79.0
+    assert data["eta_s"] is None, "the registry knows no speed yet"
+    generation = Generation(run=run, attempt=1, number=2, started_at=now - 2100, resumed_from=100)
+    seeds.store.put_generation(generation, epoch=seeds.epoch)
+    seeds.store.note_run(run, epoch=seeds.epoch, now=now, step=121)  # 100 s a step, 79 are left
     third = orch("top", run).out.splitlines()[2]
-    assert third.startswith("ETA 1m")
+    assert third.startswith("ETA 2h11m"), "as `orch status` says"
     assert third.endswith("0.5 s/step   loss changed by -0.2100 in 21 steps")
 
 

@@ -1,4 +1,4 @@
-"""TrainingSpeed of a run by its newest steps: step time, time that is left, and where the loss goes."""
+"""TrainingSpeed of a run by its newest steps: step time, and where the loss goes."""
 
 import pytest
 
@@ -20,18 +20,16 @@ def trained(
     ]  # fmt: skip
 
 
-def test_the_time_that_is_left_has_everything_in_it_and_a_step_only_its_own() -> None:
-    steps = trained(1, 101)
-    found = training_speed(steps, 201, now=steps[-1].time + 5.0)
+def test_a_step_has_only_its_own_time() -> None:
+    found = training_speed(trained(1, 101))
     assert found.step_seconds == pytest.approx(0.1)
-    assert found.eta_s == pytest.approx(100 * 0.2 - 5.0)
     assert (found.loss_change, found.loss_steps) == (pytest.approx(-1.0), 100)
 
 
 def test_a_generation_before_it_is_no_measure() -> None:
-    again = trained(60, 70, generation=2, wall=1.0, at=2000.0)
-    found = training_speed([*trained(1, 99), *again], 170, now=2010.0)
-    assert found.eta_s == pytest.approx(100.0)
+    again = trained(60, 70, generation=2, seconds=1.0, at=2000.0)
+    found = training_speed([*trained(1, 99), *again])
+    assert found.step_seconds == pytest.approx(1.0)
     assert found.loss_steps == 10
 
 
@@ -39,7 +37,7 @@ def test_a_noisy_step_is_no_trend() -> None:
     steps = trained(1, 100, slope=0.0)
     spike = StepMetrics(attempt=1, generation=1, step=101, loss=40.0, tokens_per_s=None, time=1030.0)
     words = StepMetrics(attempt=1, generation=1, step=102, loss="nan", tokens_per_s=None, time=1031.0)
-    change = training_speed([*steps, spike, words], 0, now=1030.0).loss_change
+    change = training_speed([*steps, spike, words]).loss_change
     assert change is not None
     assert change < 3.0
 
@@ -47,9 +45,4 @@ def test_a_noisy_step_is_no_trend() -> None:
 @pytest.mark.parametrize("count", [0, 1])
 def test_too_few_steps_say_nothing(count: int) -> None:
     steps = trained(1, 1)[:count]
-    assert training_speed(steps, 100, now=1000.0) == TrainingSpeed(step_seconds=0.1 if count else None)
-
-
-def test_no_end_is_known_of_a_run_that_does_not_train() -> None:
-    assert training_speed(trained(1, 50), 0, now=1010.0).eta_s is None
-    assert training_speed(trained(1, 50), 50, now=1010.0).eta_s is None
+    assert training_speed(steps) == TrainingSpeed(step_seconds=0.1 if count else None)

@@ -95,6 +95,8 @@ def train(seeds: Seeds, run: str, *, started: float, now: float, step: int) -> N
 def test_when_a_run_will_have_finished(orch: Type, seeds: Seeds) -> None:
     run = seeds.run()
     assert orch("status", "--json").data[0]["eta_s"] is None, "nothing is known of its speed"
+    train(seeds, run, started=90.0, now=0.0, step=120)
+    assert orch("status", "--json").data[0]["eta_s"] is None, "its start may be most of these 90 s"
     train(seeds, run, started=200_000.0, now=0.0, step=120)  # 2000 s a step, 80 are left
     assert orch("status", "--json").data[0]["eta_s"] == pytest.approx(160_000.0, abs=600.0)
     name = f"step-{100:08d}.001-0123abcd"
@@ -111,6 +113,8 @@ def test_when_a_run_will_have_finished(orch: Type, seeds: Seeds) -> None:
     seeds.store.put_checkpoint(saved, epoch=seeds.epoch)  # since then 10,000 s a step: the start is no part of it
     assert orch("status", "--json").data[0]["eta_s"] == pytest.approx(800_000.0, abs=6000.0)
     assert "ETA_S" in orch("status").out.splitlines()[0]
+    top = orch("top", run, "--json")
+    assert top.data["eta_s"] == pytest.approx(800_000.0, abs=6000.0), "one figure on all screens"
     seeds.store.move_run(run, RunState.HELD, "the disk is full", epoch=seeds.epoch, now=time.time())
     assert orch("status", "--json").data[0]["eta_s"] is None, "it does not train"
 

@@ -66,14 +66,14 @@ class Blame:
     """Whether a failure puts its node on the list, until when, and why."""
 
     node: str | None
-    until: float
     reason: str
+    until: float = 0.0
 
 
 def blame(failure: Failure, pool: Pool, recovery: RecoveryConfig, now: float) -> Blame:
     """Judge the node that `failure` names first."""
     if not failure.nodes:
-        return Blame(node=None, until=0.0, reason="the failure names no node")
+        return Blame(node=None, reason="the failure names no node")
     return _blame(failure, failure.nodes[0], pool, recovery, now)
 
 
@@ -82,15 +82,15 @@ def _blame(failure: Failure, node: str, pool: Pool, recovery: RecoveryConfig, no
     if failure.kind in NODE_LOCAL:
         return _capped(node, until, f"{failure.kind} on {node}", pool, recovery, now)
     if failure.kind not in WEAK:
-        return Blame(node=None, until=0.0, reason=f"{failure.kind} tells nothing of {node}")
+        return Blame(node=None, reason=f"{failure.kind} tells nothing of {node}")
     record = next((known for known in pool.known if known.name == node), NodeRecord(name=node))
     history = record.history.again()
     if len(history.failed) == 1:
-        return Blame(node=None, until=0.0, reason=f"{failure.kind} once on {node} is no evidence against it")
+        return Blame(node=None, reason=f"{failure.kind} once on {node} is no evidence against it")
     # A second, independent one soon after is a pattern.
     if is_worse(history, record.others, pool.node_days):
         return _capped(node, until, _often(node, history), pool, recovery, now)
-    return Blame(node=None, until=0.0, reason=f"{_often(node, history)}: that may be chance")
+    return Blame(node=None, reason=f"{_often(node, history)}: that may be chance")
 
 
 def nodes_to_exclude(failure: Failure | None, pool: Pool, recovery: RecoveryConfig, now: float) -> list[Blame]:
@@ -224,10 +224,10 @@ def _by_node(found: Collection[tuple[str, str, int]]) -> dict[str, int]:
 
 def _capped(node: str, until: float, reason: str, pool: Pool, recovery: RecoveryConfig, now: float) -> Blame:
     if node in pool.by_persons:
-        return Blame(node=None, until=0.0, reason=f"{reason}; a person has excluded it already")
+        return Blame(node=None, reason=f"{reason}; a person has excluded it already")
     listed = [name for name in excluded(pool.known, now) if name != node and name not in pool.by_persons]
     if len(listed) + 1 > exclusion_limit(pool, recovery):
-        return Blame(node=None, until=0.0, reason=f"{reason}, but no more nodes of the partition may be excluded")
+        return Blame(node=None, reason=f"{reason}, but no more nodes of the partition may be excluded")
     return Blame(node=node, until=until, reason=reason)
 
 

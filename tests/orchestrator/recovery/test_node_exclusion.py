@@ -52,7 +52,7 @@ def test_evidence_of_the_node_itself_excludes_it_for_a_while() -> None:
 
 def test_one_death_is_no_evidence_and_two_are() -> None:
     once = blame(failure(FailureKind.RANK_KILLED), FOUR, CONFIG, NOW)
-    assert (once.node, once.reason) == (None, "rank_killed once on n2 is no evidence against it")
+    assert (once.node, once.until, once.reason) == (None, 0.0, "rank_killed once on n2 is no evidence against it")
     pool = Pool(size=4, needed=2, known=(NodeRecord(name="n2", history=failed(3 * HOUR)),))
     twice = blame(failure(FailureKind.RANK_KILLED), pool, CONFIG, NOW)
     assert (twice.node, twice.reason) == ("n2", "2 attempts failed on n2 within 3h00m")

@@ -49,16 +49,16 @@ def chosen(areas: Sequence[str], count: int, seed: int) -> list[tuple[str, Mutan
 
 def tried(todo: Iterable[Mutant], jobs: int, cache: Path, areas: Sequence[str]) -> Iterable[Trial]:
     """Each mutant in one of so many slots."""
-    tests = tests_by_line(cache, areas)
-    failed = [name for name, test in tests.items() if not test.passed]
-    if failed:
-        say(f"{len(failed)} tests failed without a mutant and are left out: {', '.join(failed[:10])}")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for name in _IMPORTED:
-            importlib.import_module(name)
-    waiting, slots = sorted(todo, key=lambda one: _cost(one, tests)), [Slot() for _ in range(jobs)]
+    slots = [Slot() for _ in range(jobs)]  # copies of the tree as it is now, which may be edited meanwhile
     try:
+        tests = tests_by_line(cache, areas)
+        if failed := [name for name, test in tests.items() if not test.passed]:
+            say(f"{len(failed)} tests failed without a mutant and are left out: {', '.join(failed[:10])}")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for name in _IMPORTED:
+                importlib.import_module(name)
+        waiting = sorted(todo, key=lambda one: _cost(one, tests))
         while waiting or not all(slot.is_free for slot in slots):
             for slot in slots:
                 if slot.is_free and waiting:

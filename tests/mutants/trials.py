@@ -144,6 +144,9 @@ class Slot:
         return f"signal {-code}" if code else ""
 
     def close(self) -> None:
+        if self._pid:
+            os.killpg(self._pid, signal.SIGKILL)
+            os.waitpid(self._pid, 0)
         shutil.rmtree(self.tree, ignore_errors=True)
 
 

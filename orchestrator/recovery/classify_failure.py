@@ -121,6 +121,7 @@ _SENDERS = kinds_with(lambda traits: traits.asked_by_slurm)
 _STOPS = kinds_with(lambda traits: traits.asked_to_stop)
 """Why the job itself says that it had to stop."""
 _SLURMS = re.compile(r"CANCELLED AT .{0,100} DUE TO ")
+_SRUN_SIGNALLED, _LOST = "srun: forcing job termination", FailureKind.AGENT_LOST
 _OWN_CAUSES = kinds_with(lambda traits: traits.seen_inside)
 """Causes that the job saw from inside and that Slurm's word about its end must not cover."""
 
@@ -290,6 +291,10 @@ def _from_logs(evidence: Evidence, job: JobStatus) -> tuple[FailureKind, str]:
     if evidence.lost_interpreter and not evidence.started:
         cure = "put its environment back, or add cluster.python=PATH to `orch resume`"
         return FailureKind.LAUNCH_FAILED, f"{ended}: its interpreter {evidence.lost_interpreter} is gone; {cure}"
+    # srun answers a SIGTERM of its own with SIGKILL to its step: nothing could be saved, and no agent is to blame.
+    if any(_SRUN_SIGNALLED in match.line for match in matches) and (found is None or found.kind is _LOST):
+        cure = f"`scancel -s TERM {job.job_id}` and `orch cancel` let it save"
+        return FailureKind.PREEMPTED, f"{ended}: srun got SIGTERM, as by `scancel --full`, and killed its step; {cure}"
     if found is not None:
         return found.kind, f"{ended}; {found.source} says: {found.line}"
     if not evidence.started:

@@ -336,3 +336,14 @@ def test_where_a_command_stood_is_not_called_saved() -> None:
         failure = judge(evidence(state, outcome=stopped, saved_step=None)).failure
         assert failure is not None
         assert (failure.step, failure.reason) == (119, words)
+
+
+def test_an_srun_that_was_signalled_itself_is_named_and_blames_no_agent() -> None:
+    text = "srun: forcing job termination\nsrun: error: n1: task 0: Killed\n"
+    failure = classify(evidence("FAILED", started=True, tails=agents(text)))
+    assert failure.kind is FailureKind.PREEMPTED
+    assert "srun got SIGTERM, as by `scancel --full`, and killed its step; `scancel -s TERM " in failure.reason
+    full = classify(evidence("FAILED", started=True, tails=agents(f"OSError: [Errno 28]\n{text}")))
+    assert full.kind is FailureKind.STORAGE, "what was said before it"
+    killed = classify(evidence("FAILED", started=True, tails=agents("srun: error: n1: task 0: Killed")))
+    assert killed.kind is FailureKind.AGENT_LOST

@@ -23,6 +23,7 @@ class Net(nn.Module):
         super().__init__()
         self.first, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
         self.register_buffer("average", torch.zeros(4))
+        self.register_buffer("later", None)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.average = 0.9 * self.average + x.mean(0)  # a new tensor every time
@@ -94,6 +95,12 @@ def test_every_change_of_what_is_held_is_seen() -> None:
     def other_parameter() -> None:
         net.first.bias = nn.Parameter(torch.full((4,), 5.0))
 
+    def fill_buffer() -> None:
+        net.later = torch.ones(2)
+
+    def resize_buffer() -> None:
+        net.later.resize_(1)
+
     changes: list[Callable[[], None]] = [
         lambda: trained(net, optimizer),
         optimizer.state.clear,
@@ -104,6 +111,11 @@ def test_every_change_of_what_is_held_is_seen() -> None:
         replace_state,
         more_state,
         other_parameter,
+        fill_buffer,
+        resize_buffer,
+        lambda: net.register_buffer("more", torch.ones(3)),
+        lambda: net.norm.register_module("inner", nn.BatchNorm1d(2)),
+        lambda: net._buffers.pop("more"),
     ]
     for change in changes:
         change()

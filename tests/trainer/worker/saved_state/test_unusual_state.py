@@ -145,11 +145,11 @@ def test_it_is_refused_by_name(name: str, layout: mesh.Layout, tmp_path: Path) -
     assert words in str(error.value)
 
 
-def setting(name: str) -> dict[str, Any]:
+def setting(name: str, strategy: str = "ddp") -> dict[str, Any]:
     return {
         "workload": {"target": f"tests.trainer.worker.unusual_state:{name}"},
         "train": {"steps": 10, "dtype": "float32"},
-        "parallel": {"strategy": "ddp"},
+        "parallel": {"strategy": strategy},
         "checkpoint": {"every": 2},
     }
 
@@ -167,6 +167,21 @@ def test_ranks_that_are_killed_go_on_with_the_same_bits(make_run: Any, name: str
     assert calm.train()["codes"] == [0, 0], calm.log()
     hurt = make_run(2, **setting(f"Train{name}"), drill=hang(0, step=8))
     # A save of another form than the one before is skipped while that is still being written.
+    assert hurt.train_until_killed(0, committed=2)["codes"][0] == -9, hurt.log()
+    assert hurt.train()["codes"] == [0, 0], hurt.log()
+    assert hurt.losses() == calm.losses()
+    assert hurt.final()["weights_digest"] == calm.final()["weights_digest"]
+
+
+@pytest.mark.multi
+@pytest.mark.proof
+@pytest.mark.parametrize(
+    "name", ["BufferOfForward", "Growing", "ExtraDict", "OfEachRank", "NestedObjects", "SkippedUpdates"]
+)
+def test_sharded_ranks_that_are_killed_go_on_with_the_same_bits(make_run: Any, name: str) -> None:
+    calm = make_run(2, **setting(f"Train{name}", "fsdp"))
+    assert calm.train()["codes"] == [0, 0], calm.log()
+    hurt = make_run(2, **setting(f"Train{name}", "fsdp"), drill=hang(0, step=8))
     assert hurt.train_until_killed(0, committed=2)["codes"][0] == -9, hurt.log()
     assert hurt.train()["codes"] == [0, 0], hurt.log()
     assert hurt.losses() == calm.losses()

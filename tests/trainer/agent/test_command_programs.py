@@ -92,7 +92,7 @@ def test_a_torn_newest_checkpoint_costs_one_step(job, tmp_path, name, share):
     (tmp_path / "program.py").write_text(program)
     command = [sys.executable, str(tmp_path / "program.py"), str(out)]
     interop = {"PYTHONPATH": str(ROOT / ".venv" / "interop")} if name == "accelerate" else {}
-    for rank in range(ranks):
+    for rank in reversed(range(ranks)):  # rank 0 says last which one is the newest
         alone = {
             "RANK": str(rank),
             "WORLD_SIZE": "1",

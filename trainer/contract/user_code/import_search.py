@@ -46,8 +46,16 @@ class ImportSearch:
 
     def _below(self, name: str, above: str) -> ModuleSpec | None:
         package = self._spec(above)
-        places = package.submodule_search_locations if package is not None else None
-        return PathFinder.find_spec(name, list(places)) if places is not None else None
+        if package is None or package.submodule_search_locations is None:
+            return None
+        places = list(package.submodule_search_locations)
+        try:
+            return PathFinder.find_spec(name, places)
+        except KeyError:  # a folder without an `__init__.py`: its finder asks `sys.modules` for the package around it
+            found = ModuleSpec(name, None, is_package=True)
+            inner = (os.path.join(place, name.rpartition(".")[2]) for place in places)
+            found.submodule_search_locations = [place for place in inner if os.path.isdir(place)]
+            return found
 
     def _top(self, name: str) -> ModuleSpec | None:
         namespace = None

@@ -70,6 +70,17 @@ def test_several_folders_are_one_import_path(tmp_path: Path) -> None:
     assert set(named(first, second).files) == USED
 
 
+def test_folders_without_an_init_file_are_packages_too(tmp_path: Path) -> None:
+    deep = tmp_path / "space_in" / "below" / "deep"
+    deep.mkdir(parents=True)
+    (deep / "mine.py").write_text("from space_in.below import beside\nimport space_in.below.deep.other\n")
+    (deep / "other.py").write_text("")
+    (deep.parent / "beside.py").write_text("")
+    config = JobConfig(workload=WorkloadConfig(target="space_in.below.deep.mine:Mine", path=(str(tmp_path),)))
+    names = {"space_in.below.deep.mine", "space_in.below.deep.other", "space_in.below.beside"}
+    assert set(record_named(config, tmp_path).files) == names
+
+
 def test_notes_logs_and_databases_beside_the_code_are_no_code(tmp_path: Path) -> None:
     before = named(made(tmp_path))
     for name in ("README.md", "out.log", "runs.db", "scratch.py"):

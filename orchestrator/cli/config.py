@@ -1,6 +1,7 @@
 """`orch config`: what a configuration resolves to, whether it holds, and how two of them differ."""
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +149,10 @@ def find_config(name: str) -> dict[str, Any]:
             return stored
         if isinstance(error, NotFound) and (near := _near_run(name)):
             raise NotFound(f"no preset, file or run `{name}`", where=error.where, hint=near) from error
+        if isinstance(error, NotFound) and re.fullmatch(r"[0-9a-f]{4,64}", name):
+            what = f"no preset, file or run `{name}`, and no stored configuration whose digest begins so"
+            hint = f"type {DIGITS} or more digits of one that `orch show RUN` names, or the run"
+            raise NotFound(what, where=error.where, hint=hint) from error
         raise
 
 

@@ -134,3 +134,13 @@ def test_a_run_whose_folder_is_gone_is_not_offered_to_go_on(orch: Type, seeds: S
     said = orch("show", run).err
     assert "folder" in said
     assert "go on:" not in said
+
+
+def test_a_digest_that_no_stored_configuration_has_is_called_one(orch: Type, seeds: Seeds) -> None:
+    run = seeds.run()
+    for digest in ("90ff", "abcdef123456"):
+        said = orch("config", "diff", digest, run)
+        assert said.code == 3
+        assert f"no preset, file or run `{digest}`, and no stored configuration whose digest begins so" in said.err
+        assert "type 6 or more digits of one that `orch show RUN` names" in said.err
+        assert "presets:" not in said.err

@@ -16,7 +16,7 @@ def wait_for(work, key: str) -> None:
     until(lambda: len([note for note in work.notes() if key in note]) == 4, 20, work.story)
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR2, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGUSR2, signal.SIGUSR1])
 def test_a_signal_to_one_agent_stops_the_whole_job_and_nothing_more_is_claimed(job, number):
     work = job("trap@*@*").start()
     work.go()

@@ -117,7 +117,10 @@ class Loaded(BaseWorkload):
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+LONG_COUNTS = [pytest.param(number, marks=pytest.mark.proof) for number in (signal.SIGUSR1, signal.SIGINT)]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, *LONG_COUNTS])
 def test_a_signal_to_every_process_stops_all_ranks_after_one_agreed_save(training, tmp_path, number):
     """Workers of a DataLoader go on until then, although other children of a rank die of SIGTERM."""
     (tmp_path / "loaded_workload.py").write_text(LOADED)

@@ -26,7 +26,9 @@ def record_imported(modules: Mapping[str, Any], skip: Collection[str], config: P
     found = _Collector(ImportSearch(last=_folders(config, Path())))
     for name, module in list(modules.items()):
         file = getattr(module, "__file__", None)
-        if name not in skip and name != "__main__" and isinstance(file, str):
+        if name in skip or name == "__main__" or not isinstance(file, str):
+            continue
+        if os.path.isabs(file) and os.path.isfile(file):  # a module made at run time may name anything
             found.add(name, Path(file), imported=True)
     found.follow()
     return found.record(f"the modules that importing {config.workload.target} loads, and those that they name")

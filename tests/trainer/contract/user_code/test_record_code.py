@@ -156,6 +156,9 @@ from trainer.contract.user_code.record_code import record_imported
 skip = set(sys.modules)
 sys.path += [{str(tmp_path / "code")!r}, {str(tmp_path / "deep")!r}]
 import deep_in, helpers_in
+for number, file in enumerate(["_ops.py", "/no/such/file.py", "a\\0b", None, 7]):
+    sys.modules[f"made_{{number}}"] = type(sys)("made")
+    sys.modules[f"made_{{number}}"].__file__ = file
 config = JobConfig(workload=WorkloadConfig(target="mine_in:Mine", path=({str(tmp_path / "code")!r},)))
 print(sorted(record_imported(sys.modules, skip, config).files))
 """

@@ -54,7 +54,7 @@ def test_a_persons_word_holds_for_more_nodes_than_orch_may_exclude(tmp_path: Pat
     world.slurm.reachable = False  # until both are told, nothing is submitted
     world.tick()
     assert ask(world, "exclude", "n1") == "n1 is excluded until it is released"
-    assert ask(world, "exclude", "n2", world.clock.now + 3600).startswith("n2 is excluded until Jan 12 ")
+    assert ask(world, "exclude", "n2", world.clock.now + 3600).startswith("n2 is excluded until 1970-01-12 ")
     world.slurm.reachable = True
     training(world, 5)
     assert world.attempts[0].excluded == ("n1", "n2")

@@ -354,3 +354,25 @@ def test_nonsense_on_the_socket_ends_the_connection_and_not_the_writer(owned):
     link = owned.rank()
     assert link.ping().result(SECONDS) is None
     link.close()
+
+
+def test_an_order_that_cannot_be_read_is_answered_and_the_next_one_is_served(link):
+    odd = link._request({"do": "write", "order": {"place": 1}, "stamp": link.arena.stamp}, lambda _: None)
+    assert odd.exception(SECONDS) is not None
+    assert link.ping().result(SECONDS) is None
+    assert link.alive
+
+
+def test_a_writer_that_has_just_died_is_replaced_over_the_same_memory(tmp_path):
+    ours, theirs = socket.socketpair()
+    theirs.close()
+    arena = Arena.create()
+    shaped(arena)
+    arena.buffer(0)[:3] = b"abc"
+    made = WriterLink.attach(ours.detach(), os.dup(arena.descriptor))
+    try:
+        assert made.put(str(tmp_path), "s1", "x", b"1").result(SECONDS).size == 1
+        assert bytes(made.arena.buffer(0)[:3]) == b"abc"
+    finally:
+        made.close()
+        arena.close()

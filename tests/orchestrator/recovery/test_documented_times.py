@@ -6,9 +6,14 @@ from typing import Any
 import pytest
 
 from orchestrator.recovery.classify_failure import End, judge
+from orchestrator.recovery.elastic_policy import LastAttempt
 from orchestrator.recovery.evidence import Evidence
-from orchestrator.recovery.retry_policy import EndedAttempt
+from orchestrator.recovery.failure_rate import FailureCount
+from orchestrator.recovery.node_exclusion import Blame, NodeRecord
+from orchestrator.recovery.node_failure_rate import NodeHistory
+from orchestrator.recovery.retry_policy import Decision, EndedAttempt
 from orchestrator.recovery.silent_coordinator import Escalation, judge_silence
+from orchestrator.recovery.world_sizes import WorldSize
 from orchestrator.scheduler.interface import JobStatus
 from trainer.contract.failures.outcome import AgentEnd, AgentReport, AttemptOutcome, AttemptResult
 
@@ -68,9 +73,11 @@ def test_silence_is_held_against_a_job_after_so_many_seconds(
         assert judge_silence(replace(LOOK, **changes, **{field: value}), 900.0).step is step
 
 
-@pytest.mark.parametrize("kind", [Evidence, EndedAttempt])
+@pytest.mark.parametrize(
+    "kind", [Evidence, EndedAttempt, Decision, LastAttempt, NodeRecord, NodeHistory, Blame, FailureCount, WorldSize]
+)
 def test_what_was_not_looked_at_says_nothing(kind: Any) -> None:
     """Whoever gathers it fills in what there is: no duration, no sign, no name."""
     for field in fields(kind):
-        if field.default is not MISSING:
+        if field.default is not MISSING and field.name != "history":
             assert not field.default, field.name

@@ -274,6 +274,14 @@ def test_nan_in_what_does_not_train_and_infinities_anywhere_are_only_noted(tmp_p
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("weights", [[], [0], [0, 0, 5, 0, 0], [7, 1, 0], [1] * 10, [1, 90, 1]])
+@pytest.mark.parametrize("size", [1, 2, 3, 20])
+def test_every_item_has_one_reader(weights: list[int], size: int) -> None:
+    items = list(enumerate(weights))
+    taken = [AuditShare(rank, size).take(items, lambda item: item[1]) for rank in range(size)]
+    assert [item for share in taken for item in share] == items
+
+
 @pytest.mark.parametrize("size", [2, 3, 20])
 def test_readers_divide_a_checkpoint_and_find_the_same(
     built: Built, tmp_path: Path, size: int, monkeypatch: pytest.MonkeyPatch

@@ -24,6 +24,8 @@ SAMPLE = ("own-scaler", "two-updates", "at-step-1000", "trained-mask", "from-one
 
 def check(make_run: Any, place: Path, kind: Kind, seed: int) -> None:
     source = kind.run(make_run, seed)
+    place = place / f"seed-{seed}"
+    place.mkdir()
     subject = Subject(source.ranks, source, place, itertools.count(1))
     found = kind.verdict(subject, place)
     assert found.outcome not in FOUND_BAD, (kind.name, seed, found)

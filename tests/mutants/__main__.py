@@ -51,13 +51,17 @@ def tried(todo: Iterable[Mutant], jobs: int, cache: Path, areas: Sequence[str]) 
     """Each mutant in one of so many slots."""
     slots = [Slot() for _ in range(jobs)]  # copies of the tree as it is now, which may be edited meanwhile
     try:
-        tests = tests_by_line(cache, areas)
+        tests = dict(tests_by_line(cache, areas))
         if failed := [name for name, test in tests.items() if not test.passed]:
             say(f"{len(failed)} tests failed without a mutant and are left out: {', '.join(failed[:10])}")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             for name in _IMPORTED:
                 importlib.import_module(name)
+        broken = slots[0].broken(sorted({name.partition("::")[0] for name in tests}))
+        if broken:
+            say(f"cannot be imported, and are left out: {', '.join(sorted(broken))}")
+        tests = {name: test for name, test in tests.items() if name.partition("::")[0] not in broken}
         waiting = sorted(todo, key=lambda one: _cost(one, tests))
         while waiting or not all(slot.is_free for slot in slots):
             for slot in slots:

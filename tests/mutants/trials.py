@@ -96,6 +96,16 @@ class Slot:
     def is_free(self) -> bool:
         return self._mutant is None
 
+    def broken(self, files: Sequence[str]) -> set[str]:
+        """Test files that cannot be imported without a mutant, either."""
+        note = self.tree / "broken"
+        note.write_text("")
+        pid = os.fork()
+        if not pid:
+            _run(self.tree, ("--collect-only", *files), _Broken(note))
+        os.waitpid(pid, 0)
+        return set(note.read_text().split())
+
     def begin(self, mutant: Mutant, tests: Mapping[str, TestRun]) -> None:
         """Plant it and start its tests."""
         self._mutant, self._tests = mutant, tests_of(mutant, tests)
@@ -111,7 +121,8 @@ class Slot:
             return
         self._pid = os.fork()
         if not self._pid:
-            _run(self.tree, self._tests)
+            options = ("-x", "--timeout=60", *self._tests)
+            _run(self.tree, options, _FirstFailure(self.tree / "caught", self._tests))
         os.setpgid(self._pid, self._pid)
 
     def poll(self) -> Trial | None:
@@ -150,6 +161,17 @@ class Slot:
         shutil.rmtree(self.tree, ignore_errors=True)
 
 
+class _Broken:
+    """A plugin that notes the files that cannot be collected."""
+
+    def __init__(self, note: Path) -> None:
+        self._note = note
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            self._note.write_text(f"{self._note.read_text()}{report.nodeid}\n")
+
+
 class _FirstFailure:
     """A plugin that runs tests in the given order, and names the first one that fails."""
 
@@ -173,7 +195,7 @@ class _FirstFailure:
             self._note.write_text(name)
 
 
-def _run(tree: Path, tests: Sequence[str]) -> NoReturn:
+def _run(tree: Path, arguments: Sequence[str], plugin: object) -> NoReturn:
     """In a forked child: as a new pytest that sees no other tree than `tree`."""
     code: Any = 70
     try:
@@ -198,7 +220,7 @@ def _run(tree: Path, tests: Sequence[str]) -> NoReturn:
             "no:xdist",
             *_IMPORTED_EARLY,
         ]
-        code = pytest.main([*options, *tests], plugins=[_FirstFailure(tree / "caught", tests)])
+        code = pytest.main([*options, *arguments], plugins=[plugin])
     except BaseException:  # noqa: BLE001  # outermost edge of a forked child
         traceback.print_exc()
     finally:

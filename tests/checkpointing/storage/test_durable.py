@@ -6,7 +6,6 @@ import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -62,13 +61,17 @@ def test_an_atomic_write_waits_for_no_disk(tmp_path: Path, calls: Calls) -> None
     assert ((tmp_path / "x").read_bytes(), (tmp_path / "x").stat().st_mode & 0o777) == (b"one", 0o600)
 
 
+@pytest.mark.parametrize("is_removed", [False, True], ids=["left", "removed"])
 @pytest.mark.parametrize("write", [durable.write_durably, durable.write_atomically])
 def test_a_write_that_fails_leaves_the_old_file_and_names_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Callable[[Path, bytes], None]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Callable[[Path, bytes], None], is_removed: bool
 ) -> None:
+    """The new one too may be gone: somebody cleans up a disk that is full."""
     write(tmp_path / "x", b"old")
 
-    def full(*_: Any) -> None:
+    def full(source: Path, target: Path) -> None:
+        if is_removed:
+            source.unlink()
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from checkpointing.engine.ranks.failure import Failed
-from checkpointing.engine.save.saver import _error, _failures
+from checkpointing.engine.save.saver import _failures
 from checkpointing.errors import FencedOff
 from checkpointing.storage import direct_io
 from checkpointing.storage.backends import LocalStorage
@@ -136,7 +136,7 @@ def test_an_order_that_gets_no_thread_is_refused_and_forgotten(monkeypatch: pyte
 def test_a_fence_on_any_rank_counts_for_all() -> None:
     failed = _failures([None, Failed("no token", fenced=True), Failed("disk full")])
     assert failed is not None
-    assert _error(failed) is FencedOff
+    assert isinstance(failed.error(1), FencedOff)
 
 
 def test_a_small_file_lets_large_writes_end_before_it_waits_for_the_disk(tmp_path: Path, monkeypatch) -> None:
@@ -154,3 +154,14 @@ def test_the_names_of_the_files_are_durable_when_an_order_is_done(
     monkeypatch.setattr(write_orders, "fsync_dir", lambda folder: synced.append(set(os.listdir(folder))))
     write_files(an_order(tmp_path, 2), arena, CancelToken())
     assert synced == [{"__0_0.distcp", "__0_1.distcp"}]
+
+
+def test_nothing_that_is_guarded_happens_after_a_halt() -> None:
+    token, done = CancelToken(), list[int]()
+    token.unless_halted(lambda: done.append(1))
+    assert not token.halted()
+    token.halt()
+    token.unless_halted(lambda: done.append(2))
+    assert (done, token.halted(), token.cancelled()) == ([1], True, True)
+    with pytest.raises(OSError, match="canceled"):
+        token.check()

@@ -249,3 +249,13 @@ def test_a_node_that_a_person_excluded_is_not_blamed_once_more() -> None:
     pool = Pool(size=9, needed=2, known=(NodeRecord(name="n2", excluded_until=NOW + 9, by_person=True),))
     found = blame(failure(FailureKind.NODE_LOST), pool, CONFIG, NOW)
     assert (found.node, found.reason) == (None, "node_lost on n2; a person has excluded it already")
+
+
+def test_of_too_many_the_latest_are_avoided() -> None:
+    known = tuple(
+        NodeRecord(name=name, excluded_until=NOW + hours * HOUR) for name, hours in (("a", 1), ("b", 3), ("c", 2))
+    )
+    found = [
+        avoided(Pool(size=size, needed=2, known=known), RecoveryConfig(exclude_share=0.25), NOW) for size in (4, 8)
+    ]
+    assert found == [("b",), ("b", "c")]

@@ -112,3 +112,9 @@ def test_many_thousands_of_failures_are_no_overflow() -> None:
     node = NodeHistory(failed=(0.0,) * 5000, seconds=DAY, recent_seconds=DAY)
     assert is_worse(node, NodeHistory(failed=(0.0,) * 20000, seconds=10 * DAY), NODE_DAYS)
     assert not is_worse(node, NodeHistory(failed=(0.0,) * 80000, seconds=10 * DAY), NODE_DAYS)
+
+
+def test_a_clock_that_was_set_back_takes_no_time_away() -> None:
+    found = histories([attempt(1, ["n1"], 0.0, 1.0), attempt(2, ["n1"], 3.0, 1.0)], [], NOW)
+    assert found["n1"].seconds == pytest.approx(2 * DAY)
+    assert 0.0 < found["n1"].recent_seconds < 2 * DAY

@@ -7,6 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from trainer.worker.parallel import gradient_buckets
 from trainer.worker.parallel.gradient_buckets import CannotAverage, GradientBuckets, mark_replica, replicated_parameters
@@ -234,3 +236,23 @@ def test_replicas_are_the_parameters_of_what_is_marked() -> None:
     assert replicated_parameters(made) == {}
     mark_replica(made["marked"])
     assert list(replicated_parameters(made)) == ["marked.a.weight", "marked.b.weight"]
+
+
+@pytest.mark.usefixtures("world")
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_gradients_that_are_still_sums_over_tensor_parallel_ranks_are_taken(
+    monkeypatch: pytest.MonkeyPatch, ranks: int
+) -> None:
+    group, mesh = Pair(ranks), init_device_mesh("cpu", (1,))
+    monkeypatch.setattr(dist, "all_reduce", group.all_reduce)
+    made = nn.Module()
+    made.norm = nn.Parameter(DTensor.from_local(torch.ones(2), mesh, [Replicate()]))
+    averages = buckets(made, group, is_told=False)
+    made.norm.grad = DTensor.from_local(torch.full((2,), 3.0), mesh, [Partial()])
+    averages.begin()
+    averages.finish()
+    found = made.norm.grad
+    assert isinstance(found, DTensor)
+    assert found.placements == (Replicate(),)
+    assert found.to_local().tolist() == ([3.0, 3.0] if ranks == 1 else [6.0, 6.0])
+    assert group.sent == ([] if ranks == 1 else [[1.5, 1.5]])

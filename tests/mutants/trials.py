@@ -1,6 +1,7 @@
 """Runs the tests of a mutant, in a copy of the tree and in a fork of a process that has imported torch."""
 
 import ast
+import contextlib
 import os
 import shutil
 import signal
@@ -149,15 +150,16 @@ class Slot:
         """Why its tests ended without one that failed; raises RuntimeError where that says nothing about them."""
         if seconds >= self._limit:
             return "time limit"
-        if code > 0:
+        if code == pytest.ExitCode.USAGE_ERROR:
             assert self._mutant is not None
             raise RuntimeError(f"{self._mutant.name}: pytest ended with {code}:\n{(self.tree / 'out').read_text()}")
-        return f"signal {-code}" if code else ""
+        return f"pytest ended with {code}" if code else ""
 
     def close(self) -> None:
-        if self._pid:
-            os.killpg(self._pid, signal.SIGKILL)
-            os.waitpid(self._pid, 0)
+        with contextlib.suppress(ProcessLookupError, ChildProcessError):
+            if self._pid:
+                os.killpg(self._pid, signal.SIGKILL)
+                os.waitpid(self._pid, 0)
         shutil.rmtree(self.tree, ignore_errors=True)
 
 
@@ -176,7 +178,9 @@ class _FirstFailure:
     """A plugin that runs tests in the given order, and names the first one that fails."""
 
     def __init__(self, note: Path, tests: Sequence[str]) -> None:
-        self._note, self._place = note, {name: place for place, name in enumerate(tests)}
+        # Opened now: a test may go on as another user.
+        self._note = os.open(note, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+        self._place = {name: place for place, name in enumerate(tests)}
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
@@ -191,8 +195,8 @@ class _FirstFailure:
             self._write(f"{IMPORT_ONLY} {report.nodeid}")
 
     def _write(self, name: str) -> None:
-        if not self._note.read_text():
-            self._note.write_text(name)
+        if not os.fstat(self._note).st_size:
+            os.write(self._note, name.encode())
 
 
 def _run(tree: Path, arguments: Sequence[str], plugin: object) -> NoReturn:

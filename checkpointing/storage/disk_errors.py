@@ -32,9 +32,9 @@ def error_words(error: OSError) -> str:
 
 
 def explain_disk_error(error: BaseException, folder: Path) -> str:
-    """`disk full (FOLDER)`; empty when the storage is not what refused. `folder` stands for errors that name none.
+    """Return `disk full (FOLDER)`; empty if the error does not come from the storage.
 
-    Of an object store, which the error names by its URL, its library's own words are kept.
+    `folder` is used if the error has no file name. An error of an object store keeps the message of its library.
     """
     if not isinstance(error, OSError) or not (words := disk_words(error.errno)):
         return ""

@@ -1,4 +1,4 @@
-"""Copies of checkpoints that a restore test or a verification has found bad: no restore chooses them."""
+"""Checkpoint copies that failed a restore test or a verification. A restore never chooses them."""
 
 from collections.abc import Iterable, Sequence
 
@@ -7,13 +7,13 @@ from checkpointing.tiers.tier import ResolvedTier
 from checkpointing.verification.verdicts import bad_copies, read_verdicts
 
 CorruptCopy = tuple[str, int, str]
-"""Name, number of the tier, and what was found."""
+"""Checkpoint name, tier number, and the fault."""
 
 
 def corrupt_copies(verdicts: Storage | None, places: Sequence[ResolvedTier]) -> tuple[CorruptCopy, ...]:
-    """Every copy with a bad verdict that still holds; `verdicts` is the storage of the run's own folder.
+    """List every copy with a bad verdict that still holds; `verdicts` is the storage of the run's own folder.
 
-    What cannot be read is left out: a restore verifies every byte all the same.
+    Unreadable places are skipped, because a restore verifies every byte anyway.
     """
     if verdicts is None:
         return ()
@@ -32,5 +32,5 @@ def corrupt_copies(verdicts: Storage | None, places: Sequence[ResolvedTier]) -> 
 
 
 def why_corrupt(copies: Iterable[CorruptCopy], name: str, place: int) -> str:
-    """The reason not to load this copy; empty when there is none. What was found in the first tier holds everywhere."""
+    """Return the reason not to load this copy, or an empty string. A fault in the first tier holds for all copies."""
     return next((reason or "found bad" for other, at, reason in copies if other == name and at in (0, place)), "")

@@ -1,8 +1,8 @@
-"""Whether the tiers of a run can be used from here, asked before there is a run.
+"""Checks before a submit that this machine can use the tiers of a run.
 
 `python -P -m checkpointing.tiers.probe_tiers ANSWER` reads `{tiers: [path ...]}` from stdin. It writes JSON objects, a
-line each, to the descriptor ANSWER: `trying` before each tier, `refused` (tier, reason, remedy) for one that cannot be
-used, and `done`.
+line each, to the descriptor ANSWER: `trying` before each tier, `refused` (tier, reason, remedy) for an unusable tier,
+and `done`.
 """
 
 import json
@@ -19,23 +19,23 @@ HINT = "check its name, the network, and the credentials: a job has those of fil
 
 
 def main(arguments: list[str]) -> None:
-    """Try one tier after the other; the first that cannot be used is the answer."""
+    """Try the tiers in order and stop at the first unusable one."""
     with os.fdopen(int(arguments[0]), "w", encoding="utf-8") as answer:
         for path in json.load(sys.stdin)["tiers"]:
-            _tell(answer, trying=path)
+            _write_line(answer, trying=path)
             if refused := refusal(path):
-                _tell(answer, refused=[path, *refused])
+                _write_line(answer, refused=[path, *refused])
                 break
-        _tell(answer, done=True)
+        _write_line(answer, done=True)
 
 
-def _tell(answer: TextIO, **found: Any) -> None:
+def _write_line(answer: TextIO, **found: Any) -> None:
     answer.write(f"{json.dumps(found)}\n")
     answer.flush()
 
 
 def refusal(url: str) -> tuple[str, str] | None:
-    """Why nothing can be listed, written and deleted there, and what to do; None when all of that works."""
+    """Return why listing, writing or deleting fails there, and the remedy; None if all three work."""
     probe = f".orch-probe-{token_hex(6)}"
     kind = url.partition("://")[0]
     try:

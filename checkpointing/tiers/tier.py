@@ -54,9 +54,9 @@ def resolve_tiers(
 
 
 def resolve_tier(tier: TierConfig, run_checkpoints: Path, run_name: str, node_name: str) -> ResolvedTier:
-    """One of the tiers; makes no folder.
+    """Resolve one tier without making its folder.
 
-    Raises ValueError for a name that is no folder's, TierUnavailable when a URL needs a library that is missing.
+    Raises ValueError for a name that cannot be a folder, TierUnavailable when the library for a URL is missing.
     """
     for name in (run_name, node_name):
         if not _FOLDER.fullmatch(name):

@@ -118,15 +118,15 @@ def _values(data: Mapping[str, Any], kind: Any, above: keys.Path) -> Iterator[tu
 
 def _literal(value: Any) -> Any:
     """As it must be written so that a `$` in it, which is no reference and no variable any more, stays as it is."""
-    return _replaced(value, "$", _DOLLAR)
+    return _replace_text(value, "$", _DOLLAR)
 
 
-def _replaced(value: Any, old: str, new: str) -> Any:
+def _replace_text(value: Any, old: str, new: str) -> Any:
     if isinstance(value, str):
         return value.replace(old, new)
     if isinstance(value, dict):
-        return {key: _replaced(item, old, new) for key, item in value.items()}
-    return [_replaced(item, old, new) for item in value] if isinstance(value, (list, tuple)) else value
+        return {key: _replace_text(item, old, new) for key, item in value.items()}
+    return [_replace_text(item, old, new) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def _composed(
@@ -336,7 +336,7 @@ def _absolute(
         def value(match: re.Match[str]) -> str:
             variable = match[1] or match[2]
             if variable not in environ:
-                shown = _replaced(name, _DOLLAR, "$")
+                shown = _replace_text(name, _DOLLAR, "$")
                 what = f"`{keys.dotted(key)}`={shown}: there is no variable {variable} here"
                 raise ConfigError(
                     what, where=_where(key, origins), hint=f"export {variable}=..., or write the folder out"
@@ -364,7 +364,7 @@ def _absolute(
         tier["path"] = _tier(tier["path"], folder)
     if (own := data["checkpoints"]["path"]).startswith(("/", "~", "$")):  # others are meant from where the command runs
         data["checkpoints"]["path"] = folder(own, "checkpoints", "path")
-    restored: dict[str, Any] = _replaced(data, _DOLLAR, "$")
+    restored: dict[str, Any] = _replace_text(data, _DOLLAR, "$")
     return restored
 
 

@@ -165,7 +165,7 @@ def plain(node: Node) -> Any:
 _UNQUOTED = re.compile(r"(?:[A-Za-z./][\w./+-]*|--?[A-Za-z][\w-]*)")
 
 
-def listed(words: Sequence[str]) -> str:
+def format_list_items(words: Sequence[str]) -> str:
     """A list of texts as YAML reads it."""
     return ", ".join(
         word if _UNQUOTED.fullmatch(word) and word != "null" else json.dumps(word, ensure_ascii=False) for word in words

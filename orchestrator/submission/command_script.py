@@ -8,7 +8,7 @@ from pathlib import Path
 
 from orchestrator.config.near_files import near_file
 from orchestrator.config.run_config import RunConfig
-from orchestrator.config.yaml_text import listed
+from orchestrator.config.yaml_text import format_list_items
 from orchestrator.errors import ConfigError
 from orchestrator.submission.launchers import refuse_launcher
 from trainer.contract.config_sections.scheduler_kinds import traits
@@ -58,7 +58,7 @@ def _refuse_one_text(command: tuple[str, ...], beside: Path) -> None:
     is_shell = re.search(r"[&|;<>$`(){}*?]", program) is not None
     meant = ["bash", "-c", program] if is_shell and not arguments else [*words, *arguments]
     what = f"command: no program `{program}`: the program and each argument are texts of their own"
-    raise ConfigError(what, where="command", hint=shlex.quote(f"command=[{listed(meant)}]"))
+    raise ConfigError(what, where="command", hint=shlex.quote(f"command=[{format_list_items(meant)}]"))
 
 
 _LARGEST_SCRIPT = 1 << 20
@@ -86,7 +86,7 @@ def _check_program(command: tuple[str, ...], beside: Path) -> None:
     if not (beside / program).is_file() or (shutil.which(program) if on_path else os.access(beside / program, os.X_OK)):
         return
     why = "is no program on PATH" if on_path else "may not be executed"
-    words = shlex.quote(f"command=[{listed([starter, *command])}]")
+    words = shlex.quote(f"command=[{format_list_items([starter, *command])}]")
     raise ConfigError(f"command: {program} {why}", where="command", hint=f"name what starts it: {words}")
 
 
@@ -109,5 +109,5 @@ def _missing(command: tuple[str, ...], script: str, path: Path) -> ConfigError:
     else:
         meant = script.removesuffix(path.name) + near
         words = [meant if word == script else word for word in command]
-        hint = f"did you mean {shlex.quote(f'command=[{listed(words)}]')}?"
+        hint = f"did you mean {shlex.quote(f'command=[{format_list_items(words)}]')}?"
     return ConfigError(f"command: no file {path}", where="command", hint=hint)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from orchestrator.config.run_config import RunConfig
-from orchestrator.config.yaml_text import listed
+from orchestrator.config.yaml_text import format_list_items
 from orchestrator.errors import ConfigError
 
 _PYTHON = re.compile(r"(?:.*/)?python[\d.]*")
@@ -79,7 +79,7 @@ def _joins_nodes(found: Launch) -> bool:
 
 
 def _instead(found: Launch, config: RunConfig) -> str:
-    command = f"command=[{listed(found.program or ('python', 'YOUR_SCRIPT.py'))}]"
+    command = f"command=[{format_list_items(found.program or ('python', 'YOUR_SCRIPT.py'))}]"
     per_node = found.number(_PER_NODE) or (found.number(_IN_ALL) if config.cluster.nodes == 1 else 0)
     names = ("ranks_per_node", "gpus_per_node") if config.cluster.gpus_per_node else ("ranks_per_node",)
     ranks = "".join(f" cluster.{name}={per_node}" for name in names) if per_node > 1 else ""
@@ -89,7 +89,7 @@ def _instead(found: Launch, config: RunConfig) -> str:
 
 def _launch(command: Sequence[str]) -> Launch | None:
     """The launcher that these words begin with, behind programs such as `env X=Y`; None for any other program."""
-    words = _unwrapped(list(command))
+    words = _strip_wrappers(list(command))
     if not words:
         return None
     program = words[0].rpartition("/")[2]
@@ -104,7 +104,7 @@ def _launch(command: Sequence[str]) -> Launch | None:
     return _read(name, rest) if name else None
 
 
-def _unwrapped(words: list[str]) -> list[str]:
+def _strip_wrappers(words: list[str]) -> list[str]:
     while words and (words[0].rpartition("/")[2] in _WRAPPERS or re.match(r"[A-Za-z_]\w*=", words[0])):
         words, option = words[1 + _WRAPPERS.get(words[0].rpartition("/")[2], 0) :], False
         while words and (_WRAPPERS_OWN.fullmatch(words[0]) or (option and not _may_start(words[0]))):
@@ -143,7 +143,7 @@ def _is_program(word: str) -> bool:
 
 def _inline(command: Sequence[str]) -> str:
     """The text of `bash -c TEXT`; empty for any other command."""
-    words = _unwrapped(list(command))
+    words = _strip_wrappers(list(command))
     if not words or not _SHELL.fullmatch(words[0]):
         return ""
     at = next((place for place, word in enumerate(words) if re.fullmatch(r"-\w*c", word)), 0)

@@ -329,7 +329,7 @@ def _above(key: str) -> Iterator[str]:
 
 def _field(identity: Mapping[str, Any], key: str) -> Any:
     if key == USER_CODE:
-        return CodeRecord.of_identity(identity)
+        return CodeRecord.from_identity(identity)
     value: Any = identity
     for name in key.split("."):
         value = value.get(name) if isinstance(value, Mapping) else None

@@ -176,9 +176,9 @@ def trained_identity(run: Run) -> dict[str, Any]:
 def current_identity(run: Run, config: RunConfig) -> dict[str, Any]:
     """Code and environment as they are now, as far as this interpreter is the one that jobs of the run have."""
     now: dict[str, Any] = {"code": code(config, Path(run.identity.get("submit_dir", "")))}
-    before = CodeRecord.of_identity(trained_identity(run))
+    before = CodeRecord.from_identity(trained_identity(run))
     if before is not None:
-        now["code"]["files"] = _code_now(before, CodeRecord.of_identity(now), run).to_json()
+        now["code"]["files"] = _code_now(before, CodeRecord.from_identity(now), run).to_json()
     if Submitter.of(run.identity).python == sys.executable and not config.cluster.python:
         here = environment(run.cluster)
         shown = {name: value for name, value in here["variables"].items() if name not in config.env_from}

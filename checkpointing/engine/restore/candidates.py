@@ -20,14 +20,14 @@ class Candidate:
 
 
 def rank_candidate(candidate: Candidate) -> tuple[Any, ...]:
-    """The newest step first, at the same step the fastest tier, there the latest attempt and take."""
+    """Return a sort key: newest step first, then the fastest tier, then the latest attempt and take."""
     parts = parse_name(candidate.name)
     latest = (-parts.attempt, -parts.take, parts.nonce) if parts is not None else (0, 0, candidate.name)
     return -candidate.step, candidate.place, *latest
 
 
 def newer_names(names: Sequence[str], found: Sequence[Candidate]) -> list[str]:
-    """Those of `names` that are newer than everything in `found`, newest first."""
+    """Return the `names` newer than every candidate in `found`, newest first."""
     known = [parts for candidate in found if (parts := parse_name(candidate.name)) is not None]
     newest = max(known, default=None)
     parsed = [parts for name in names if (parts := parse_name(name)) is not None]

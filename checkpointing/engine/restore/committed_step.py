@@ -1,4 +1,4 @@
-"""The newest step that is committed somewhere, after a restore: what came from memory need not be on a disk."""
+"""The newest committed step after a restore. A state restored from memory may never have reached a disk."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -10,7 +10,7 @@ from checkpointing.tiers.tier import ResolvedTier
 
 
 class Restored(Protocol):
-    """The part of a restore's result that is needed here."""
+    """The fields of a restore's result that this module reads."""
 
     @property
     def step(self) -> int: ...
@@ -22,18 +22,18 @@ class Restored(Protocol):
 def agree_on_committed_step(
     ranks: RankGroup, places: Sequence[ResolvedTier], owner: Owner, restored: Restored
 ) -> int | None:
-    """Collective: the newest step up to the restored one that is committed somewhere, None when there is none.
+    """Collective: return the newest committed step up to the restored step, or None if no step is committed.
 
-    That is the step itself, unless it was loaded from memory and never reached a disk.
+    It is older than the restored step if that was loaded from memory and never reached a disk.
     """
     found: list[int | None] | Failed | None = None
     if ranks.leads:
-        found = result_or_failed(lambda: [_committed(places, owner, restored)])
-    told: list[int | None] | Failed = ranks.broadcast(found)
-    return restored.step if isinstance(told, Failed) else told[0]
+        found = result_or_failed(lambda: [_find_committed(places, owner, restored)])
+    answer: list[int | None] | Failed = ranks.broadcast(found)
+    return restored.step if isinstance(answer, Failed) else answer[0]
 
 
-def _committed(places: Sequence[ResolvedTier], owner: Owner, restored: Restored) -> int | None:
+def _find_committed(places: Sequence[ResolvedTier], owner: Owner, restored: Restored) -> int | None:
     entries = [entry for place in places for entry in place.catalog.accepted(owner)]
     if any(entry.name == restored.name for entry in entries):
         return restored.step

@@ -18,7 +18,7 @@ _ROUNDED_SUM = (torch.float16,)
 @peer_message
 @dataclass(frozen=True, kw_only=True)
 class Findings:
-    """What one rank has seen in its part of a state: keys of trained weights with their numbers of NaN values."""
+    """One rank's findings in its part of a state: trained weights with NaN, as (key, number of NaN values)."""
 
     broken: tuple[tuple[str, int], ...] = ()
 
@@ -40,7 +40,7 @@ class Inspection:
     """Fingerprint parts and findings of one rank, collected part by part."""
 
     def __init__(self, trained_keys: Collection[str] = ()) -> None:
-        """`trained_keys`: weights that train, in which NaN is looked for."""
+        """`trained_keys`: keys of the trained weights; only these are checked for NaN."""
         self._trained_keys = trained_keys
         self._partials = bytearray()
         self._broken: list[tuple[str, int]] = []

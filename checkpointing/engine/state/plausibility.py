@@ -1,7 +1,7 @@
-"""Whether a state can be saved as it is: no weight that trains is NaN, and replicas of a value are equal.
+"""Checks before a commit: no trained weight is NaN, and all replicas of a value are equal.
 
-Nothing else is known of every healthy program: how often an optimizer steps, what its counters hold, which values stay
-as they are or are infinite is the program's affair.
+No other property holds for every healthy program. Optimizer steps, counters, constant values and infinities are up to
+the program.
 """
 
 import sys
@@ -19,7 +19,7 @@ _NAMED = 4
 
 @dataclass(frozen=True)
 class Judgement:
-    """Of one state: fingerprints by key, and reasons not to save it."""
+    """The verdict on one state: its fingerprints by key, and the reasons not to save it."""
 
     fingerprints: dict[str, str]
     reasons: tuple[str, ...] = ()
@@ -38,7 +38,7 @@ class PlausibilityJudge:
         return self._mode == OFF
 
     def inspection(self, trained: Collection[str] = ()) -> Inspection:
-        """Begin the inspection of one rank's part of a state, in which the weights `trained` train."""
+        """Begin the inspection of one rank's part of a state; `trained`: keys of its trained weights."""
         return Inspection(() if self.is_off else trained)
 
     def judge(
@@ -55,15 +55,17 @@ class PlausibilityJudge:
 
 
 def nan_reason(broken: Sequence[tuple[str, int]]) -> str:
-    """The weights that are NaN, in words; empty when there are none."""
+    """Describe the weights with NaN; empty if no weight has any."""
     totals: dict[str, int] = {}
     for key, count in broken:
         totals[key] = totals.get(key, 0) + count
-    return f"NaN in trained weights: {_named({key: f' ({count})' for key, count in totals.items()})}" if totals else ""
+    if not totals:
+        return ""
+    return f"NaN in trained weights: {_format_tensors({key: f' ({count})' for key, count in totals.items()})}"
 
 
 def differing_reason(replicas: Sequence[Sequence[str]], digests: Sequence[bytes]) -> str:
-    """The values that ranks share and that differ between them, in words; empty when there are none.
+    """Describe the shared values that differ between ranks; empty if all replicas are equal.
 
     `replicas`: the pieces of each rank that other ranks have too; `digests`: eight bytes for each of them.
     """
@@ -79,12 +81,12 @@ def differing_reason(replicas: Sequence[Sequence[str]], digests: Sequence[bytes]
     if not differing:
         return ""
     return (
-        f"saved once for all ranks, which have different values of {_named(differing)}: keep them alike, or type "
-        "checkpoint.plausibility=warn to save the value of one rank"
+        f"saved once for all ranks, which have different values of {_format_tensors(differing)}: keep them alike, or "
+        "type checkpoint.plausibility=warn to save the value of one rank"
     )
 
 
-def _named(found: Mapping[str, str]) -> str:
+def _format_tensors(found: Mapping[str, str]) -> str:
     more = f" and {len(found) - _NAMED} more tensors" if len(found) > _NAMED else ""
     return ", ".join(f"{key}{found[key]}" for key in sorted(found)[:_NAMED]) + more
 

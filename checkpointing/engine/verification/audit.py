@@ -28,7 +28,7 @@ _WANTED = {3: (INDEX,), 4: (INDEX, FINGERPRINTS)}
 
 @dataclass(frozen=True, kw_only=True)
 class Expected:
-    """What the owner of a checkpoint knows of its tensors beyond their bytes."""
+    """Expectations of a checkpoint's owner about its tensors, beyond their bytes."""
 
     required: tuple[str, ...] = ()
     """Tensors that must be there."""
@@ -42,7 +42,7 @@ class Expected:
 
 @dataclass(frozen=True)
 class AuditShare:
-    """One reader's part of an audit: of all items, those that begin in its share of their bytes."""
+    """One reader's part of an audit: the items that begin in its share of the bytes."""
 
     rank: int = 0
     size: int = 1

@@ -102,7 +102,7 @@ def _raw(value: Any) -> str:
     return one_line(value) if isinstance(value, str) else dump_line(value).strip('"')
 
 
-def _json_for(stream: TextIO, text: str) -> str:
+def _escape_unencodable(stream: TextIO, text: str) -> str:
     """JSON that the stream's encoding has all signs for: escapes, where it is not UTF-8."""
     if (stream.encoding or "").lower().replace("-", "") == "utf8":
         return text
@@ -154,7 +154,7 @@ class Screen:
     def data(self, verb: str, data: Any) -> None:
         """The JSON envelope of an answer."""
         answer = {"schema": f"orch.{verb}/1", "time": iso(time.time()), "data": data, "warnings": self._warnings}
-        self._print(_json_for(sys.stdout, dump_line(answer)), sys.stdout)
+        self._print(_escape_unencodable(sys.stdout, dump_line(answer)), sys.stdout)
         self.flush()
 
     def say(self, text: str, hang: int = 0) -> None:
@@ -229,7 +229,7 @@ class Screen:
         if self.json:
             fields = {"code": code, "message": what, "where": where, "hint": hint}
             answer = json.dumps({"schema": "orch.error/1", "error": fields}, ensure_ascii=False)
-            self._print(_json_for(sys.stdout, answer), sys.stdout)
+            self._print(_escape_unencodable(sys.stdout, answer), sys.stdout)
             return
         lines = [f"error: {_readable(what)}", *(f"  {_readable(line)}" for line in (where, hint) if line)]
         self._sentences("\n".join(lines), sys.stderr)

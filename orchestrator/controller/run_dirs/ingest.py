@@ -324,7 +324,7 @@ def _notice(writer: _EventWriter, node: str | None = None, *, kind: str = "", **
 
 def _code_changed(writer: _EventWriter) -> None:
     """A person who has resumed with this code knows of the change."""
-    known = CodeRecord.of_identity(writer.view.run.identity)
+    known = CodeRecord.from_identity(writer.view.run.identity)
     files = writer.data.get("files") or {}
     same = known is not None and [
         name for name in files if name in known.files and known.files[name].sha256 == files[name]

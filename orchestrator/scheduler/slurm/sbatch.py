@@ -196,7 +196,7 @@ def submit(spec: JobSpec, entry: str) -> str:
             open(os.memfd_create("orch-sbatch"), "r+b") as errors,
         ):
             made = executor(spec, folder)
-            made.words = _with_errors_in(errors.fileno(), words)
+            made.words = _redirect_errors(errors.fileno(), words)
             try:
                 return str(made.submit(function, *submitit_payload.arguments(spec)).job_id)
             finally:
@@ -210,7 +210,7 @@ def submit(spec: JobSpec, entry: str) -> str:
         ) from error
 
 
-def _with_errors_in(descriptor: int, words: Sequence[str]) -> list[str]:
+def _redirect_errors(descriptor: int, words: Sequence[str]) -> list[str]:
     """Words that write the messages of `words` into this file.
 
     submitit prints what it gets, and sys.stderr belongs to all threads of a controller: one must not replace it.

@@ -125,13 +125,15 @@ class SlurmScheduler:
     def _recorded(self, ids: Collection[str]) -> dict[str, JobStatus]:
         """Jobs that have left the queue, as accounting has them; UNRECORDED while it does not answer."""
         if not self._pauses.is_due("sacct"):
-            return {job_id: _unrecorded(job_id, "sacct has not answered, and is asked again later") for job_id in ids}
+            return {
+                job_id: _unrecorded_status(job_id, "sacct has not answered, and is asked again later") for job_id in ids
+            }
         try:
             recorded = self._accounting(["-j", ",".join(sorted(ids))], lambda job: job.job_id in ids)
         except SlurmUnreachable as error:
             self._pauses.start("sacct")
             log.warning("%s", error.what)
-            return {job_id: _unrecorded(job_id, error.what) for job_id in ids}
+            return {job_id: _unrecorded_status(job_id, error.what) for job_id in ids}
         self._pauses.forget("sacct")
         return {job.job_id: job for job in ended_jobs(recorded or [])}
 
@@ -218,7 +220,7 @@ def _unreadable(job_id: str, reason: str) -> JobStatus:
     return JobStatus(job_id=job_id, name="", state=UNREADABLE, reason=reason)
 
 
-def _unrecorded(job_id: str, reason: str) -> JobStatus:
+def _unrecorded_status(job_id: str, reason: str) -> JobStatus:
     return JobStatus(job_id=job_id, name="", state=UNRECORDED, reason=reason)
 
 

@@ -35,7 +35,9 @@ class CodeAtStart:
     files: dict[str, str] = field(default_factory=dict)
 
     @classmethod
-    def judged(cls, before: CodeRecord | None, now: CodeRecord, occasion: Occasion, since: str) -> "CodeAtStart":
+    def from_comparison(
+        cls, before: CodeRecord | None, now: CodeRecord, occasion: Occasion, since: str
+    ) -> "CodeAtStart":
         decision, reason = judge_code(before, now, occasion, since)
         if decision is not CodeDecision.WARN or before is None:
             return cls(digest=now.digest)
@@ -61,7 +63,7 @@ def record_code(attempt: AttemptDir, config: JobConfig, skip: Collection[str] = 
     except OSError as error:  # training does not depend on it
         sys.stderr.write(f"orch: the code of this attempt is not recorded: {error}\n")
         return CodeAtStart()
-    return CodeAtStart.judged(before, now, occasion, since)
+    return CodeAtStart.from_comparison(before, now, occasion, since)
 
 
 def write_events(events: EventLog, node: int, ready: ForkServerReady) -> None:
@@ -81,7 +83,7 @@ async def note_changes(attempt: AttemptDir, events: EventLog) -> None:
         if before is None:
             return CodeAtStart()
         now = read_again(before)
-        found = CodeAtStart.judged(before, now, Occasion.NEXT, _LAST_START)
+        found = CodeAtStart.from_comparison(before, now, Occasion.NEXT, _LAST_START)
         if found.changes:
             now.write(attempt.code)
         return found
@@ -113,11 +115,11 @@ def _code_before(attempt: AttemptDir) -> tuple[CodeRecord | None, str, Occasion]
     for past in reversed(attempt.run.all_attempts()):
         if past.number < attempt.number and (trained := CodeRecord.read(past.code)) is not None:
             return trained, f"attempt {past.number}", Occasion.NEXT
-    return _submitted(attempt.run.run), "the submit", Occasion.START
+    return _read_submitted(attempt.run.run), "the submit", Occasion.START
 
 
-def _submitted(run_json: Path) -> CodeRecord | None:
+def _read_submitted(run_json: Path) -> CodeRecord | None:
     try:
-        return CodeRecord.of_identity(read_json(run_json)["identity"])
+        return CodeRecord.from_identity(read_json(run_json)["identity"])
     except (FileNotFoundError, ValueError, TypeError, KeyError, AttributeError):
         return None

@@ -13,7 +13,7 @@ from trainer.agent.fork_server.torchrun_command import working_directory
 from trainer.agent.ladder.in_job_policy import Action, Decision
 from trainer.agent.user_command.command_memory import CommandMemory, MemoryFile, SetAsideCheckpoint
 from trainer.agent.user_command.progress import CommandProgress, run_bounded
-from trainer.agent.user_command.set_aside import Pointer, place_for, pointers_to, put_back, retarget, set_aside
+from trainer.agent.user_command.set_aside import Pointer, find_target, pointers_to, put_back, retarget, set_aside
 from trainer.agent.user_command.step_pattern import StepWatch
 from trainer.agent.watch.command_errors import START_SECONDS, CommandPast, NewestCheckpoint, same_without
 from trainer.contract.config import JobConfig
@@ -155,7 +155,7 @@ class CommandRun:
         assert self._command_progress is not None
         newest, older = self._command_progress.began_from, self._command_progress.older()
         assert newest is not None
-        target = await run_bounded(partial(place_for, newest, self._run, self._attempt.number, generation))
+        target = await run_bounded(partial(find_target, newest, self._run, self._attempt.number, generation))
         pointers = await run_bounded(partial(pointers_to, newest, older))
         if target is None or pointers is None:
             sys.stderr.write(f"orch-agent: {newest.path} cannot be moved out of its folder: it stays\n")

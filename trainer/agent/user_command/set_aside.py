@@ -36,7 +36,7 @@ class Pointer:
         return f"{name} names {Path(self.after.strip()).name} from now on" if self.after else f"{name} is moved too"
 
 
-def place_for(one: CommandCheckpoint, run: RunDir, attempt: int, generation: int) -> Path | None:
+def find_target(one: CommandCheckpoint, run: RunDir, attempt: int, generation: int) -> Path | None:
     """Where a checkpoint can be moved: beside the folder that holds it, or into the run's own folder.
 
     Both are on the file system of the checkpoint. None: neither is. Raises OSError.
@@ -98,7 +98,7 @@ def _pointer(path: Path, one: CommandCheckpoint, instead: CommandCheckpoint | No
         return None
     if (before := _content(path)) is None:
         return None
-    after = _renamed(before, one, instead)
+    after = _replace_name(before, one, instead)
     return None if after is None else Pointer(path=str(path), before=before, after=after, link=path.is_symlink())
 
 
@@ -114,7 +114,7 @@ def _content(path: Path) -> str | None:
     return None
 
 
-def _renamed(text: str, one: CommandCheckpoint, instead: CommandCheckpoint | None) -> str | None:
+def _replace_name(text: str, one: CommandCheckpoint, instead: CommandCheckpoint | None) -> str | None:
     """The text with another checkpoint in it; None when it does not name this one and nothing else."""
     said, name = text.strip(), one.path.name
     if said == name or said.endswith(f"/{name}"):

@@ -64,7 +64,7 @@ class CodeRecord:
             return None
 
     @classmethod
-    def of_identity(cls, identity: Mapping[str, Any]) -> "CodeRecord | None":
+    def from_identity(cls, identity: Mapping[str, Any]) -> "CodeRecord | None":
         """The record in a run's identity; None where it has none."""
         return cls.from_json((identity.get("code") or {}).get("files"))
 

@@ -24,7 +24,7 @@ class ImportSearch:
         importlib.invalidate_caches()  # a file may be younger than what the finders remember of its folder
         self._found: dict[str, ModuleSpec | None] = {}
 
-    def file_of(self, name: str) -> Path | None:
+    def find_file(self, name: str) -> Path | None:
         """The file that `import name` would load; None for a namespace, a built-in module, or no module."""
         spec = self._spec(name)
         origin = spec.origin if spec is not None and spec.has_location else None
@@ -141,7 +141,7 @@ def shadowing_file(name: str, folders: Sequence[Path], search: ImportSearch) -> 
         for own in (folder / name / "__init__.py", folder / f"{name}.py"):
             if not own.is_file():
                 continue
-            found = search.file_of(name)
+            found = search.find_file(name)
             if found is not None and found.exists() and found.samefile(own):
                 return None
             if found is not None or standard:

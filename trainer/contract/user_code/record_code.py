@@ -142,7 +142,7 @@ class _Collector:
             if part in self._seen:
                 continue
             self._seen.add(part)
-            file = self._search.file_of(part)
+            file = self._search.find_file(part)
             if file is not None:
                 self.add(part, file)
             elif depth == 1 and not self._search.is_there(part):

@@ -15,7 +15,7 @@ WITHOUT_SHARDS = "type parallel.strategy=ddp train.dtype=float32"
 
 
 @contextmanager
-def uncalled_units_named(model: nn.Module) -> Iterator[None]:
+def explain_uncalled_units(model: nn.Module) -> Iterator[None]:
     """Raises CannotShard in place of torch's error about whole and sharded tensors in one operation."""
     try:
         yield
@@ -34,11 +34,11 @@ def _reason(model: nn.Module) -> str:
     }
     return (
         "a layer was used without a call of the part that it is sharded with, which gathers its parameters "
-        f"({_listed(units)}): call these parts, or shard each layer by itself (type "
+        f"({_join_names(units)}): call these parts, or shard each layer by itself (type "
         f"parallel.fsdp.wrap={','.join(sorted(layers)[:_MOST])}), or do not shard ({WITHOUT_SHARDS})"
     )
 
 
-def _listed(names: list[str]) -> str:
+def _join_names(names: list[str]) -> str:
     more = f" and {len(names) - _MOST} more" if len(names) > _MOST else ""
     return ", ".join(names[:_MOST]) + more

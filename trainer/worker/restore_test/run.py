@@ -111,22 +111,22 @@ class RestoreTestRun:
         `train` trains up to a step. Raises what says nothing about the checkpoint: a place that cannot be read, a peer
         that is gone.
         """
-        fault = self._examined()
+        fault = self._examine()
         if fault:
-            return self._concluded(Outcome.CORRUPT, fault)
-        unrestored = self._restored(state)
+            return self._conclude(Outcome.CORRUPT, fault)
+        unrestored = self._restore(state)
         if unrestored is not None:
-            return self._concluded(*unrestored)
+            return self._conclude(*unrestored)
         before = pack_rng(self._objects.layout.device)
         try:
             code = train(self._order.last_step(self._config.train.steps))
         except BadStep as error:  # on every rank alike
-            return self._concluded(*self._bad_step(error))
+            return self._conclude(*self._bad_step(error))
         if code is not ExitCode.FINISHED:
             return code
         drawn = not torch.equal(before, pack_rng(self._objects.layout.device))
         keeps = any(parameter.grad is not None for parameter in self._objects.model.parameters())
-        return self._concluded(*self._judged(self._conditions(drawn, keeps)))
+        return self._conclude(*self._compare(self._conditions(drawn, keeps)))
 
     def _conditions(self, drawn: bool = False, keeps: bool = False) -> Conditions:
         """How this test computes, the same on all ranks: collective. `keeps`: gradients, after the last step."""
@@ -141,18 +141,18 @@ class RestoreTestRun:
             keeps_gradients=any(each[1] for each in told), differs=self._order.differs, software=self._software,
         )  # fmt: skip
 
-    def _examined(self) -> str:
+    def _examine(self) -> str:
         """Every rank reads a share of all bytes; rank 0 judges what they have found."""
         order, ranks, storage = self._order, self._ranks, storage_at(self._order.place)
         share = AuditShare(ranks.rank, ranks.size)
         mine = result_or_failed(lambda: dump_line(asdict(audit(order, storage, share))))
-        reports = [_report(text) for text in self._unfailed(ranks.all_gather(mine))]
+        reports = [_report(text) for text in self._require_answers(ranks.all_gather(mine))]
         report = merge_reports(reports)
         found = self._on_leader(lambda: {"fault": find_fault(order, storage, report)})
         self._evidence |= {"bytes": report.bytes, "verify_seconds": report.seconds, "notes": report.notes}
         return str(found["fault"])
 
-    def _restored(self, state: TrainState) -> tuple[Outcome, str] | None:
+    def _restore(self, state: TrainState) -> tuple[Outcome, str] | None:
         """Restore as a resume does; None when what was loaded is what was saved."""
         started = time.monotonic()
         reason = ""
@@ -183,17 +183,18 @@ class RestoreTestRun:
     def _bad_step(self, error: BadStep) -> tuple[Outcome, str]:
         """A loss that is no number: the checkpoint's fault only where the run has trained that very step."""
 
-        def judged() -> dict[str, Any]:
-            return {"known": any(OTHER_SOFTWARE not in values for values in self._recorded([error.step])[error.step])}
+        def find_step() -> dict[str, Any]:
+            recorded = self._read_run_steps([error.step])[error.step]
+            return {"known": any(OTHER_SOFTWARE not in values for values in recorded)}
 
-        known = self._on_leader(judged)["known"]
+        known = self._on_leader(find_step)["known"]
         conditions = self._conditions()
         why = why_not_compared(conditions) or why_no_verdict(conditions) or self._changed_data()
         if not known:
             why = why or "the run has not trained that step, and its batch may be the cause"
         return (Outcome.NOT_COMPARABLE, f"{error}; {why}") if why else (Outcome.SUSPECT, str(error))
 
-    def _recorded(self, steps: Collection[int]) -> dict[int, list[dict[str, float]]]:
+    def _read_run_steps(self, steps: Collection[int]) -> dict[int, list[dict[str, float]]]:
         order, code = self._order, CodeRecord.read(self._attempt.code)
         return recorded_steps(RunDir(Path(order.run_dir)), steps, order.steps_digest, saving_attempt(order), code)
 
@@ -204,49 +205,49 @@ class RestoreTestRun:
             return ""
         ranks = self._ranks
         mine = result_or_failed(lambda: dump_line(data.changed_shards(ranks.rank, ranks.size)))
-        found = [name for text in self._unfailed(ranks.all_gather(mine)) for name in json.loads(text)]
+        found = [name for text in self._require_answers(ranks.all_gather(mine)) for name in json.loads(text)]
         return f"the data has changed since it was prepared: {found[0]} (digest differs)" if found else ""
 
-    def _judged(self, conditions: Conditions) -> tuple[Outcome, str]:
+    def _compare(self, conditions: Conditions) -> tuple[Outcome, str]:
         """Hold the steps to those of the run: rank 0 has both."""
         order, mine, exact = self._order, self._journal.steps, conditions.exact
         bounds, not_compared = BOUNDS[self._config.train.dtype], why_not_compared(conditions)
 
-        def judged() -> dict[str, Any]:
-            known = self._recorded(mine)
-            found = compare({} if not_compared else mine, known, bounds, exact=exact)
+        def compare_steps() -> dict[str, Any]:
+            known = self._read_run_steps(mine)
+            result = compare({} if not_compared else mine, known, bounds, exact=exact)
             evidence = {
-                "compared": found.compared, "exact": exact, "bounds": bounds, "largest_difference": found.largest,
+                "compared": result.compared, "exact": exact, "bounds": bounds, "largest_difference": result.largest,
                 "steps": [{"step": step, **values} for step, values in sorted(mine.items())],
                 "run_steps": {str(step): values for step, values in known.items()},
                 "other_software": self._software, "differs": order.differs,
                 "first_step_at": self._journal.first_step_at,
             }  # fmt: skip
             how = "bit for bit" if exact else f"within {bounds['loss']:g} of its loss"
-            steps = "1 step agrees" if found.compared == 1 else f"{found.compared} steps agree"
+            steps = "1 step agrees" if result.compared == 1 else f"{result.compared} steps agree"
             same = f"{steps} with the run's own {how}"
             none = not_compared or "the run has recorded no step after it to compare with"
-            why = found.why_no_verdict
+            why = result.why_no_verdict
             return {
-                "difference": found.difference, "why": why, "same": same if found.compared else none,
+                "difference": result.difference, "why": why, "same": same if result.compared else none,
                 "evidence": evidence,
             }  # fmt: skip
 
-        told = self._on_leader(judged)
-        self._evidence |= told["evidence"]
-        if told["difference"]:
-            why = why_no_verdict(conditions) or told["why"] or self._changed_data()
+        found = self._on_leader(compare_steps)
+        self._evidence |= found["evidence"]
+        if found["difference"]:
+            why = why_no_verdict(conditions) or found["why"] or self._changed_data()
             if why:
-                return Outcome.NOT_COMPARABLE, f"{told['difference']}; {why}"
-            return Outcome.SUSPECT, told["difference"]
+                return Outcome.NOT_COMPARABLE, f"{found['difference']}; {why}"
+            return Outcome.SUSPECT, found["difference"]
         ranks = "1 rank" if self._ranks.size == 1 else f"{self._ranks.size} ranks"
-        return Outcome.RESTORED, f"restored on {ranks}; {told['same']}"
+        return Outcome.RESTORED, f"restored on {ranks}; {found['same']}"
 
-    def _concluded(self, outcome: Outcome, reason: str) -> ExitCode:
+    def _conclude(self, outcome: Outcome, reason: str) -> ExitCode:
         """Rank 0 writes it down, first into the test's own folder; an unwritten one must not look like an end."""
         verdict = RestoreVerdict(outcome=outcome, reason=reason, evidence=self._evidence)
 
-        def written() -> dict[str, Any]:
+        def write() -> dict[str, Any]:
             verdict.write(self._attempt)
             self._journal.event(
                 EventKind.RESTORE_TESTED,
@@ -254,17 +255,17 @@ class RestoreTestRun:
             )  # fmt: skip
             return {}
 
-        self._on_leader(written)
+        self._on_leader(write)
         return ExitCode.FINISHED
 
     def _on_leader(self, act: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """What rank 0 finds, as plain JSON, on every rank; raises OSError on all of them when it could not."""
         mine: str | Failed | None = result_or_failed(lambda: dump_line(act())) if self._ranks.leads else None
-        found: dict[str, Any] = json.loads(self._unfailed([self._ranks.broadcast(mine)])[0])
+        found: dict[str, Any] = json.loads(self._require_answers([self._ranks.broadcast(mine)])[0])
         return found
 
     @staticmethod
-    def _unfailed(answers: Sequence[str | Failed]) -> list[str]:
+    def _require_answers(answers: Sequence[str | Failed]) -> list[str]:
         """The answers of ranks; raises OSError when one of them could not give any."""
         failed = next((each for each in answers if isinstance(each, Failed)), None)
         if failed is not None:

@@ -66,7 +66,7 @@ class BufferState:
 
         Ranks that the saving world did not have begin with those of the first one.
         """
-        self._wanted = self._wanted_by(states[self._rank if self._rank < len(states) else 0])
+        self._wanted = self._describe_wanted(states[self._rank if self._rank < len(states) else 0])
         live = checkpoint_contents.persistent_buffers(self._model)
         found = {name: self._room(name, told, live) for name, told in self._wanted.items() if isinstance(told, list)}
         ranks = saved.get("ranks")  # an older orch did not save it: then both are read, as far as they are there
@@ -77,7 +77,7 @@ class BufferState:
             self._targets = {**self._keys(first, 0, saved), **self._targets}
         return self._targets
 
-    def _wanted_by(self, state: Mapping[str, Any]) -> dict[str, Description]:
+    def _describe_wanted(self, state: Mapping[str, Any]) -> dict[str, Description]:
         facts = state.get("buffers", {})
         gone = set(facts.get("gone", ()))
         wanted = {name: told for name, told in self._built.items() if name not in gone}
@@ -119,9 +119,9 @@ class BufferState:
             module, key = slots.get(name) or (modules[name.rpartition(".")[0]], name.rpartition(".")[2])
             if key not in module._buffers:
                 module.__dict__.pop(key, None)  # a plain attribute that the buffer has replaced
-            module._buffers[key] = self._filled(told["same"] if isinstance(told, dict) else name, absent, told)
+            module._buffers[key] = self._fill_buffer(told["same"] if isinstance(told, dict) else name, absent, told)
 
-    def _filled(self, name: str, absent: Collection[str], told: Description) -> torch.Tensor | None:
+    def _fill_buffer(self, name: str, absent: Collection[str], told: Description) -> torch.Tensor | None:
         if told is None:
             return None
         key = f"{buffers_name(self._source)}{name}"

@@ -142,13 +142,13 @@ def text(value: Any) -> str:
     return json.dumps(value, sort_keys=True)
 
 
-def renamed(value: Any, names: Mapping[str, str]) -> Any:
+def rename_tensors(value: Any, names: Mapping[str, str]) -> Any:
     """An encoded value with other names of its tensors, as far as `names` has them."""
     if isinstance(value, list):
-        return [renamed(item, names) for item in value]
+        return [rename_tensors(item, names) for item in value]
     if isinstance(value, dict):
         return {
-            kind: names.get(inner, inner) if kind == "tensor" else renamed(inner, names)
+            kind: names.get(inner, inner) if kind == "tensor" else rename_tensors(inner, names)
             for kind, inner in value.items()
         }
     return value

@@ -52,7 +52,7 @@ class ObjectState:
         except Unsavable as reason:
             raise WorkloadError(f"what {self._called}.state_dict() returns: {reason}") from reason
         own = self._own_names
-        return nested_state.renamed(value, own), {own.get(key, key): tensor for key, tensor in found.items()}
+        return nested_state.rename_tensors(value, own), {own.get(key, key): tensor for key, tensor in found.items()}
 
     def targets(self, facts: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """Memory for the tensors of a checkpoint with these facts."""

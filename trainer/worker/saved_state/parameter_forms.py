@@ -57,8 +57,8 @@ def nan_weights(model: nn.Module) -> frozenset[str]:
         for name, parameter in model.named_parameters()
         if parameter.is_floating_point() and parameter.numel()
     }
-    return frozenset(key for key, weight in weights.items() if bool(torch.isnan(_widened(weight)).any()))
+    return frozenset(key for key, weight in weights.items() if bool(torch.isnan(_widen(weight)).any()))
 
 
-def _widened(weight: torch.Tensor) -> torch.Tensor:
+def _widen(weight: torch.Tensor) -> torch.Tensor:
     return weight if weight.itemsize > 1 else weight.to(torch.float32)  # eight-bit floats know few operations

@@ -68,7 +68,7 @@ class StateInventory:
             self._extra = more
         return self._tensors
 
-    def trained(self) -> frozenset[str]:
+    def trained_keys(self) -> frozenset[str]:
         """The keys of the weights that train, of the tensors that were given last."""
         return frozenset(key for key, parameter in self._weights.items() if parameter.requires_grad)
 
@@ -104,7 +104,7 @@ class StateInventory:
         live = {**shared, **of_optimizer, **own}
         self._states = [(owner, held, len(held)) for owner, held in optimizer.state.items()]
         self._slots = list(self._holders())
-        self._sizes = [(holder, len(holder)) for module in model.modules() for holder in _holders_of(module)]
+        self._sizes = [(holder, len(holder)) for module in model.modules() for holder in _module_holders(module)]
         held = sum(isinstance(value, torch.Tensor) for _, kept, _ in self._states for value in kept.values())
         self._scattered = held != len(of_optimizer)
         self._empty = [
@@ -127,7 +127,7 @@ class StateInventory:
     def _holders(self) -> Iterator[tuple[Holder, str]]:
         """Where modules and the optimizer keep their tensors: a slot with another one in it is seen."""
         for module in self._model.modules():
-            for holder in _holders_of(module):
+            for holder in _module_holders(module):
                 yield from ((holder, key) for key in holder)
         for _, held, _ in self._states:
             yield from ((held, key) for key, value in held.items() if isinstance(value, torch.Tensor))
@@ -143,5 +143,5 @@ class StateInventory:
         return list(zip(places, forms, strict=True))
 
 
-def _holders_of(module: nn.Module) -> tuple[Holder, ...]:
+def _module_holders(module: nn.Module) -> tuple[Holder, ...]:
     return module._parameters, module._buffers, module._modules

@@ -164,7 +164,7 @@ class TrainState:
             extra[checkpoint_contents.SHARED_NAMES] = names
         tensors = self._inventory.tensors()
         set_origin(tensors[self._rng], self._rank, self.step)
-        facts, trained = self._facts(tensors), self._inventory.trained() - self._nan
+        facts, trained = self._facts(tensors), self._inventory.trained_keys() - self._nan
         try:
             return saver.save(self.step, tensors, extra, facts, trained)
         except (NotImplementedError, TypeError, ValueError) as error:

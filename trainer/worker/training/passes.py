@@ -11,7 +11,7 @@ from trainer.contract.ranks.progress import Phase
 from trainer.worker.data import unwrapped
 from trainer.worker.parallel.data_parallel import GradientSync
 from trainer.worker.parallel.fsdp_units import CannotShard
-from trainer.worker.parallel.uncalled_units import uncalled_units_named
+from trainer.worker.parallel.uncalled_units import explain_uncalled_units
 from trainer.worker.pipeline.bubble_meter import meter_for
 from trainer.worker.pipeline.pipelined_llama import pipeline_of
 from trainer.worker.pipeline.runtime import Pipeline
@@ -73,7 +73,7 @@ class WholePasses:
     def _loss(self, batch: Any) -> torch.Tensor:
         objects = self._objects
         try:
-            with uncalled_units_named(objects.model):
+            with explain_uncalled_units(objects.model):
                 return scalar_loss(objects.workload, objects.workload.loss(objects.model, batch))
         except CannotShard as error:
             raise WorkloadError(str(error)) from error

@@ -7,7 +7,7 @@ import pytest
 
 from tests.trainer.agent.user_command.test_checkpoints import CONFIG, WHOLE, write
 from trainer.agent.user_command.checkpoints import CommandCheckpoint, find
-from trainer.agent.user_command.set_aside import place_for, pointers_to, put_back, retarget, set_aside
+from trainer.agent.user_command.set_aside import find_target, pointers_to, put_back, retarget, set_aside
 from trainer.contract.run_dir import RunDir
 
 
@@ -26,7 +26,7 @@ def out(tmp_path: Path) -> Path:
 
 
 def place(one: CommandCheckpoint, run: RunDir) -> Path:
-    found = place_for(one, run, 2, 3)
+    found = find_target(one, run, 2, 3)
     assert found is not None
     return found
 
@@ -63,14 +63,14 @@ def test_where_the_parent_cannot_be_used_the_runs_folder_holds_it(
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) not in denied)
     assert place(one, run) == run.path / ".orch-set-aside" / "10.002-003"
     denied.append(run.path)
-    assert place_for(one, run, 2, 3) is None
+    assert find_target(one, run, 2, 3) is None
 
 
 def test_on_another_file_system_there_is_no_place(out: Path, run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     write(out, "checkpoint-10", WHOLE)
     one, stat = newest(out), os.stat
     monkeypatch.setattr(os, "stat", lambda path: os.stat_result((0o40755, 1, 0xBAD, *stat(path)[3:])))
-    assert place_for(one, run, 2, 3) is None
+    assert find_target(one, run, 2, 3) is None
 
 
 def test_one_that_is_written_to_is_left_alone(out: Path, run: RunDir) -> None:

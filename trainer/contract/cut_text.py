@@ -1,11 +1,11 @@
-"""Texts of other programs that are too long for a line: cut behind a sentence, a clause or a word."""
+"""Shortening of long texts from other programs, at the end of a sentence, a clause or a word."""
 
 _ENDS = (". ", "; ", ", ", " ")
-"""Where a text may be cut, best first."""
+"""Marks after which a text may be cut, best first."""
 
 
 def cut(text: str, most: int) -> str:
-    """Return at most about so many characters of a text, with ` ...` where there is more."""
+    """Return about `most` characters of a text at most, and ` ...` if it was cut."""
     if len(text) <= most:
         return text
     for end in _ENDS:

@@ -146,9 +146,9 @@ class BaseWorkload:
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """What else a restart must restore, on every rank: a gradient scaler's state, running averages, counters.
+        """Return other state to restore, on every rank: a gradient scaler's state, running averages, counters.
 
-        Tensors that are alike on all ranks are kept once, DTensors in shards, and anything else for each rank.
+        Tensors that are equal on all ranks are saved once, DTensors in shards, everything else per rank.
         """
         return {}
 

@@ -34,7 +34,7 @@ class Unproven(WireError):
 
 
 class NotGreeted(ConnectionError):
-    """What listens there has not greeted: it is busy, of an older release, or no coordinator."""
+    """Raised when the peer sends no greeting: it is busy, an older release, or another program."""
 
 
 class ForeignProtocol(WireError):

@@ -1,4 +1,4 @@
-"""Records which code an attempt is about to train with, and compares it with what was there before."""
+"""Records the code that an attempt is about to train with, and compares it with the code before."""
 
 import os
 import sys
@@ -20,14 +20,14 @@ from trainer.contract.user_code.code_rule import CodeDecision, Occasion, judge_c
 from trainer.contract.user_code.record_code import read_again, record_imported, record_named
 
 MOST = 20
-"""Changed files whose digests an event has."""
+"""Maximum number of changed files whose digests an event lists."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CodeAtStart:
-    """The digest of the user's code, what of it is not as before in words, and the digests of the changed files.
+    """Digest of the user's code, a description of its changes, and the digests of the changed files.
 
-    All are empty where there is nothing to report.
+    All are empty if there is nothing to report.
     """
 
     digest: str = ""
@@ -50,7 +50,7 @@ class CodeAtStart:
 
 
 def record_code(attempt: AttemptDir, config: JobConfig, skip: Collection[str] = ()) -> CodeAtStart:
-    """Write the code of this attempt into its folder, and judge it; only the first node does.
+    """Write the code record of this attempt into its folder and compare it; only the first node does.
 
     `skip`: modules that this process had imported before the workload.
     """
@@ -67,7 +67,7 @@ def record_code(attempt: AttemptDir, config: JobConfig, skip: Collection[str] = 
 
 
 def write_events(events: EventLog, node: int, ready: ForkServerReady) -> None:
-    """What a fork server that is ready has to report."""
+    """Write the events of a fork server that has become ready."""
     fields = {"warm": ready.warm, "reason": ready.reason, "seconds": ready.seconds}
     events.write(EventKind.FORK_SERVER, node=node, **fields)
     if ready.code:
@@ -76,7 +76,7 @@ def write_events(events: EventLog, node: int, ready: ForkServerReady) -> None:
 
 
 async def note_changes(attempt: AttemptDir, events: EventLog) -> None:
-    """Look at the recorded files again when ranks start that import them again: an event for what has changed."""
+    """Read the recorded files again before new ranks import them; write an event if any has changed."""
 
     def look() -> CodeAtStart:
         before = CodeRecord.read(attempt.code)
@@ -109,7 +109,7 @@ def _code_here(run: RunDir, config: JobConfig, skip: Collection[str]) -> CodeRec
 
 
 def _code_before(attempt: AttemptDir) -> tuple[CodeRecord | None, str, Occasion]:
-    """The code that trained last, else what was submitted; raises OSError."""
+    """Return the code that trained last, else the submitted code; raises OSError."""
     if (own := CodeRecord.read(attempt.code)) is not None:
         return own, _LAST_START, Occasion.NEXT
     for past in reversed(attempt.run.all_attempts()):

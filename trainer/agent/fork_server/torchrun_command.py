@@ -1,4 +1,4 @@
-"""How an existing torchrun script is started as a rank."""
+"""Start of an existing torchrun script as a rank."""
 
 import json
 import os

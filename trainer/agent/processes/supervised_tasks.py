@@ -9,7 +9,7 @@ from typing import Any
 
 Task = asyncio.Task[None]
 _MAX_PRINTED = 20
-"""Tracebacks that are printed: a callback that fails may be called again at once."""
+"""Maximum number of printed tracebacks: a failing callback may be called again at once."""
 
 
 class SupervisedTasks:
@@ -48,7 +48,7 @@ def report_exceptions(on_error: Callable[[BaseException], None]) -> None:
 
     def on_loop_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         error = context.get("exception")
-        # A future that was given up may fail later: that is no error of the agent.
+        # An abandoned future may fail later without harm to the agent.
         if not isinstance(error, BaseException) or isinstance(context.get("future"), asyncio.Future):
             loop.default_exception_handler(context)
             return
@@ -65,7 +65,7 @@ def report_exceptions(on_error: Callable[[BaseException], None]) -> None:
 
 
 def describe_error(error: BaseException) -> str:
-    """One line: class, message and the place where it was raised."""
+    """Return one line with the error's class, message and origin."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({frames[-1].filename.rpartition('/')[2]}:{frames[-1].lineno})" if frames else ""
     message = " ".join(str(error).split())[:500]

@@ -1,7 +1,7 @@
-"""Finds the newest line that a user's `progress.pattern` matches, in a process of its own.
+"""Finds the newest line that a user's `progress.pattern` matches, in a separate process.
 
-A pattern may take for ever on a line, and Python's engine holds the lock of the interpreter meanwhile: in the agent it
-would stop everything. Run as a program of the standard library alone: `python -I -S match_step.py PATTERN < TEXT`.
+A pattern may run for ever on a line while Python's engine holds the GIL, which would block the whole agent. The program
+needs the standard library alone: `python -I -S match_step.py PATTERN < TEXT`.
 """
 
 import json
@@ -10,11 +10,11 @@ import sys
 from collections.abc import Iterator
 
 _LINES, _WIDTH = 500, 1000
-"""So many lines, and so much of each, are matched."""
+"""Maximum number of lines, and of characters of each, that are matched."""
 
 
 def find_step(text: str, pattern: str) -> dict[str, str] | None:
-    """The groups of the newest line that matches, progress bars included; None when none does."""
+    """Return the groups of the newest matching line, progress bars included; None without a match."""
     compiled = re.compile(pattern)
     for line in list(_newest_lines(text))[:_LINES]:
         found = compiled.search(line[:_WIDTH])
@@ -25,13 +25,13 @@ def find_step(text: str, pattern: str) -> dict[str, str] | None:
 
 
 def is_whole(text: str) -> bool:
-    """Whether it is a whole number, `12,000` included, that fits into 64 bits."""
+    """Whether the text is a whole number of at most 64 bits, such as `12,000`."""
     digits = text.replace(",", "")
     return digits.isascii() and digits.isdigit() and len(digits) < 19
 
 
 def _newest_lines(text: str) -> Iterator[str]:
-    """A bar is drawn over in place: each of its states is a line."""
+    """Split at line ends and carriage returns: each state of a progress bar is a line."""
     return reversed(re.split(r"[\r\n]+", text))
 
 

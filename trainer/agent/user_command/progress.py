@@ -91,11 +91,11 @@ class CommandProgress:
         return next(older, None)
 
     def has_whole(self) -> bool:
-        """Whether any of those that are there has no known sign of damage."""
+        """Whether any present checkpoint has no known sign of damage."""
         return any(not one.damage for one in self._latest)
 
     def forget(self, one: CommandCheckpoint) -> None:
-        """It was set aside: that it is gone is no news."""
+        """Forget a checkpoint that was set aside, so that no event reports it as deleted."""
         self._told.pop(one.identity, None)
         self._latest = [other for other in self._latest if other.identity != one.identity]
         self._note_saved()
@@ -125,7 +125,7 @@ class CommandProgress:
             self._note_saved()
 
     def _note_saved(self) -> None:
-        """The newest step of those that are there and whole is what the run has saved."""
+        """Set the saved step of the run to the newest whole checkpoint that is present."""
         self._progress.saved = max((one.step for one in self._latest if one.identity in self._told), default=0)
         self._progress.step = self._progress.saved if self._counts_steps else self._progress.step
 

@@ -3,8 +3,8 @@
     python restore_program.py PROGRAM [ARGUMENT ...]      with $ORCH_CHECKPOINT, the checkpoint's file or folder
 
 Where the kernel allows it, the checkpoint is read-only for the program; everywhere its bytes are digested before and
-after. Exit code 0 of the program is a pass, 7 a bad checkpoint, 75 says that nothing was found out. With any other one
-the program has failed: that is no verdict on the checkpoint.
+after. Exit code 0 of the program means a pass, 7 a bad checkpoint, 75 no result. Any other exit code means that the
+program has failed, which proves nothing about the checkpoint.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ import sys
 import time
 from pathlib import Path
 
-if __name__ == "__main__":  # started by its path: where orch's packages are, only that tells
+if __name__ == "__main__":  # started by its path, which is the only way to find orch's packages
     sys.path[:] = [str(Path(__file__).resolve().parents[3]), *sys.path[1:]]
 
 from trainer.contract.events import EventKind, EventLog

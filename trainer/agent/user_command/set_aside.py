@@ -16,30 +16,30 @@ from trainer.contract.run_dir import RunDir
 from trainer.contract.user_command.command_checkpoints import SET_ASIDE
 
 _POINTER_NAMES = re.compile(r"(latest|last|newest)", re.IGNORECASE)
-"""Beginnings of the names of files that say which checkpoint is the newest."""
+"""Name prefixes of files that name the newest checkpoint."""
 _LARGEST_POINTER = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pointer:
-    """A file or symbolic link beside the checkpoints, its content that names one, and its content after a repair."""
+    """A file or symbolic link that names the newest checkpoint, with its content before and after a repair."""
 
     path: str
     before: str
-    after: str  # empty: there is no other checkpoint to name, and the file is moved away
+    after: str  # empty: without another checkpoint to name, the file is moved away
     link: bool = False
 
     @property
     def words(self) -> str:
-        """What the repair does, in words."""
+        """A description of the repair."""
         name = Path(self.path).name
         return f"{name} names {Path(self.after.strip()).name} from now on" if self.after else f"{name} is moved too"
 
 
 def find_target(one: CommandCheckpoint, run: RunDir, attempt: int, generation: int) -> Path | None:
-    """Where a checkpoint can be moved: beside the folder that holds it, or into the run's own folder.
+    """Return a path to move a checkpoint to: beside its folder, or in the run's own folder.
 
-    Both are on the file system of the checkpoint. None: neither is. Raises OSError.
+    The path is on the file system of the checkpoint. None if neither folder is, or is writable. Raises OSError.
     """
     folder = Path(os.path.realpath(one.path.parent))
     name = f"{one.step}.{attempt:03d}-{generation:03d}"
@@ -52,7 +52,7 @@ def find_target(one: CommandCheckpoint, run: RunDir, attempt: int, generation: i
 
 
 def set_aside(one: CommandCheckpoint, target: Path) -> bool:
-    """Move it; False when it has changed since it was looked at, or cannot be moved."""
+    """Move a checkpoint; return False if it has changed since it was examined, or cannot be moved."""
     now = read_again(one)
     if now is None or now.files != one.files or os.path.lexists(target):
         return False
@@ -66,7 +66,7 @@ def set_aside(one: CommandCheckpoint, target: Path) -> bool:
 
 
 def put_back(aside: Path, original: Path) -> bool:
-    """Move it back, unless something has its name by now. Raises OSError."""
+    """Move a checkpoint back, unless its name is taken by now. Raises OSError."""
     if os.path.lexists(original) or not os.path.lexists(aside):
         return False
     os.rename(aside, original)
@@ -77,7 +77,7 @@ def put_back(aside: Path, original: Path) -> bool:
 
 def _tidy(place: Path) -> None:
     for folder in (place.parent, place.parent.parent):
-        with suppress(OSError):  # another one is in it
+        with suppress(OSError):  # not empty
             folder.rmdir()
 
 
@@ -88,7 +88,7 @@ def _fsync(*folders: Path) -> None:
 
 
 def pointers_to(one: CommandCheckpoint, instead: CommandCheckpoint | None) -> list[Pointer]:
-    """What names this checkpoint as the newest one, and would have to name `instead`. Raises OSError."""
+    """Return the files that name this checkpoint as the newest and must name `instead`. Raises OSError."""
     found = [_pointer(Path(entry.path), one, instead) for entry in os.scandir(one.path.parent)]
     return sorted((pointer for pointer in found if pointer is not None), key=lambda pointer: pointer.path)
 
@@ -103,7 +103,7 @@ def _pointer(path: Path, one: CommandCheckpoint, instead: CommandCheckpoint | No
 
 
 def _content(path: Path) -> str | None:
-    """The text of a small file, or where a symbolic link leads; None for anything else."""
+    """Return the text of a small file, or the target of a symbolic link; None for anything else."""
     try:
         if path.is_symlink():
             return os.readlink(path)
@@ -115,7 +115,7 @@ def _content(path: Path) -> str | None:
 
 
 def _replace_name(text: str, one: CommandCheckpoint, instead: CommandCheckpoint | None) -> str | None:
-    """The text with another checkpoint in it; None when it does not name this one and nothing else."""
+    """Return the text with the name of `instead`; None unless it names this checkpoint alone."""
     said, name = text.strip(), one.path.name
     if said == name or said.endswith(f"/{name}"):
         new = f"{said.removesuffix(name)}{instead.path.name}" if instead is not None else ""
@@ -128,7 +128,7 @@ def _replace_name(text: str, one: CommandCheckpoint, instead: CommandCheckpoint 
 
 
 def retarget(pointer: Pointer, scratch: Path, *, back: bool = False) -> bool:
-    """Make it name the other checkpoint (`back`: the first one again) if nothing has changed it. Raises OSError.
+    """Make a pointer name the other checkpoint (`back`: the first one), unless it was changed. Raises OSError.
 
     `scratch` is a path on the same file system, outside of the folder that the program scans.
     """

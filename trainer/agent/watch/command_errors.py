@@ -59,7 +59,7 @@ class CommandPast:
     newest: NewestCheckpoint | None = None
     saved: bool = False  # a checkpoint since this generation began
     trained: bool = False  # at some time before this generation
-    older: str = ""  # name of an older one without a known sign of damage; empty: there is none
+    older: str = ""  # name of an older checkpoint without a known sign of damage, or empty
     ever_saved: bool = True  # a whole one was there at some time, as far as is known
     aside: tuple[str, ...] = ()  # names of the checkpoints set aside since the program last trained
     doubtful: bool = False  # one of them without a sign of damage
@@ -68,7 +68,7 @@ class CommandPast:
 
 @dataclass(frozen=True, kw_only=True)
 class Judgement:
-    """Whether it is pointless to try again, and why; why the newest checkpoint is to be set aside, if it is."""
+    """Whether another try is pointless, with the reason, and why to set the newest checkpoint aside, if it must be."""
 
     final: bool
     reason: str
@@ -159,9 +159,9 @@ def _near(one: float, other: float, ratio: float, few: float) -> bool:
 
 
 def _tries(row: Sequence[CommandFailure], past: CommandPast) -> int:
-    """How often the program has failed soon after it started from its newest checkpoint, which has no sign of damage.
+    """Count the failures soon after a start from the newest checkpoint; 0 if that has a sign of damage.
 
-    The same file may be read again a moment later, or an older one is tried: nothing of that is decided in a hurry.
+    A second read of the same file may succeed, and an older checkpoint may load, so one failure decides nothing.
     """
     if past.newest is None or past.newest.damage or row[-1].trained:
         return 0
@@ -169,11 +169,11 @@ def _tries(row: Sequence[CommandFailure], past: CommandPast) -> int:
 
 
 def _why_set_aside(row: Sequence[CommandFailure], past: CommandPast) -> str:
-    """Why the checkpoint that this generation began from is not to be loaded again; empty when it may be."""
+    """Return why the checkpoint of this generation must not be loaded again; empty if it may be."""
     last, newest = row[-1], past.newest
     if newest is None or len(past.aside) >= MOST_SET_ASIDE:
         return ""
-    # The last whole one is never given up; a damaged one that was the first takes nothing with it.
+    # The last whole checkpoint is never given up. A damaged first checkpoint costs no progress.
     if not past.older and (past.ever_saved or not newest.damage):
         return ""
     # A large one takes long to load: where it is damaged, failing while it is loaded is no sign of having trained.

@@ -100,7 +100,7 @@ class Cause:
     position: int | None = None  # of the batch that is to be skipped
     own: CommandFailure | None = None  # of a command: how it ended by itself
     set_aside: str = ""  # of a command: why its newest checkpoint is not to be loaded again
-    tries: int = 0  # of a command: failures soon after starts from a checkpoint that is to be tried again
+    tries: int = 0  # of a command: failures soon after a start from a checkpoint that gets another try
 
 
 def find_cause(ends: Sequence[RankEnd], *, trained: bool, last_mark: str = "") -> Cause:

@@ -30,7 +30,7 @@ class FailureKind(StrEnum):
 
     RANK_KILLED = "rank_killed"  # a rank died of a signal
     OUT_OF_MEMORY = "out_of_memory"  # the kernel killed a rank for lack of memory, or an allocation failed
-    USER_ERROR = "user_error"  # a failure of the training code that comes back: shown to, or an exit code that says so
+    USER_ERROR = "user_error"  # a failure of the training code that recurs: it has, or its exit code declares it
     EXCEPTION = "exception"  # an exception of the training code, or its exit code, that is not shown to come back
     NODE_LOST = "node_lost"  # the node or its Slurm daemon died
     AGENT_LOST = "agent_lost"  # an agent process died or fell silent, its node is not known to be bad

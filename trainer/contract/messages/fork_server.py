@@ -36,10 +36,10 @@ TO_FORK_SERVER = Direction[ToForkServer](*get_args(ToForkServer))
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ForkServerReady:
-    """It can start ranks; `warm`: it has imported what they need, `reason` says why not.
+    """The fork server can start ranks; `warm`: it has imported the workload, else `reason` has the cause.
 
-    `code`: digest of the user's code, on the first node; `code_changes`: what of it is not as it was before, in words;
-    `code_files`: the digests of the files that have changed.
+    `code`: digest of the user's code, on the first node; `code_changes`: description of its changes; `code_files`: the
+    digests of the changed files.
     """
 
     warm: bool

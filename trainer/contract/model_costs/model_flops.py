@@ -47,9 +47,9 @@ def feed_forward_weights(model: ModelConfig) -> int:
 
 
 def peak_flops(device_name: str, dtype: str) -> float | None:
-    """Operations per second that a device can do in this precision.
+    """Return the peak FLOP/s of a device in this precision.
 
-    None for one that is not in the table, and for a slice of a GPU (MIG), which can do less than the whole.
+    None for a device that the table lacks, and for a slice of a GPU (MIG), which is slower than the whole.
     """
     if _has_words(device_name, "MIG"):
         return None
@@ -60,5 +60,5 @@ def peak_flops(device_name: str, dtype: str) -> float | None:
 
 
 def _has_words(device_name: str, words: str) -> bool:
-    """Whether whole words of a device's name are these: an RTX A1000 is no A100."""
+    """Whether a device's name contains `words` as whole words: `A100` does not match an RTX A1000."""
     return re.search(rf"(?<![a-z0-9]){re.escape(words)}(?![a-z0-9])", device_name, re.IGNORECASE) is not None

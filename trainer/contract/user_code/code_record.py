@@ -13,14 +13,14 @@ SCHEMA = "orch.code/1"
 
 @dataclass(frozen=True, kw_only=True)
 class CodeFile:
-    """One file at one moment."""
+    """Path and digest of a file at the time of reading."""
 
     path: str
     sha256: str
 
     @classmethod
     def read(cls, path: Path) -> "CodeFile":
-        """The file as it is now; one that cannot be read has the reason in place of its digest."""
+        """Read the file now; for an unreadable file, the reason takes the place of the digest."""
         try:
             with path.open("rb") as stream:
                 return cls(path=str(path), sha256=hashlib.file_digest(stream, "sha256").hexdigest())
@@ -30,14 +30,14 @@ class CodeFile:
 
 @dataclass(frozen=True, kw_only=True)
 class CodeRecord:
-    """What is known of the code that trains, and how far that reaches."""
+    """Record of the training code, with the scope that it covers."""
 
     files: Mapping[str, CodeFile] = field(default_factory=dict)
-    """By the name of the module, or the path of a script as the command has it."""
+    """Files by module name, or by the path of a script as the command gives it."""
     absent: tuple[str, ...] = ()
-    """Top-level modules that the code names and that cannot be found."""
+    """Top-level modules that the code imports and that are not found."""
     covers: str = ""
-    """Which files the record has, in words."""
+    """Description of the scope: which files the record has."""
 
     @property
     def digest(self) -> str:
@@ -52,7 +52,7 @@ class CodeRecord:
 
     @classmethod
     def from_json(cls, value: Any) -> "CodeRecord | None":
-        """None for what is no record, such as what an older version has left."""
+        """Parse a record; None for anything else, such as data from an older version."""
         try:
             if value["schema"] != SCHEMA:
                 return None
@@ -65,7 +65,7 @@ class CodeRecord:
 
     @classmethod
     def from_identity(cls, identity: Mapping[str, Any]) -> "CodeRecord | None":
-        """The record in a run's identity; None where it has none."""
+        """Return the record in a run's identity, or None."""
         return cls.from_json((identity.get("code") or {}).get("files"))
 
     def write(self, path: Path) -> None:
@@ -73,7 +73,7 @@ class CodeRecord:
 
     @classmethod
     def read(cls, path: Path) -> "CodeRecord | None":
-        """The record that this file holds; None when there is none. Raises OSError."""
+        """Read the record in this file; None if the file is missing or invalid. Raises OSError."""
         try:
             return cls.from_json(read_json(path))
         except (FileNotFoundError, ValueError):
@@ -85,15 +85,15 @@ def _plain(files: Mapping[str, CodeFile]) -> dict[str, dict[str, str]]:
 
 
 def printable(name: str) -> str:
-    """A file's name as text that any file may hold: bytes that are no UTF-8 are replaced."""
+    """Return a file's name as valid UTF-8; other bytes are replaced."""
     return name.encode(errors="surrogateescape").decode(errors="replace")
 
 
 def changed_files(before: CodeRecord, now: CodeRecord) -> list[str]:
-    """PURE: what of the code that both know is not as it was, in words.
+    """PURE: describe the changes in the code that both records cover.
 
-    A module that only one side has is no change by itself: the module that names it has changed, or it was imported
-    for another reason.
+    A module in only one record does not count as a change: either the module that imports it has changed, or it was
+    imported for another reason.
     """
     changed = [f"{name} changed" for name in changed_digests(before, now) if name in before.files]
     gone = [f"{name} is gone" for name in before.files if name in now.absent]
@@ -102,7 +102,7 @@ def changed_files(before: CodeRecord, now: CodeRecord) -> list[str]:
 
 
 def changed_digests(before: CodeRecord, now: CodeRecord) -> dict[str, str]:
-    """PURE: the present digests of the files that have changed, or that the code had named before they were there."""
+    """PURE: return the present digests of files that have changed, or that were missing before."""
     return {
         name: one.sha256
         for name, one in now.files.items()

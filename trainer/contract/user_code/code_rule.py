@@ -1,36 +1,36 @@
-"""PURE: what it means that other code is about to train than before."""
+"""PURE: the decision about changed code before it trains."""
 
 from enum import StrEnum
 
 from trainer.contract.user_code.code_record import CodeRecord, changed_files
 
 SHOWN = 5
-"""Files that a reason names."""
+"""Maximum number of files that a reason names."""
 
 
 class CodeDecision(StrEnum):
-    """What is done about the code of an attempt; each attempt's code is recorded in any case."""
+    """Action on the code of an attempt. The code of every attempt is recorded in any case."""
 
-    RECORD = "record"  # it is the code that was expected, as far as it is known
-    WARN = "warn"  # it trains, with an event and a line in `show` and `status`
-    REFUSE = "refuse"  # a person has to accept it first
+    RECORD = "record"  # the code is as expected, as far as is known
+    WARN = "warn"  # the code trains, with an event and a line in `show` and `status`
+    REFUSE = "refuse"  # the user must accept the code first
 
 
 class Occasion(StrEnum):
-    """When code is compared."""
+    """Time of a comparison."""
 
     START = "start"  # the first attempt of a submission starts
-    NEXT = "next"  # orch has started another attempt, or another generation, by itself
-    RESUME = "resume"  # a person continues the run
+    NEXT = "next"  # orch starts the next attempt or generation unattended
+    RESUME = "resume"  # the user continues the run
 
 
 def judge_code(
     before: CodeRecord | None, now: CodeRecord | None, occasion: Occasion, since: str, *, accepted: bool = False
 ) -> tuple[CodeDecision, str]:
-    """Decide what other code means, with the reason. `since`: what `before` is, in words ("attempt 1").
+    """Decide about the code, with the reason. `since`: description of `before` ("attempt 1").
 
-    An unattended run goes on, since stopping it costs the more the later somebody looks, and its change is recorded.
-    A person who types `resume` is there to answer, so the change is refused until it is accepted.
+    An unattended run trains on and its change is recorded: a stopped run wastes time until its user notices. A user who
+    types `resume` can answer, so the change is refused until it is accepted.
     """
     if before is None or now is None:
         return CodeDecision.RECORD, "nothing to compare with"
@@ -38,13 +38,13 @@ def judge_code(
     if not changed:
         return CodeDecision.RECORD, f"the code is that of {since}"
     reason = f"{shorten(changed)} since {since}"
-    # Training goes on with other code from here on: a person who is there decides.
+    # Only a user who is present can decide to continue with other code.
     if occasion is Occasion.RESUME and not accepted:
         return CodeDecision.REFUSE, reason
     return CodeDecision.WARN, reason
 
 
 def shorten(words: list[str]) -> str:
-    """The first few, and how many more there are."""
+    """Return the first words, and the number of the others."""
     more = f", and {len(words) - SHOWN} more" if len(words) > SHOWN else ""
     return ", ".join(words[:SHOWN]) + more

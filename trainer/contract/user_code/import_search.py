@@ -1,4 +1,4 @@
-"""Where a module's name leads, found without importing anything; and whether a file is the user's own code."""
+"""Search for a module's file without importing it, and recognition of the user's own files."""
 
 import importlib
 import os
@@ -21,11 +21,11 @@ class ImportSearch:
 
     def __init__(self, last: Iterable[Path] = (), first: Iterable[Path] = ()) -> None:
         self._first, self._last = [str(place) for place in first], [str(place) for place in last]
-        importlib.invalidate_caches()  # a file may be younger than what the finders remember of its folder
+        importlib.invalidate_caches()  # the finders cache folders, and a file may be newer
         self._found: dict[str, ModuleSpec | None] = {}
 
     def find_file(self, name: str) -> Path | None:
-        """The file that `import name` would load; None for a namespace, a built-in module, or no module."""
+        """Return the file that `import name` would load; None for a namespace, a built-in module, or no module."""
         spec = self._spec(name)
         origin = spec.origin if spec is not None and spec.has_location else None
         return Path(origin) if origin is not None and os.path.isfile(origin) else None
@@ -34,7 +34,7 @@ class ImportSearch:
         return self._spec(name) is not None
 
     def is_namespace(self, name: str) -> bool:
-        """Whether it is a folder without a module of its own."""
+        """Whether the name is a namespace package: a folder without `__init__.py`."""
         spec = self._spec(name)
         return spec is not None and spec.origin is None and spec.loader is None
 
@@ -69,7 +69,7 @@ class ImportSearch:
         if (first := PathFinder.find_spec(name, self._first)) is not None:
             yield first
         for finder in sys.meta_path:
-            # A finder may be anybody's: one that fails here fails in the import, too, and is named there.
+            # Third-party finders may fail. The import itself then fails too, and its error names the finder.
             with suppress(ImportError, AttributeError, TypeError, ValueError, LookupError, OSError):
                 if (found := finder.find_spec(name, None)) is not None:
                     yield found
@@ -78,7 +78,7 @@ class ImportSearch:
 
 
 class UserFiles:
-    """Tells the user's own files from Python's, orch's, and those of installed distributions.
+    """Separates the user's own files from the files of Python, orch and installed distributions.
 
     A distribution that was installed from a folder, an archive or a repository of the user's (`direct_url.json`) is
     the user's code too: its version does not change with its content.
@@ -100,7 +100,7 @@ class UserFiles:
 
 
 class _Installed:
-    """What the installer has recorded of one `site-packages`."""
+    """Installer records of one `site-packages` folder."""
 
     def __init__(self, place: Path) -> None:
         self._place = place
@@ -111,7 +111,7 @@ class _Installed:
 
     @cached_property
     def _files(self) -> str:
-        """All lines of the RECORD files, those of the user's own distributions left out."""
+        """All lines of the RECORD files, without the user's own distributions."""
         infos = [info for info in self._place.glob("*.dist-info") if not (info / "direct_url.json").is_file()]
         return "\n" + "\n".join(_text(info / "RECORD") for info in infos)
 
@@ -135,7 +135,7 @@ def _text(path: Path) -> str:
 
 
 def shadowing_file(name: str, folders: Sequence[Path], search: ImportSearch) -> tuple[Path, str] | None:
-    """A module of that top-level name in one of the folders which the job would not import, and what it would."""
+    """Return a module of this name in the folders that the job would not import, and the module that it would."""
     standard = name in sys.stdlib_module_names
     for folder in folders:
         for own in (folder / name / "__init__.py", folder / f"{name}.py"):

@@ -1,4 +1,4 @@
-"""What the text of a file imports: module names, and whether it imports by other means than `import`."""
+"""Imports in the text of a file: module names, and whether it imports by other means than `import`."""
 
 import ast
 import re
@@ -11,14 +11,14 @@ _INDENTED = re.compile(rb"^[ \t]+(?:from|import)\s|[:;]\s*(?:from|import)\s", re
 
 
 def has_late_imports(text: bytes) -> bool:
-    """Whether an import may stand inside of a function: importing the module does not run it."""
+    """Whether a function may contain an import, which importing the module does not run."""
     return _INDENTED.search(text) is not None
 
 
 def named_imports(text: bytes, package: Sequence[str]) -> tuple[set[str], bool]:
-    """Dotted names that a module of this package imports, and whether it may import others besides.
+    """Return the dotted names that a module of this package imports, and whether it may import others.
 
-    A name may be a module's or one of its members'. Raises SyntaxError or ValueError for what is no Python.
+    A name may be a module or a member of one. Raises SyntaxError or ValueError for invalid Python.
     """
     tree = ast.parse(text)
     return set(_imports(tree, package)), any(map(_is_dynamic, ast.walk(tree)))
@@ -39,7 +39,7 @@ def _is_dynamic(node: ast.AST) -> bool:
         return node.id in _DYNAMIC | _BUILTINS
     if isinstance(node, ast.alias):
         return node.name.rpartition(".")[2] in _DYNAMIC
-    if isinstance(node, ast.Attribute):  # who changes `sys.path` imports from other folders, too
+    if isinstance(node, ast.Attribute):  # a changed `sys.path` adds other folders
         in_sys = isinstance(node.value, ast.Name) and node.value.id == "sys"
         return node.attr in _DYNAMIC or (in_sys and node.attr == "path")
     return False

@@ -1,4 +1,4 @@
-"""Records the user's code: by what is imported in this process, or by what its files name where nothing is run."""
+"""Records the user's code: from the modules of this process, or from the imports in its files without running any."""
 
 import os
 import re
@@ -12,17 +12,17 @@ from trainer.contract.user_code.import_search import ImportSearch, UserFiles
 from trainer.contract.user_code.named_imports import has_late_imports, named_imports
 
 MOST = 2000
-"""Files that a record has at most."""
+"""Maximum number of files in a record."""
 _SCRIPTS = (".py", ".sh")
 _SETTINGS = (".yaml", ".yml", ".toml")
-"""Suffixes of files that a command may name and that say how it trains."""
+"""Suffixes of settings files that a command may name."""
 _NAMED_SCRIPT = re.compile(rb"[\w./-]+\.(?:py|sh)\b")
 _LEFT_OUT = {"__pycache__", ".git", ".venv", "venv", "node_modules", ".mypy_cache", ".ruff_cache", ".pytest_cache"}
 _PYTHON = re.compile(r"(?:.*/)?python[\d.]*")
 
 
 def record_imported(modules: Mapping[str, Any], skip: Collection[str], config: ProgramConfig) -> CodeRecord:
-    """The user's modules that this process has imported, but for those in `skip`, and what their functions import."""
+    """Record the user's modules imported in this process, except `skip`, and the imports in their functions."""
     found = _Collector(ImportSearch(last=_folders(config, Path())))
     for name, module in list(modules.items()):
         file = getattr(module, "__file__", None)
@@ -35,12 +35,12 @@ def record_imported(modules: Mapping[str, Any], skip: Collection[str], config: P
 
 
 def record_named(config: ProgramConfig, beside: Path) -> CodeRecord:
-    """The user's code by what its files name; nothing is imported. `beside`: the folder in which a command runs."""
+    """Record the user's code from the imports in its files. `beside`: the folder in which a command runs."""
     return _record_command(config, beside) if config.command else _record_target(config, beside)
 
 
 def named_tops(config: ProgramConfig, beside: Path) -> set[str]:
-    """Top-level modules that a workload's code names, and that are not its own."""
+    """Return the top-level modules that a workload's code imports from elsewhere."""
     found = _Collector(ImportSearch(last=_folders(config, beside)))
     found.add_module(config.workload.target.partition(":")[0])
     found.follow()
@@ -48,7 +48,7 @@ def named_tops(config: ProgramConfig, beside: Path) -> set[str]:
 
 
 def read_again(record: CodeRecord) -> CodeRecord:
-    """The files of a record as they are now."""
+    """Read the files of a record again."""
     files = {name: CodeFile.read(Path(one.path)) for name, one in record.files.items()}
     there = {name: one for name, one in files.items() if os.path.exists(one.path)}
     gone = tuple(name for name in files if name not in there)
@@ -82,7 +82,7 @@ def _record_command(config: ProgramConfig, beside: Path) -> CodeRecord:
 
 
 def _with_folders(found: "_Collector", folders: Sequence[Path], covers: str) -> CodeRecord:
-    """Where a file imports by other means than `import`, every Python file of the folders counts."""
+    """Add every Python file of the folders if a file imports by other means than `import`."""
     if found.dynamic and folders:
         for folder in folders:
             found.add_folder(folder)
@@ -95,7 +95,7 @@ def _folders(config: ProgramConfig, beside: Path) -> list[Path]:
 
 
 def _named_files(command: Sequence[str], beside: Path) -> list[tuple[str, Path]]:
-    """Scripts and settings that the words of a command name, and scripts that these shell scripts name."""
+    """Return the scripts and settings that a command names, and the scripts that its shell scripts name."""
     words = [part for word in command for part in (word, word.partition("=")[2]) if part]
     names = [word for word in words if word.endswith((*_SCRIPTS, *_SETTINGS))]
     names += [command[0]] if "/" in command[0] and not _PYTHON.fullmatch(command[0]) else []
@@ -108,7 +108,7 @@ def _named_files(command: Sequence[str], beside: Path) -> list[tuple[str, Path]]
 
 
 class _Collector:
-    """Gathers files of the user's, and follows what they import by name."""
+    """Collects the user's files and follows their imports."""
 
     def __init__(self, search: ImportSearch) -> None:
         self._search, self._users = search, UserFiles()
@@ -120,9 +120,9 @@ class _Collector:
         self.foreign: set[str] = set()
 
     def add(self, name: str, path: Path, package: list[str] | None = None, *, imported: bool = False) -> None:
-        """A file, if it is the user's; `package`: in which it lies, by default the one in its name.
+        """Add a file of the user's; other files are ignored. `package`: its package, by default from its name.
 
-        `imported`: what stands outside of its functions has been imported.
+        `imported`: its module-level imports have been followed already.
         """
         if name in self._files or len(self._files) >= MOST or not self._users.has(path):
             return
@@ -133,7 +133,7 @@ class _Collector:
             self._waiting.append((path, above if package is None else package, imported))
 
     def add_module(self, name: str) -> None:
-        """A module and the packages that it is in, as far as they are the user's."""
+        """Add a module and its packages; only the user's files count."""
         parts = name.split(".")
         for depth in range(1, len(parts) + 1):
             part = ".".join(parts[:depth])
@@ -147,7 +147,7 @@ class _Collector:
                 self.add(part, file)
             elif depth == 1 and not self._search.is_there(part):
                 self._absent.add(part)
-            # Whatever lies in a library is not the user's.
+            # A module in a library is not the user's.
             if depth == 1 and part not in self._files and (file is not None or not self._search.is_namespace(part)):
                 self.foreign.add(part)
                 self._seen.add(name)

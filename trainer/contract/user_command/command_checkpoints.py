@@ -1,15 +1,15 @@
-"""Where a user's own program keeps its checkpoints, and which step a name says."""
+"""Place and names of the checkpoints of a user's own program."""
 
 import re
 from dataclasses import dataclass
 
 SET_ASIDE = ".orch-set-aside"
-"""Folder beside that of the checkpoints, or in the run's folder, which holds those that were set aside."""
+"""Folder for checkpoints that were set aside; it is beside their folder, or in the run's folder."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CommandCheckpointsConfig:
-    """Where a `command:` keeps its own checkpoints. orch then knows its progress, and moves a torn one away."""
+    """Checkpoints of a `command:`. orch reads its progress from them, and sets a torn one aside."""
 
     path: str = ""
     """Folder of the command's checkpoints, absolute or relative to where it runs; empty: unknown."""
@@ -23,7 +23,7 @@ class CommandCheckpointsConfig:
             )
 
     def step_of(self, name: str) -> int | None:
-        """The step in a checkpoint's name; None for a name that is none."""
+        """Return the step in a checkpoint's name; None for any other name."""
         before, _, after = self.pattern.rpartition("*")
         expression = "[^/]*".join(map(re.escape, before.split("*"))) + r"(\d{1,18})" + re.escape(after)
         found = re.fullmatch(expression, name, re.ASCII)

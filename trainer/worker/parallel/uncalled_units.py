@@ -1,4 +1,4 @@
-"""Layers that are used without a call of the part of the model that FSDP shards them with: torch names neither."""
+"""Detects a layer used without calling the FSDP unit that gathers its parameters; torch's error names neither."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +16,7 @@ WITHOUT_SHARDS = "type parallel.strategy=ddp train.dtype=float32"
 
 @contextmanager
 def explain_uncalled_units(model: nn.Module) -> Iterator[None]:
-    """Raises CannotShard in place of torch's error about whole and sharded tensors in one operation."""
+    """Raise CannotShard in place of torch's error about whole and sharded tensors in one operation."""
     try:
         yield
     except RuntimeError as error:

@@ -11,33 +11,33 @@ _SUMS_ONLY = frozenset({"threads", "cpu"})
 
 @dataclass(frozen=True, kw_only=True)
 class Conditions:
-    """How a restore test computes, and what is known of how its run did."""
+    """Numerical conditions of a restore test, compared with those of its run."""
 
     same_layout: bool
     repeats: bool
     """Whether equal inputs give equal bits on this device."""
     built_in: bool
     promises_equality: bool
-    """Whether the program's kernels are deterministic by its own word, and its data has a fingerprint."""
+    """Whether the program declares deterministic kernels and its data has a fingerprint."""
     experts: int = 0
     dtype: str = "float32"
     drawn: bool = False
     """Whether the steps drew random numbers."""
     keeps_gradients: bool = False
-    """Whether gradients outlive a step, as those of parameters that the optimizer does not have."""
+    """Whether gradients outlive a step, such as those of parameters outside the optimizer."""
     differs: Collection[str] = ()
-    """Identity fields (code.user, env.torch) that are not those of the run."""
+    """Identity fields (code.user, env.torch) that differ from the run's."""
     software: Mapping[str, Any] = field(default_factory=dict)
-    """Software that the checkpoint was made with and that is different now."""
+    """Software of the checkpoint that differs from the present one."""
 
     @property
     def exact(self) -> bool:
-        """Whether equal bits are to be expected."""
+        """Whether the test must reproduce the run bit for bit."""
         return self.same_layout and self.repeats and not self.software and not self.differs
 
 
 def why_not_compared(now: Conditions) -> str:
-    """The reason why the steps are not held to the run's at all; empty when they are."""
+    """Return why the steps cannot be compared with the run's; empty if they can."""
     if CODE in now.differs:
         return "the run's own code (code.user) is not what it was trained with: its steps are not compared"
     if now.drawn and not now.same_layout:
@@ -46,10 +46,10 @@ def why_not_compared(now: Conditions) -> str:
 
 
 def why_no_verdict(now: Conditions) -> str:
-    """The reason why a difference is no verdict on the checkpoint; empty when it is one.
+    """Return why a difference proves nothing about the checkpoint; empty if it proves a fault.
 
-    A difference proves something where equality holds (layout, code, data, software, deterministic kernels), or where
-    its bound was measured: on dense float32 models of the built-in workload, whose layout alone is another one.
+    A difference proves a fault if layout, code, data, software and deterministic kernels are equal. It also does where
+    the bound was measured: for dense float32 models of the built-in workload that differ in layout alone.
     """
     if now.differs:
         return f"{', '.join(sorted(now.differs))} differ from what the run was trained with"

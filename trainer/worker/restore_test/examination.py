@@ -1,4 +1,4 @@
-"""What the ranks find out about a checkpoint without a model: bytes, structure, values, and where it comes from."""
+"""Examination of a checkpoint without a model: bytes, structure, values and origin."""
 
 from checkpointing.engine.verification.audit import AUDITS, AuditShare, audit_in
 from checkpointing.errors import CheckpointError
@@ -19,9 +19,9 @@ def audit(order: RestoreTest, storage: Storage, share: AuditShare) -> Report:
 
 
 def find_fault(order: RestoreTest, storage: Storage, report: Report) -> str:
-    """What is wrong with the checkpoint by the `report` of all ranks, or by its origin; empty when nothing is.
+    """Return the fault of a checkpoint, from the `report` of all ranks or from its origin; empty if it is sound.
 
-    Raises OSError when it cannot be read now, or is not there (any more): that is no fault of the checkpoint.
+    Raises OSError if the checkpoint is unreadable now, deleted or not visible. None of these proves damage.
     """
     faults = [fault for fault in report.faults if fault.is_damage]
     if report.faults:
@@ -38,7 +38,7 @@ def require_there(order: RestoreTest, storage: Storage) -> None:
     try:
         read_commit(storage, order.checkpoint)
     except CheckpointError:
-        return  # it is there, and damaged: the verification says so
+        return  # it exists and is damaged: the verification reports that
     except FileNotFoundError as error:
         if order.checkpoint in storage.list(""):
             files = storage.list(order.checkpoint)
@@ -48,13 +48,13 @@ def require_there(order: RestoreTest, storage: Storage) -> None:
 
 
 def saving_attempt(order: RestoreTest) -> int:
-    """The attempt of the run that saved the checkpoint; 0 for one that the run began with."""
+    """Return the attempt that saved the checkpoint; 0 for the checkpoint that the run began with."""
     parts = parse_name(order.checkpoint)
     return parts.attempt if parts is not None and order.config_digest else 0
 
 
 def _origin_fault(order: RestoreTest, storage: Storage) -> str:
-    """A manifest that was made anew, or a checkpoint that another config has saved."""
+    """Return the fault of a rewritten manifest, or of a checkpoint saved with another config."""
     digest = manifest_of(storage, order.checkpoint)
     if order.manifest and digest != order.manifest:
         return (

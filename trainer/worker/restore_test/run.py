@@ -42,7 +42,7 @@ from trainer.worker.workload import WorkloadError
 
 
 class RestoreTestJournal(Journal):
-    """A journal that also remembers what it is told: the numbers that the test is about."""
+    """A journal that also keeps the recorded steps in memory, for the comparison."""
 
     def __init__(self, attempt: AttemptDir, spec: RankSpec) -> None:
         super().__init__(attempt, spec)
@@ -60,7 +60,7 @@ class RestoreTestJournal(Journal):
 
 
 class ComparedCheckpoint(ReadOnlyCheckpoint):
-    """Compares what it has loaded at once: an optimizer that is put into its training mode may change weights."""
+    """A checkpoint that checks fingerprints right after loading, before an optimizer's train mode changes weights."""
 
     faults: Sequence[str] = ()
 
@@ -102,14 +102,14 @@ class RestoreTestRun:
         self._software: dict[str, Any] = {}
 
     def other_software(self, step: int, changes: dict[str, Any]) -> None:
-        """What the checkpoint was made with that is different now."""
+        """Remember the software of the checkpoint that differs from the present one."""
         self._software = changes
 
     def run(self, state: TrainState, train: Callable[[int], ExitCode]) -> ExitCode:
         """Carry the order out: FINISHED with a verdict, STOPPED_AFTER_SAVE without one.
 
-        `train` trains up to a step. Raises what says nothing about the checkpoint: a place that cannot be read, a peer
-        that is gone.
+        `train` trains up to a step. Errors that prove nothing about the checkpoint are raised: an unreadable place, a
+        lost peer.
         """
         fault = self._examine()
         if fault:
@@ -120,7 +120,7 @@ class RestoreTestRun:
         before = pack_rng(self._objects.layout.device)
         try:
             code = train(self._order.last_step(self._config.train.steps))
-        except BadStep as error:  # on every rank alike
+        except BadStep as error:  # raised on every rank
             return self._conclude(*self._bad_step(error))
         if code is not ExitCode.FINISHED:
             return code
@@ -129,20 +129,20 @@ class RestoreTestRun:
         return self._conclude(*self._compare(self._conditions(drawn, keeps)))
 
     def _conditions(self, drawn: bool = False, keeps: bool = False) -> Conditions:
-        """How this test computes, the same on all ranks: collective. `keeps`: gradients, after the last step."""
-        told = self._ranks.all_gather([drawn, keeps])
+        """Collective: return the conditions of this test. `keeps`: gradients are left after the last step."""
+        answers = self._ranks.all_gather([drawn, keeps])
         device, made, config = self._objects.layout.device, self._objects.workload, self._config
         deterministic = bool(getattr(made, "strictly_deterministic", False))
         known_data = getattr(unwrapped(self._objects.data), "fingerprint", None) is not None
         return Conditions(
             same_layout=self._order.same_layout, repeats=device.type == "cpu" or deterministic,
             built_in=config.trains_built_in_workload, promises_equality=deterministic and known_data,
-            experts=config.model.experts.count, dtype=config.train.dtype, drawn=any(each[0] for each in told),
-            keeps_gradients=any(each[1] for each in told), differs=self._order.differs, software=self._software,
+            experts=config.model.experts.count, dtype=config.train.dtype, drawn=any(each[0] for each in answers),
+            keeps_gradients=any(each[1] for each in answers), differs=self._order.differs, software=self._software,
         )  # fmt: skip
 
     def _examine(self) -> str:
-        """Every rank reads a share of all bytes; rank 0 judges what they have found."""
+        """Read a share of all bytes on every rank, and return the fault that rank 0 derives from all reports."""
         order, ranks, storage = self._order, self._ranks, storage_at(self._order.place)
         share = AuditShare(ranks.rank, ranks.size)
         mine = result_or_failed(lambda: dump_line(asdict(audit(order, storage, share))))
@@ -153,12 +153,12 @@ class RestoreTestRun:
         return str(found["fault"])
 
     def _restore(self, state: TrainState) -> tuple[Outcome, str] | None:
-        """Restore as a resume does; None when what was loaded is what was saved."""
+        """Restore as a resume does; return None if the loaded values equal the saved ones."""
         started = time.monotonic()
         reason = ""
         try:
             state.restore(self.source)
-        except NothingVerifies as error:  # on every rank alike
+        except NothingVerifies as error:  # raised on every rank
             require_there(self._order, storage_at(self._order.place))
             if any(refusal.damaged for refusal in error.refusals):
                 return Outcome.CORRUPT, str(error.refusals[0])
@@ -181,7 +181,7 @@ class RestoreTestRun:
         return None
 
     def _bad_step(self, error: BadStep) -> tuple[Outcome, str]:
-        """A loss that is no number: the checkpoint's fault only where the run has trained that very step."""
+        """Judge an unusable loss. The checkpoint is only at fault if the run has trained the same step."""
 
         def find_step() -> dict[str, Any]:
             recorded = self._read_run_steps([error.step])[error.step]
@@ -199,7 +199,7 @@ class RestoreTestRun:
         return recorded_steps(RunDir(Path(order.run_dir)), steps, order.steps_digest, saving_attempt(order), code)
 
     def _changed_data(self) -> str:
-        """The token shards that are not what they were when they were prepared: each rank reads some of them."""
+        """Return a token shard that has changed since it was prepared; each rank reads some of them."""
         data = unwrapped(self._objects.data)
         if not isinstance(data, TokenData):
             return ""
@@ -209,7 +209,7 @@ class RestoreTestRun:
         return f"the data has changed since it was prepared: {found[0]} (digest differs)" if found else ""
 
     def _compare(self, conditions: Conditions) -> tuple[Outcome, str]:
-        """Hold the steps to those of the run: rank 0 has both."""
+        """Compare the steps with the run's on rank 0, which has both."""
         order, mine, exact = self._order, self._journal.steps, conditions.exact
         bounds, not_compared = BOUNDS[self._config.train.dtype], why_not_compared(conditions)
 
@@ -244,7 +244,7 @@ class RestoreTestRun:
         return Outcome.RESTORED, f"restored on {ranks}; {found['same']}"
 
     def _conclude(self, outcome: Outcome, reason: str) -> ExitCode:
-        """Rank 0 writes it down, first into the test's own folder; an unwritten one must not look like an end."""
+        """Write the verdict on rank 0, first into the test's own folder. A test without a verdict has not ended."""
         verdict = RestoreVerdict(outcome=outcome, reason=reason, evidence=self._evidence)
 
         def write() -> dict[str, Any]:
@@ -259,21 +259,21 @@ class RestoreTestRun:
         return ExitCode.FINISHED
 
     def _on_leader(self, act: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """What rank 0 finds, as plain JSON, on every rank; raises OSError on all of them when it could not."""
+        """Run `act` on rank 0 and return its JSON on every rank; raises OSError on all of them if it fails."""
         mine: str | Failed | None = result_or_failed(lambda: dump_line(act())) if self._ranks.leads else None
         found: dict[str, Any] = json.loads(self._require_answers([self._ranks.broadcast(mine)])[0])
         return found
 
     @staticmethod
     def _require_answers(answers: Sequence[str | Failed]) -> list[str]:
-        """The answers of ranks; raises OSError when one of them could not give any."""
+        """Return the answers of all ranks; raises OSError if one of them failed."""
         failed = next((each for each in answers if isinstance(each, Failed)), None)
         if failed is not None:
             raise OSError(failed.reason)
         return [each for each in answers if not isinstance(each, Failed)]
 
     def close(self) -> None:
-        """Give the process groups back."""
+        """Release the process groups."""
         self.source.close()
         self._ranks.close()
 
@@ -285,7 +285,7 @@ def _report(text: str) -> Report:
 
 
 def carry_out(order: RestoreTest, session: Session) -> ExitCode:
-    """The restore test of this rank, from the order to the verdict."""
+    """Run this rank's part of the restore test, from the order to the verdict."""
     journal = RestoreTestJournal(session.attempt, session.spec)
     token = session.launch_token()
     world = World(

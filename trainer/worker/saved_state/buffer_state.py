@@ -1,7 +1,7 @@
 """Persistent buffers in whatever form training has given them: late, grown, of another type, shared, or None.
 
-A restart builds the model anew, and its buffers are those of the first step. What a save finds otherwise stands in the
-facts of the rank, so that the restart makes room for it and puts it in its place.
+A restart rebuilds the model with the buffers of the first step. A save records every difference in the facts of the
+rank, so that the restart can allocate these buffers and put them in place.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -17,7 +17,7 @@ from trainer.worker.saved_state.tensor_metadata import tensor_metadata, zeros
 from trainer.worker.workload import WorkloadError
 
 Description = list[Any] | dict[str, str] | None
-"""Of a buffer, in JSON: its metadata, `{"same": NAME}` where it is the buffer of another name, or None."""
+"""Description of a buffer in JSON: its metadata, `{"same": NAME}` for a shared buffer, or None."""
 
 
 def cannot_be_filled(tensor: torch.Tensor) -> bool:
@@ -34,7 +34,7 @@ class BufferState:
     """The persistent buffers of one rank's model, described for a save and put back at a restore."""
 
     def __init__(self, model: nn.Module, rank: int, device: torch.device) -> None:
-        """Make it when the model is new."""
+        """Record the buffers of a newly built model."""
         self._model, self._rank, self._device = model, rank, device
         self._built = _describe(model)
         self._modules = {name for name, _ in model.named_modules()}
@@ -44,32 +44,32 @@ class BufferState:
         self._source = rank
 
     def facts(self) -> dict[str, Any]:
-        """How the buffers differ from those of a new model, in JSON; raises WorkloadError for a new module's."""
+        """Return the buffers' differences from a new model, in JSON; raises WorkloadError for one in a new module."""
         now = _describe(self._model)
-        changed = {name: told for name, told in now.items() if name not in self._built or self._built[name] != told}
-        for name, told in changed.items():
+        changed = {name: form for name, form in now.items() if name not in self._built or self._built[name] != form}
+        for name, form in changed.items():
             if name.rpartition(".")[0] not in self._modules:
                 raise WorkloadError(
                     f"buffer {name} is in a module that was made after build_model(), so that a restart could not "
                     "restore it: make the module in build_model()"
                 )
-            if isinstance(told, list) and told[-1]:
+            if isinstance(form, list) and form[-1]:
                 raise WorkloadError(
-                    f"buffer {name} became a sharded tensor of shape {told[1]} after build_model(), so that a restart "
+                    f"buffer {name} became a sharded tensor of shape {form[1]} after build_model(), so that a restart "
                     "could not restore it: register it in build_model() with its final shape"
                 )
         gone = sorted(self._built.keys() - now.keys())
         return {key: value for key, value in {"changed": changed, "gone": gone}.items() if value}
 
     def targets(self, states: Sequence[Mapping[str, Any]], saved: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """Memory for the buffers of a checkpoint with the facts `saved`, in which the ranks have the `states`.
+        """Allocate the buffers of a checkpoint with the facts `saved` and the ranks' `states`.
 
-        Ranks that the saving world did not have begin with those of the first one.
+        A rank beyond the saving world size begins with the buffers of rank 0.
         """
         self._wanted = self._describe_wanted(states[self._rank if self._rank < len(states) else 0])
         live = checkpoint_contents.persistent_buffers(self._model)
-        found = {name: self._room(name, told, live) for name, told in self._wanted.items() if isinstance(told, list)}
-        ranks = saved.get("ranks")  # an older orch did not save it: then both are read, as far as they are there
+        found = {name: self._room(name, form, live) for name, form in self._wanted.items() if isinstance(form, list)}
+        ranks = saved.get("ranks")  # not saved by older versions: then both are read if they exist
         self._source = self._rank if ranks is None or self._rank < ranks else 0
         self._targets = self._keys(found, self._source, saved)
         if ranks is None and self._rank:
@@ -80,23 +80,23 @@ class BufferState:
     def _describe_wanted(self, state: Mapping[str, Any]) -> dict[str, Description]:
         facts = state.get("buffers", {})
         gone = set(facts.get("gone", ()))
-        wanted = {name: told for name, told in self._built.items() if name not in gone}
-        for name, told in facts.get("changed", {}).items():
+        wanted = {name: form for name, form in self._built.items() if name not in gone}
+        for name, form in facts.get("changed", {}).items():
             if name.rpartition(".")[0] not in self._modules:
                 raise WorkloadError(
                     f"the checkpoint has buffer {name}, of a module that the model does not have: put the code back as "
                     "it was"
                 )
-            wanted[name] = told
+            wanted[name] = form
         return wanted
 
-    def _room(self, name: str, told: list[Any], live: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def _room(self, name: str, form: list[Any], live: Mapping[str, torch.Tensor]) -> torch.Tensor:
         there = live.get(name)
-        if there is not None and tensor_metadata(there) == told and not cannot_be_filled(there):
+        if there is not None and tensor_metadata(there) == form and not cannot_be_filled(there):
             return there
-        made = zeros(told, (there,), self._device)
+        made = zeros(form, (there,), self._device)
         if made is None:
-            raise WorkloadError(f"the checkpoint has buffer {name} {told}, which the model does not have")
+            raise WorkloadError(f"the checkpoint has buffer {name} {form}, which the model does not have")
         return made
 
     def _keys(
@@ -109,20 +109,20 @@ class BufferState:
         return {**of_rank, **rest, **{f"model/{name}": buffers[name] for name in shared}}
 
     def restore(self, absent: Collection[str]) -> None:
-        """Put the targets, which are filled now, into their places; `absent`: targets that are not."""
+        """Put the filled targets into the model; `absent`: targets that the checkpoint did not fill."""
         slots = {name: (module, key) for name, module, key in buffer_slots(self._model)}
         modules = dict(self._model.named_modules())
         for name in slots.keys() - self._wanted.keys():
             module, key = slots[name]
             del module._buffers[key]
-        for name, told in self._wanted.items():
+        for name, form in self._wanted.items():
             module, key = slots.get(name) or (modules[name.rpartition(".")[0]], name.rpartition(".")[2])
             if key not in module._buffers:
                 module.__dict__.pop(key, None)  # a plain attribute that the buffer has replaced
-            module._buffers[key] = self._fill_buffer(told["same"] if isinstance(told, dict) else name, absent, told)
+            module._buffers[key] = self._fill_buffer(form["same"] if isinstance(form, dict) else name, absent, form)
 
-    def _fill_buffer(self, name: str, absent: Collection[str], told: Description) -> torch.Tensor | None:
-        if told is None:
+    def _fill_buffer(self, name: str, absent: Collection[str], form: Description) -> torch.Tensor | None:
+        if form is None:
             return None
         key = f"{buffers_name(self._source)}{name}"
         if key not in self._targets:

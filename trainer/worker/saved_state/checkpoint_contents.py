@@ -20,7 +20,7 @@ def buffer_slots(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Persistent buffers by name; one that stands in several places stands under the first."""
+    """Return the persistent buffers by name; a shared buffer is listed under its first name."""
     found: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
     for name, module, key in buffer_slots(model):
@@ -32,14 +32,14 @@ def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and persistent buffers under `model/<name>`; a shared parameter stands under its first name."""
+    """Return parameters and persistent buffers under `model/<name>`; a shared parameter has its first name."""
     found = {f"model/{name}": parameter.detach() for name, parameter in model.named_parameters()}
     found.update({f"model/{name}": buffer for name, buffer in persistent_buffers(model).items()})
     return found
 
 
 def shared_tensors(model: nn.Module, saved: Mapping[str, Any] = OWN_BUFFERS) -> dict[str, torch.Tensor]:
-    """The part of `model_tensors` that is one value for all ranks together, in a checkpoint with the facts `saved`."""
+    """Return the `model_tensors` that all ranks share, in a checkpoint with the facts `saved`."""
     own = {f"model/{name}" for name in of_each_rank(_own_buffers(model), saved)}
     return {key: tensor for key, tensor in model_tensors(model).items() if key not in own}
 
@@ -49,7 +49,7 @@ def buffers_name(rank: int) -> str:
 
 
 def rank_buffers(model: nn.Module, rank: int) -> dict[str, torch.Tensor]:
-    """Buffers that may differ between ranks, as statistics and counters do, under keys of this rank's own."""
+    """Return the buffers that may differ between ranks, such as statistics and counters, under keys of this rank."""
     return {f"{buffers_name(rank)}{name}": buffer for name, buffer in _own_buffers(model).items()}
 
 
@@ -60,7 +60,7 @@ def _own_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def alike_on_all_ranks(model: nn.Module) -> set[str]:
-    """Names of buffers that their modules keep alike on all ranks."""
+    """Return the names of the buffers that their modules keep equal on all ranks."""
     return {
         f"{prefix}.{name}" if prefix else name
         for prefix, module in model.named_modules()
@@ -69,7 +69,7 @@ def alike_on_all_ranks(model: nn.Module) -> set[str]:
 
 
 def of_each_rank(buffers: Mapping[str, torch.Tensor], saved: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Those of the buffers that a checkpoint with the facts `saved` keeps per rank."""
+    """Return the buffers that a checkpoint with the facts `saved` keeps per rank."""
     every = saved.get("own_buffers") == OWN_BUFFERS["own_buffers"]
     return {name: buffer for name, buffer in buffers.items() if every or buffer.is_floating_point()}
 
@@ -79,10 +79,10 @@ def facts(
     software: Mapping[str, Any], validated: int, metrics: Mapping[str, float],
     loss_scale: Mapping[str, Any], ranks: int,
 ) -> dict[str, Any]:  # fmt: skip
-    """The plain part of a checkpoint; `fingerprint` is that of the data, None when the data has none.
+    """Return the plain part of a checkpoint; `fingerprint`: that of the data, or None.
 
-    `validated`: the newest step after which the workload has validated. `metrics`: what it has said of this very step.
-    `loss_scale`: of float16.
+    `validated`: the newest step with a validation. `metrics`: the workload's metrics of this step. `loss_scale`: state
+    of float16 loss scaling.
     """
     return {
         "step": step,
@@ -101,7 +101,7 @@ def facts(
 
 
 SHARED_NAMES = "shared_names"
-"""Of a checkpoint's facts: further names of the model's tensors -> the name under which each is saved."""
+"""Key in a checkpoint's facts: other names of shared tensors -> the name under which each is saved."""
 
 
 def shared_names(model: nn.Module) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Which of the tensors that all ranks keep under the same names have different values on some of them."""
+"""Detection of tensors with the same name but different values on different ranks."""
 
 from collections.abc import Mapping
 
@@ -14,9 +14,10 @@ from trainer.worker.saved_state.tensor_metadata import tensor_metadata
 
 
 def differing_tensors(tensors: Mapping[str, torch.Tensor]) -> set[str]:
-    """Collective over all ranks: plain tensors that are not alike everywhere, the same names on every rank.
+    """Collective: return the names of the plain tensors that differ between ranks, the same names on every rank.
 
-    When ranks have different names or forms, all of them differ. A DTensor is one value of all ranks.
+    If ranks have different names, shapes or types, all tensors count as different. DTensors are left out: they hold
+    one value for all ranks.
     """
     plain = {key: tensor for key, tensor in sorted(tensors.items()) if _has_values(tensor)}
     if not dist.is_initialized() or dist.get_world_size() == 1:
@@ -35,7 +36,7 @@ def differing_tensors(tensors: Mapping[str, torch.Tensor]) -> set[str]:
 
 
 def _has_values(tensor: torch.Tensor) -> bool:
-    """Whether it has values to compare; what cannot be saved at all is refused by the saver."""
+    """Whether the tensor has values to compare; the saver refuses tensors that cannot be saved."""
     plain = not isinstance(tensor, DTensor) and not is_traceable_wrapper_subclass(tensor)
     return plain and tensor.layout is torch.strided and not tensor.is_meta and not tensor.is_quantized
 

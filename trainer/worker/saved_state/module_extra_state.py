@@ -1,4 +1,4 @@
-"""What modules keep besides tensors of their own: `get_extra_state` and `set_extra_state`, as torch has them."""
+"""Extra state of modules besides their tensors: torch's `get_extra_state` and `set_extra_state`."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -9,15 +9,15 @@ from trainer.worker.workload import WorkloadError
 
 
 def extra_prefix(rank: int) -> str:
-    """How the tensors of a rank's extra state begin: modules may keep other numbers on each rank."""
+    """Return the key prefix of a rank's extra state, which may differ between ranks."""
     return f"extra/rank-{rank:05d}"
 
 
 class ModuleExtraState:
-    """The extra state of all modules of a model, by their names, as one state."""
+    """The extra state of all modules of a model, by module name."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Raises WorkloadError for a module that gives a state and takes none back."""
+        """Raise WorkloadError for a module with `get_extra_state` but without `set_extra_state`."""
         self._model = model
         for name, module in _with_state(model):
             if type(module).set_extra_state is nn.Module.set_extra_state:
@@ -30,7 +30,7 @@ class ModuleExtraState:
         return {name: module.get_extra_state() for name, module in _with_state(self._model)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises WorkloadError unless exactly the same modules have a state."""
+        """Restore the state of every module; raises WorkloadError unless exactly the same modules have one."""
         modules = dict(_with_state(self._model))
         for name in sorted(state.keys() ^ modules.keys()):
             where = "the checkpoint" if name in state else "the model"

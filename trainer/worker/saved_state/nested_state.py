@@ -143,7 +143,7 @@ def text(value: Any) -> str:
 
 
 def rename_tensors(value: Any, names: Mapping[str, str]) -> Any:
-    """An encoded value with other names of its tensors, as far as `names` has them."""
+    """Return an encoded value whose tensors are renamed by `names`."""
     if isinstance(value, list):
         return [rename_tensors(item, names) for item in value]
     if isinstance(value, dict):

@@ -26,7 +26,7 @@ class ObjectState:
         self._own_names: dict[str, str] = {}
 
     def separate_ranks(self, rank: int) -> None:
-        """Collective: from now on save tensors that differ between ranks for each rank, under a name of its own."""
+        """Collective: from now on, save tensors that differ between ranks once per rank, under separate names."""
         if callable(getattr(self._owner, "state_dict", None)):
             shared = {key: one for key, one in self.tensors().items() if key not in self._own_names.values()}
             for key in differing_tensors(shared):

@@ -1,4 +1,4 @@
-"""The parameters of a model as it was built: a restart builds them anew, and can fill no others."""
+"""Names, shapes and types of the parameters that `build_model` made. A restart can only restore these."""
 
 import torch
 from torch import nn
@@ -13,7 +13,7 @@ class ParameterForms:
     """Names, shapes and types of the parameters of a new model."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Raises WorkloadError for a parameter that no checkpoint could be loaded into."""
+        """Raise WorkloadError for a parameter that no checkpoint could be loaded into."""
         self._model = model
         self._built = _forms(model)
         for name, parameter in model.named_parameters():
@@ -24,7 +24,7 @@ class ParameterForms:
                 )
 
     def refuse_changed(self) -> None:
-        """Raises WorkloadError when the model has other parameters than when it was built."""
+        """Raise WorkloadError if the parameters have changed since the model was built."""
         now = _forms(self._model)
         if now == self._built:
             return
@@ -51,7 +51,7 @@ def _forms(model: nn.Module) -> dict[str, tuple[str, tuple[int, ...]]]:
 
 
 def nan_weights(model: nn.Module) -> frozenset[str]:
-    """Keys of the weights of this rank that hold NaN before training: memory that a model leaves as it found it."""
+    """Return the keys of this rank's weights that hold NaN before training, such as uninitialized memory."""
     weights = {
         f"model/{name}": (parameter._local_tensor if isinstance(parameter, DTensor) else parameter).detach()
         for name, parameter in model.named_parameters()
@@ -61,4 +61,4 @@ def nan_weights(model: nn.Module) -> frozenset[str]:
 
 
 def _widen(weight: torch.Tensor) -> torch.Tensor:
-    return weight if weight.itemsize > 1 else weight.to(torch.float32)  # eight-bit floats know few operations
+    return weight if weight.itemsize > 1 else weight.to(torch.float32)  # 8-bit floats support few operations

@@ -69,7 +69,7 @@ class StateInventory:
         return self._tensors
 
     def trained_keys(self) -> frozenset[str]:
-        """The keys of the weights that train, of the tensors that were given last."""
+        """Return the keys of the trained weights among the tensors of the last `tensors()` call."""
         return frozenset(key for key, parameter in self._weights.items() if parameter.requires_grad)
 
     def forget(self) -> None:
@@ -115,7 +115,7 @@ class StateInventory:
         self._memory = self._addresses(self._seen)
         self._weights = {f"model/{name}": parameter for name, parameter in model.named_parameters()}
         self._copies = []
-        # An object of their own, as the saver takes one that it has seen before for unchanged.
+        # New tensor objects: the saver assumes that a known object is unchanged.
         live = {key: tensor.detach() for key, tensor in live.items()}
         if self._lazy:
             loose = [*own, *(key for key in shared if key.removeprefix("model/") in buffers)]
@@ -133,7 +133,7 @@ class StateInventory:
             yield from ((held, key) for key, value in held.items() if isinstance(value, torch.Tensor))
 
     def _addresses(self, held: Sequence[Any]) -> list[tuple[object, ...]]:
-        """Where the values of the tensors, or of this rank's shards of them, lie, and in which form."""
+        """Return address, shape and type of every tensor, or of this rank's shard of it."""
         tensors: Sequence[Any] = [each for each in held if isinstance(each, torch.Tensor)]
         forms = [(tensor.shape, tensor.dtype) for tensor in tensors]
         if self._sharded:

@@ -127,11 +127,11 @@ class TrainState:
             optimizer_state=self._optimizer_state, more=self._more_tensors,
         )  # fmt: skip
         self.step = self.validated = 0
-        """`validated`: the newest step after which the workload has validated."""
+        """`validated`: the newest step with a validation."""
         self.loss = float("nan")
         self.loss_scale = loss_scale or LossScale("float32")
         self.metrics: dict[str, float] = {}
-        """What the workload has said of this very step."""
+        """The workload's metrics of this step."""
 
     def _more_tensors(self) -> dict[str, torch.Tensor]:
         return {
@@ -140,7 +140,7 @@ class TrainState:
         }  # fmt: skip
 
     def save(self, saver: Saver) -> bool:
-        """Hand the state after `step` to the checkpointer; False when it takes none now, on every rank alike.
+        """Hand the state after `step` to the checkpointer; return False on every rank if it takes none now.
 
         Raises WorkloadError for state that a restart could not restore.
         """

@@ -1,4 +1,4 @@
-"""Workers of DataLoaders outlive the signals that Slurm sends to a whole step, so that the last save has its data."""
+"""Protection of DataLoader workers from the signals that Slurm sends to a whole step, so that the last save works."""
 
 from collections.abc import Callable
 
@@ -8,10 +8,10 @@ from trainer.contract.ranks.step_signals import outlive_step_signals
 
 
 def protect_data_loader_workers() -> None:
-    """From now on, every worker that is forked outlives them; it still ends when its DataLoader or its rank does.
+    """Make every worker forked from now on ignore these signals; it still ends with its DataLoader or its rank.
 
-    Each worker begins with torch's `_set_worker_signal_handlers`, by which a SIGTERM of any process but its rank ends
-    it; and a lost worker ends the rank before it has saved.
+    Each worker begins with torch's `_set_worker_signal_handlers`. They end the worker at a SIGTERM of any process but
+    its rank, and a lost worker ends the rank before it has saved.
     """
     original = signal_handling._set_worker_signal_handlers  # type: ignore[attr-defined]
     if not isinstance(original, _Protected):

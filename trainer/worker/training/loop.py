@@ -352,7 +352,7 @@ class Loop:
         )
 
     def _check_saved(self, step: int) -> None:
-        """Raises SaveFailed when too much would be lost, on every rank alike, or when no save can ever succeed."""
+        """Raise SaveFailed on every rank if too many steps are unsaved, or if no save can ever succeed."""
         if self._services.saver.lasting is not None:
             raise self._services.saver.lasting
         limit = self._config.checkpoint.max_unsaved_steps

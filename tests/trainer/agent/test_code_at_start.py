@@ -80,6 +80,52 @@ def test_a_workload_is_known_by_what_was_imported(
         del sys.modules[name]
 
 
+@pytest.mark.parametrize(
+    ("method", "counts"),
+    [("return importlib.import_module(name)", True), ("exec(open(name).read())", True), ("return name.eval()", False)],
+)
+def test_where_a_method_imports_by_other_means_every_file_of_the_folder_counts(
+    attempt: AttemptDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, counts: bool
+) -> None:
+    code = tmp_path / "code"
+    code.mkdir()
+    text = f"import importlib\nclass Mine:\n    def build_model(self, name):\n        {method}\n"
+    (code / "mine_by_name.py").write_text(text)
+    (code / "chosen_by_name.py").write_text("width = 1\n")
+    monkeypatch.syspath_prepend(str(code))
+    before = frozenset(sys.modules)
+    __import__("mine_by_name")
+    config = JobConfig(workload=WorkloadConfig(target="mine_by_name:Mine", path=(str(code),)))
+    record_code(attempt, config, before)
+    recorded, second = CodeRecord.read(attempt.code), attempt.run.attempt(2)
+    second.make()
+    (code / "chosen_by_name.py").write_text("width = 2\n")
+    found = record_code(second, config, before)
+    del sys.modules["mine_by_name"]
+    assert recorded is not None
+    assert found.changes == ("chosen_by_name changed since attempt 1" if counts else "")
+    assert ("mine_by_name.py imports by other means" in recorded.covers) == counts
+
+
+def test_a_library_that_imports_by_other_means_leaves_the_folder_of_the_workload_alone(
+    attempt: AttemptDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder, name, text in (
+        ("lib", "lib_by_name", "def load(name):\n    __import__(name)\n"),
+        ("code", "beside", ""),
+    ):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / f"{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path / "lib"))
+    before = frozenset(sys.modules)
+    __import__("lib_by_name")
+    record_code(attempt, JobConfig(workload=WorkloadConfig(target="m:Mine", path=(str(tmp_path / "code"),))), before)
+    del sys.modules["lib_by_name"]
+    recorded = CodeRecord.read(attempt.code)
+    assert recorded is not None
+    assert set(recorded.files) == {"lib_by_name"}
+
+
 @pytest.mark.parametrize(("node", "config"), [("1", JobConfig(command=("python", "train.py"))), ("0", JobConfig())])
 def test_other_nodes_and_the_built_in_model_record_nothing(
     attempt: AttemptDir, monkeypatch: pytest.MonkeyPatch, node: str, config: JobConfig

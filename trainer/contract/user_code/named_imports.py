@@ -5,23 +5,27 @@ import re
 from collections.abc import Iterator, Sequence
 
 _DYNAMIC = frozenset({"import_module", "run_path", "run_module", "spec_from_file_location", "__import__"})
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 _BUILTINS = frozenset({"exec", "eval"})
 """Names with which code imports what no `import` statement shows; `model.eval()` is not one of them."""
-_INDENTED = re.compile(rb"^[ \t]+(?:from|import)\s|[:;]\s*(?:from|import)\s", re.MULTILINE)
+_WORDS = "|".join(sorted(_DYNAMIC | _BUILTINS | {r"sys\s*\.\s*path"})).encode()
+_LATE = re.compile(rb"^[ \t]+(?:from|import)\s|[:;]\s*(?:from|import)\s|\b(?:%b)\b" % _WORDS, re.MULTILINE)
 
 
 def has_late_imports(text: bytes) -> bool:
     """Whether a function may contain an import, which importing the module does not run."""
-    return _INDENTED.search(text) is not None
+    return _LATE.search(text) is not None
 
 
-def named_imports(text: bytes, package: Sequence[str]) -> tuple[set[str], bool]:
+def named_imports(text: bytes, package: Sequence[str], *, imported: bool = False) -> tuple[set[str], bool]:
     """Return the dotted names that a module of this package imports, and whether it may import others.
 
-    A name may be a module or a member of one. Raises SyntaxError or ValueError for invalid Python.
+    A name may be a module or a member of one. `imported`: the code outside of functions has been run.
+    Raises SyntaxError or ValueError for invalid Python.
     """
     tree = ast.parse(text)
-    return set(_imports(tree, package)), any(map(_is_dynamic, ast.walk(tree)))
+    ahead = [node for node in ast.walk(tree) if isinstance(node, _FUNCTIONS)] if imported else [tree]
+    return set(_imports(tree, package)), any(_is_dynamic(node) for part in ahead for node in ast.walk(part))
 
 
 def _imports(tree: ast.AST, package: Sequence[str]) -> Iterator[str]:

@@ -23,7 +23,8 @@ _PYTHON = re.compile(r"(?:.*/)?python[\d.]*")
 
 def record_imported(modules: Mapping[str, Any], skip: Collection[str], config: ProgramConfig) -> CodeRecord:
     """Record the user's modules imported in this process, except `skip`, and the imports in their functions."""
-    found = _Collector(ImportSearch(last=_folders(config, Path())))
+    folders = _folders(config, Path())
+    found = _Collector(ImportSearch(last=folders))
     for name, module in list(modules.items()):
         file = getattr(module, "__file__", None)
         if name in skip or name == "__main__" or not isinstance(file, str):
@@ -31,7 +32,10 @@ def record_imported(modules: Mapping[str, Any], skip: Collection[str], config: P
         if os.path.isabs(file) and os.path.isfile(file):  # a module made at run time may name anything
             found.add(name, Path(file), imported=True)
     found.follow()
-    return found.record(f"the modules that importing {config.workload.target} loads, and those that they name")
+    # A library that imports by other means has nothing to do with what lies beside the workload.
+    whole = [folder for folder in folders if any(folder in file.parents for file in found.dynamic)]
+    covers = f"the modules that importing {config.workload.target} loads, and those that they name"
+    return _with_folders(found, whole, covers)
 
 
 def record_named(config: ProgramConfig, beside: Path) -> CodeRecord:
@@ -86,7 +90,7 @@ def _with_folders(found: "_Collector", folders: Sequence[Path], covers: str) -> 
     if found.dynamic and folders:
         for folder in folders:
             found.add_folder(folder)
-        covers += f"; {found.dynamic} imports by other means, so every Python file of its folder counts"
+        covers += f"; {found.dynamic[0].name} imports by other means, so every Python file of its folder counts"
     return found.record(covers)
 
 
@@ -116,7 +120,7 @@ class _Collector:
         self._absent: set[str] = set()
         self._waiting: list[tuple[Path, list[str], bool]] = []
         self._seen: set[str] = set()
-        self.dynamic = ""
+        self.dynamic: list[Path] = []
         self.foreign: set[str] = set()
 
     def add(self, name: str, path: Path, package: list[str] | None = None, *, imported: bool = False) -> None:
@@ -167,10 +171,10 @@ class _Collector:
             if imported and not has_late_imports(text):
                 continue
             try:
-                names, dynamic = named_imports(text, package)
+                names, dynamic = named_imports(text, package, imported=imported)
             except (SyntaxError, ValueError, RecursionError):
                 continue
-            self.dynamic = self.dynamic or (path.name if dynamic else "")
+            self.dynamic += [path] if dynamic else []
             self._add_all(names)
 
     def _add_all(self, names: Iterable[str]) -> None:

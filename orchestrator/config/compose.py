@@ -117,7 +117,7 @@ def _values(data: Mapping[str, Any], kind: Any, above: keys.Path) -> Iterator[tu
 
 
 def _literal(value: Any) -> Any:
-    """As it must be written so that a `$` in it, which is no reference and no variable any more, stays as it is."""
+    """Escape every `$` in a resolved value, so that it is not read as a reference or a variable again."""
     return _replace_text(value, "$", _DOLLAR)
 
 
@@ -219,7 +219,7 @@ def _resolved(values: dict[str, Any], origins: dict[keys.Path, str]) -> dict[str
         merged = OmegaConf.merge(_writable_schema(RunConfig), values)
         data: dict[str, Any] = _plain(OmegaConf.to_container(merged, resolve=True))
     except OmegaConfBaseException as error:
-        for path, kind, example in _LISTS:  # OmegaConf 2.3 does not say which list a wrong entry is in
+        for path, kind, example in _LISTS:  # OmegaConf 2.3 does not name the list of a wrong entry
             entries = (_branch(values, path) or {}).get(path[-1])
             _typed_entries(entries if isinstance(entries, list) else [], kind, path, example, origins)
         what, path, hint = wrong_types.complaint(error, values, _FOLDERS)

@@ -1,4 +1,4 @@
-"""Keys of workloads that somebody sets for a `command:`, where they would have no effect. Pure."""
+"""Refusal of workload keys that have no effect on a `command:`. Pure."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -20,14 +20,14 @@ _OF_WORKLOADS: dict[keys.Path, str] = {
     ("checkpoint",): _CHECKPOINTS,
     ("detection", "spike"): "orch sees no loss of the program's",
 }
-"""Sections that nothing reads for a command, and what takes their place."""
+"""Sections without effect on a command, and what to use instead."""
 
 
 def refuse_ineffective(config: RunConfig, assignments: Sequence[Assignment]) -> None:
-    """Raise ConfigError for the first of these assignments that does nothing for a `command`.
+    """Raise ConfigError for the first assignment that has no effect on a `command`.
 
-    `assignments`: what is written for this run; a site's file and presets are for all runs. A key that another value
-    refers to (`${train.steps}`) has an effect.
+    `assignments`: values for this run alone, without the site file and presets. A key that another value refers to
+    (`${train.steps}`) has an effect.
     """
     if not config.command:
         return

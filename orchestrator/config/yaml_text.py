@@ -166,7 +166,7 @@ _UNQUOTED = re.compile(r"(?:[A-Za-z./][\w./+-]*|--?[A-Za-z][\w-]*)")
 
 
 def format_list_items(words: Sequence[str]) -> str:
-    """A list of texts as YAML reads it."""
+    """Format texts as the items of a YAML list."""
     return ", ".join(
         word if _UNQUOTED.fullmatch(word) and word != "null" else json.dumps(word, ensure_ascii=False) for word in words
     )

@@ -263,7 +263,7 @@ def _stop_failed(outcome: AttemptOutcome) -> bool:
 
 
 def _saved(evidence: Evidence) -> str:
-    """The newest checkpoint of the attempt; where it stands says nothing of that, least of all for a command."""
+    """Describe the newest saved step of the attempt, which may be older than the step it had reached."""
     return f", with step {evidence.saved_step} saved" if evidence.saved_step is not None else ""
 
 
@@ -291,7 +291,7 @@ def _from_logs(evidence: Evidence, job: JobStatus) -> tuple[FailureKind, str]:
     if evidence.lost_interpreter and not evidence.started:
         cure = "put its environment back, or add cluster.python=PATH to `orch resume`"
         return FailureKind.LAUNCH_FAILED, f"{ended}: its interpreter {evidence.lost_interpreter} is gone; {cure}"
-    # srun answers a SIGTERM of its own with SIGKILL to its step: nothing could be saved, and no agent is to blame.
+    # srun answers its own SIGTERM with SIGKILL to the step: no rank could save, and no agent has failed.
     if any(_SRUN_SIGNALLED in match.line for match in matches) and (found is None or found.kind is _LOST):
         cure = f"`scancel -s TERM {job.job_id}` and `orch cancel` let it save"
         return FailureKind.PREEMPTED, f"{ended}: srun got SIGTERM, as by `scancel --full`, and killed its step; {cure}"

@@ -86,13 +86,13 @@ def _found_bad(facts: RunFacts) -> set[str]:
 
 
 def _lacking(facts: RunFacts, checkpoint: Checkpoint, known: Collection[tuple[str, str]]) -> str:
-    """The first layout on which the checkpoint is not among the `known` ones; empty when there is none."""
+    """Return the first layout without an entry for the checkpoint in `known`, or an empty string."""
     layouts = facts.config.restore_tests.layouts
     return next((layout for layout in layouts if (checkpoint.name, layout) not in known), "")
 
 
 def _unproven(facts: RunFacts, checkpoint: Checkpoint) -> str:
-    """The first layout on which it was not restored yet; empty when there is none."""
+    """Return the first layout on which the checkpoint was not restored yet, or an empty string."""
     return _lacking(facts, checkpoint, _proven(facts))
 
 

@@ -116,7 +116,7 @@ class VerdictRecorder:
         told = [notice.data for notice in self.store.notices(run.name) if notice.kind == EventKind.RESTORE_TESTED]
         if not told:
             return Found(Outcome.NOT_FINISHED, run.reason, {})
-        # Each rank of a user's own program reports for itself: a bad checkpoint decides, then one that was not judged.
+        # Each rank of a user's own program reports separately: a bad checkpoint decides, then a missing verdict.
         said = max(told, key=lambda data: (data["verdict"] in FOUND_BAD, data["verdict"] != Outcome.RESTORED))
         outcome = Outcome(said["verdict"])
         if outcome is Outcome.RESTORED and run.state is not RunState.SUCCEEDED:

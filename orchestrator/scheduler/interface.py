@@ -110,7 +110,7 @@ class Scheduler(Protocol):
     def poll(self, ids: list[str]) -> dict[str, JobStatus]:
         """Look the ids up in the queue, then in accounting; an id that the answer lacks is unknown to both.
 
-        What cannot be told of one job makes that job UNREADABLE; it stands under its name where its id is not known.
+        A row that cannot be parsed makes its job UNREADABLE; without an id, the job is listed under its name.
         UNRECORDED is a job that has left the queue while accounting does not answer.
         """
 

@@ -1,4 +1,4 @@
-"""Runs a check of a submit in a process of its own: what hangs or crashes there delays or ends nothing else."""
+"""Runs a check of a submit in a child process with a time limit, so that a hang or crash does not end the submit."""
 
 import json
 import os
@@ -17,13 +17,13 @@ from typing import Any, Self
 from trainer.contract.secrets.secret_redaction import in_use
 
 NOTED_AFTER = 2.0
-"""Seconds of waiting after which a person reads what is waited for."""
+"""Seconds of waiting after which the user sees a note about the check."""
 _LAST_WORDS = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChildAnswer:
-    """What a child has found; `ended`: it came to its end. If it died, `died` has how, and its last line."""
+    """Findings of a child. `ended`: it finished in time; `died`: how it crashed, with its last line."""
 
     found: dict[str, Any] = field(default_factory=dict)
     ended: bool = False
@@ -33,11 +33,11 @@ class ChildAnswer:
 class BoundedChild:
     """`python -P -m MODULE DESCRIPTOR`: it reads JSON from stdin and writes JSON objects, a line each, to DESCRIPTOR.
 
-    It is killed with all that it has started when the block is left.
+    The child and its own children are killed at the end of the block.
     """
 
     def __init__(self, module: str, order: Mapping[str, Any], environ: Mapping[str, str], what: str) -> None:
-        """`what`: what is being done, for the person who waits."""
+        """`what`: description of the check, for the user who waits."""
         self._redactor = in_use(environ)
         self._what, self._printed = what, tempfile.TemporaryFile()  # noqa: SIM115  # closed when the block is left
         self._answers, theirs = os.pipe()
@@ -50,7 +50,7 @@ class BoundedChild:
         finally:
             os.close(theirs)
         assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # it died at once: its last words say why
+        with suppress(BrokenPipeError):  # it died at once: `answer` reports its last words
             self._process.stdin.write(json.dumps(order).encode())
             self._process.stdin.close()
 
@@ -65,7 +65,7 @@ class BoundedChild:
         self._printed.close()
 
     def answer(self, seconds: float, note: Callable[[str], None]) -> ChildAnswer:
-        """Wait until it ends, at most so many seconds since its start; `note` gets what is waited for."""
+        """Wait for the end of the child, at most `seconds` after its start; a long wait calls `note`."""
         text, noted, ended = b"", False, False
         while not ended and (left := self._started + seconds - time.monotonic()) > 0:
             if not noted and time.monotonic() - self._started >= NOTED_AFTER:

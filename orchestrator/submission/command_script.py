@@ -24,7 +24,7 @@ knows."""
 
 
 def check_command(config: RunConfig, beside: Path) -> None:
-    """Raise ConfigError for a script that is certain not to be there, and for one that would be started twice.
+    """Raise ConfigError for a script that certainly does not exist, or that would be started twice.
 
     `beside`: the folder from which the run is submitted.
     """
@@ -65,7 +65,7 @@ _LARGEST_SCRIPT = 1 << 20
 
 
 def _shell_text(command: tuple[str, ...], beside: Path) -> str:
-    """The text of the shell script that the command starts; empty without one that can be read here."""
+    """Return the text of the shell script that the command starts; empty if none is readable here."""
     script = _script(command)
     try:
         path = beside / (script or "")

@@ -38,12 +38,12 @@ BUILT_IN = WorkloadConfig().target
 
 @dataclass(frozen=True, kw_only=True)
 class RunOrigin:
-    """What a run has besides its configuration."""
+    """Inputs of a new run besides its configuration."""
 
     imported: dict[str, Any] | None = None
-    """The checkpoint that it begins with, put into the run's folder before that appears."""
+    """The checkpoint that the run begins with."""
     code: CodeRecord | None = None
-    """What importing the workload has shown."""
+    """Record of the code, from importing the workload."""
     tags: tuple[str, ...] = ()
 
 

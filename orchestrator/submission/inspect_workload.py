@@ -1,4 +1,4 @@
-"""What importing a workload shows before there is a run: the modules that it loads, and what it cannot do."""
+"""Import of a workload before a run exists: the modules that it loads, and settings that it does not support."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -14,7 +14,7 @@ from trainer.contract.secrets import run_secrets
 from trainer.contract.user_code.code_record import CodeRecord
 
 IMPORT_WITHIN = 60.0
-"""Seconds for an import, with torch's own; what takes longer is left to the job."""
+"""Time limit of an import in seconds, torch included; a slower import is left to the job."""
 _MODULE = "trainer.worker.startup.inspect_workload"
 _SAME_ENVIRONMENT = frozenset({"default", "nccl"})
 """Templates that add nothing to the job's import path."""
@@ -29,7 +29,7 @@ class WorkloadInspection:
         self._config, self._kind, self._child = config, kind, child
 
     def finish(self, note: Note, warn: Note) -> CodeRecord | None:
-        """The code that was imported; None where that is not known. Raises ConfigError for what the job cannot do."""
+        """Return the imported code, or None if unknown. Raises ConfigError for a setting that would fail the job."""
         if self._child is None:
             return None
         return _judge(self._child.answer(IMPORT_WITHIN, note), self._config, self._kind, warn)
@@ -37,7 +37,7 @@ class WorkloadInspection:
 
 @contextmanager
 def inspecting(config: RunConfig, kind: str, environ: Mapping[str, str]) -> Iterator[WorkloadInspection]:
-    """Import the workload in a process of its own, which ends with this block.
+    """Import the workload in a child process, which ends with this block.
 
     Nothing is imported for the built-in model, unless the configuration names classes of it, and nothing where jobs
     have another interpreter.

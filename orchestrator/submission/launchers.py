@@ -88,7 +88,7 @@ def _instead(found: Launch, config: RunConfig) -> str:
 
 
 def _launch(command: Sequence[str]) -> Launch | None:
-    """The launcher that these words begin with, behind programs such as `env X=Y`; None for any other program."""
+    """Return the launcher at the start of these words, after wrappers such as `env X=Y`; None for other programs."""
     words = _strip_wrappers(list(command))
     if not words:
         return None

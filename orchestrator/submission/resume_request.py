@@ -193,7 +193,7 @@ def current_identity(run: Run, config: RunConfig) -> dict[str, Any]:
 
 
 def _code_now(before: CodeRecord, named: CodeRecord | None, run: Run) -> CodeRecord:
-    """The files that trained as they are now; a module that is found elsewhere by now is the one that would train."""
+    """Read the files that trained again. A module that moved since is replaced by the file that would train now."""
     again = read_again(before)
     if named is None or Submitter.of(run.identity).python != sys.executable:
         return again

@@ -51,8 +51,8 @@ def client(kind: str, environ: Mapping[str, str] = os.environ) -> dict[str, Any]
 def code(config: RunConfig, folder: Path | None = None, imported: CodeRecord | None = None) -> dict[str, Any]:
     """orch's own version and content, the user's files, and the commit of every folder or script of the user's.
 
-    `folder`: where the run was submitted, from which scripts are meant; this process's by default. `imported`: what
-    importing the workload has shown; without it, the files are those that its text names.
+    `folder`: where the run was submitted, to which script paths are relative; this process's folder by default.
+    `imported`: record of the imported modules; without it, the imports in the workload's text are followed.
     """
     beside = folder or Path()
     places = [Path(place).expanduser() for place in config.workload.path]
@@ -67,7 +67,7 @@ def code(config: RunConfig, folder: Path | None = None, imported: CodeRecord | N
 
 
 def _place(place: Path) -> dict[str, Any]:
-    """One folder or file: the commit that git knows, and the changes since; the digests are the record's."""
+    """Return the git commit of a folder or file, and its changes since."""
     folder = place if place.is_dir() else place.parent
     sha = _git(folder, "rev-parse", "HEAD")
     if sha is None:

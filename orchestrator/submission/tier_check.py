@@ -1,4 +1,4 @@
-"""Whether the tiers of a configuration can be reached from here: a controller must read them at every launch."""
+"""Check before a submit that this machine can use the tiers: a controller must read them at every launch."""
 
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -21,9 +21,9 @@ Finish = Callable[[Callable[[str], None]], None]
 
 @contextmanager
 def checking_tiers(config: RunConfig, environ: Mapping[str, str]) -> Iterator[Finish]:
-    """Try the tiers in a process of its own, which ends with this block.
+    """Try the tiers in a child process, which ends with this block.
 
-    What it yields waits for the answer, and raises Precondition with the tier that cannot be used.
+    The yielded function waits for the answer, and raises Precondition for an unusable tier.
     """
     urls = [tier.path for tier in config.checkpoint.tiers if "://" in tier.path]
     _check_folders(config)
@@ -46,7 +46,7 @@ def _judge(answer: ChildAnswer) -> None:
 
 
 def _check_folders(config: RunConfig) -> None:
-    """Raise Precondition for a shared folder that could not be made: those of nodes may only be there."""
+    """Raise Precondition for a shared folder that cannot be made. Folders of nodes may exist on the nodes only."""
     for tier in config.checkpoint.tiers:
         if tier.path == RUN or "://" in tier.path or not tier.shared or config.command:
             continue

@@ -103,7 +103,7 @@ def _refuse_shadowed(target: str, top: str, folders: list[Path]) -> None:
 
 
 def shadowed_helpers(config: RunConfig, beside: Path | None = None) -> list[str]:
-    """What to warn of modules that the workload names, and that a job finds elsewhere than in `workload.path`."""
+    """Return warnings about imported modules of `workload.path` that a job would find elsewhere."""
     folders = [Path(folder).expanduser() for folder in config.workload.path]
     if config.command or config.trains_built_in_workload or not folders:
         return []

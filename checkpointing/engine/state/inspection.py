@@ -18,7 +18,7 @@ _ROUNDED_SUM = (torch.float16,)
 @peer_message
 @dataclass(frozen=True, kw_only=True)
 class Findings:
-    """One rank's findings in its part of a state: trained weights with NaN, as (key, number of NaN values)."""
+    """Findings of one rank in its part of a state: trained weights with NaN, as (key, number of NaN values)."""
 
     broken: tuple[tuple[str, int], ...] = ()
 

@@ -42,7 +42,7 @@ class Expected:
 
 @dataclass(frozen=True)
 class AuditShare:
-    """One reader's part of an audit: the items that begin in its share of the bytes."""
+    """Part of an audit for one reader: the items that begin in its share of the bytes."""
 
     rank: int = 0
     size: int = 1

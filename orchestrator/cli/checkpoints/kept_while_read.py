@@ -1,4 +1,4 @@
-"""A pin on the checkpoint of a run while a command reads it: a live run may delete it at any moment."""
+"""A pin on a checkpoint while a command reads it: a live run may delete a checkpoint at any moment."""
 
 import os
 import time
@@ -13,10 +13,10 @@ NOTE = "being read by orch, process"
 
 @contextmanager
 def kept_while_read(*targets: Target) -> Iterator[None]:
-    """Pin these checkpoints for as long as they are read, unless they are pinned already.
+    """Pin these checkpoints within the block, unless they are pinned already.
 
-    Raises NotFound for one that was deleted before the pin was there. A folder in which no pin can be written is read
-    without one, and a checkpoint that goes meanwhile raises NotFound, too.
+    Raises NotFound for a checkpoint that was deleted before the pin was written. A read-only folder is read without a
+    pin; a checkpoint deleted meanwhile raises NotFound, too.
     """
     from checkpointing.errors import CheckpointError
 
@@ -33,7 +33,7 @@ def kept_while_read(*targets: Target) -> Iterator[None]:
 
 
 def require_there(*targets: Target) -> None:
-    """Raise NotFound for a checkpoint that is deleted, or was while it was read."""
+    """Raise NotFound for a checkpoint that does not exist any more."""
     from checkpointing.tiers.catalog import Catalog
 
     for target in targets:
@@ -43,7 +43,7 @@ def require_there(*targets: Target) -> None:
 
 
 def _pin(target: Target) -> bool:
-    """Write a pin where there is none; whether it was written."""
+    """Write a pin unless the checkpoint has one; return whether it was written."""
     from checkpointing.retention import pins
     from checkpointing.storage.backends import LocalStorage
 

@@ -99,14 +99,14 @@ def _add_places(screen: Screen, rows: dict[str, dict[str, Any]], tiers: list[Tie
 
 
 def _add_own_places(rows: dict[str, dict[str, Any]]) -> None:
-    """Of the checkpoints of a `command:`, each has the one place that the registry knows."""
+    """Add the place of each checkpoint of a `command:`: its path in the registry."""
     for row in rows.values():
         if os.path.lexists(row["path"]):
             row["tiers"].append(os.path.dirname(row["path"]))
 
 
 def _mark_gone(screen: Screen, run: str, rows: dict[str, dict[str, Any]], *, of_command: bool) -> None:
-    """Say of checkpoints that are nowhere, and that nobody has deleted by orch, that they are gone."""
+    """Mark checkpoints as gone that no tier has and that orch has not deleted."""
     gone = [row for row in rows.values() if not row["tiers"] and row["trust"] != "DELETED"]
     for row in gone:
         what = f"gone: there is no {row['path']}" if of_command else "gone: no tier has it"
@@ -120,7 +120,7 @@ def _mark_gone(screen: Screen, run: str, rows: dict[str, dict[str, Any]], *, of_
 
 
 def _then(rows: dict[str, dict[str, Any]], gone: list[dict[str, Any]]) -> str:
-    """What a resume loads; the program of a `command:` chooses that itself."""
+    """Describe the checkpoint that a resume loads; not for a `command:`, whose program chooses it."""
     left = [row["step"] for row in rows.values() if row["tiers"] and row["trust"] not in _NOT_RESUMED]
     if left:
         return f"a resume goes back to step {max(left)}"

@@ -31,7 +31,7 @@ def by_checkpoint(tests: Iterable[RestoreTest]) -> dict[str, list[RestoreTest]]:
 
 
 def newest_by_layout(tests: Iterable[RestoreTest]) -> dict[str, RestoreTest]:
-    """Of one checkpoint's tests the newest with a verdict on each layout."""
+    """Return the newest test with a verdict on each layout, among the tests of one checkpoint."""
     finished = [test for test in tests if test.ended_at is not None and test.verdict not in UNDECIDED]
     newest = {test.layout: test for test in sorted(finished, key=_ended)}
     return dict(sorted(newest.items(), key=lambda item: (item[0] != SAME, len(item[0]), item[0])))

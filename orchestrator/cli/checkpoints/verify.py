@@ -70,7 +70,7 @@ def _answer(screen: Screen, target: Target, level: int) -> dict[str, Any]:
     with screen.bar(target.name if target.step is None else f"step {target.step}") as meter:
         report = _report(target, level, meter)
     if not report.ok and target.run is not None:
-        require_there(target)  # its run may have deleted it meanwhile: that is no fault
+        require_there(target)  # a checkpoint that its run deleted meanwhile has no fault
     rate = report.bytes / report.seconds / 1024**3 if report.seconds > 0 else 0.0
     _show(screen, target, report, rate)
     _record_verdict(screen, target, report)

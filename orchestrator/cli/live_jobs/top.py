@@ -59,7 +59,7 @@ class Reading:
         told: list[tuple[int, float | None]] = [(self.beat.saved_step if self.beat is not None else 0, None)]
         told += [(self.saved[0], _since(self.at, self.saved[1]))] if self.saved is not None else []
         step, age = max(told, key=lambda one: (one[0], one[1] is not None))
-        # One that the registry has, and does not show as the newest, may be CORRUPT.
+        # A step that the registry has, but does not show as the newest, may be CORRUPT.
         if step in self.judged or step <= (known["step"] if known is not None else 0):
             return known
         return {"step": step, "trust": "COMMITTED", "age_s": age}

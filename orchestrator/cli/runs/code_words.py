@@ -11,7 +11,7 @@ _DIGEST = re.compile(r"\b[0-9a-f]{32,64}\b")
 
 
 def code_words(code: dict[str, Any], notices: Sequence[Notice]) -> str:
-    """What is known of the code in an identity; the digest is that of the files which trained last, if any have."""
+    """Describe the code in an identity, with the digest of the files that trained last, else of the submitted files."""
     ours = code.get("orch")
     words = [f"orch {ours.get('version')} {short_digests(ours.get('sha256'))}"] if isinstance(ours, dict) else []
     words += map(_place_words, code.get("user") or [])
@@ -32,5 +32,5 @@ def _place_words(place: dict[str, Any]) -> str:
 
 
 def short_digests(value: Any) -> str:
-    """A text with every digest in it cut to twelve digits."""
+    """Cut every digest in a text to twelve digits."""
     return _DIGEST.sub(lambda match: match[0][:12], str(value))

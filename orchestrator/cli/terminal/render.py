@@ -103,7 +103,7 @@ def _raw(value: Any) -> str:
 
 
 def _escape_unencodable(stream: TextIO, text: str) -> str:
-    """JSON that the stream's encoding has all signs for: escapes, where it is not UTF-8."""
+    """Escape the non-ASCII characters of a JSON text, unless the stream is UTF-8."""
     if (stream.encoding or "").lower().replace("-", "") == "utf8":
         return text
     return _NOT_ASCII.sub(lambda sign: json.dumps(sign[0])[1:-1], text)

@@ -1,4 +1,4 @@
-"""What the status of a run reports of its code."""
+"""The note about changed code in the status of a run."""
 
 from orchestrator.registry.records import Attempt
 from orchestrator.registry.store import Store
@@ -6,7 +6,7 @@ from trainer.contract.events import EventKind
 
 
 def code_note(store: Store, attempt: Attempt) -> str:
-    """That an attempt trains other code than before, unless a person has accepted it; empty otherwise."""
+    """Return a note if an attempt trains changed code that the user has not accepted, else an empty string."""
     changes = [
         notice
         for notice in store.notices(attempt.run)

@@ -57,9 +57,9 @@ def claim(run: Run, attempts: Sequence[Attempt], snapshot: SchedulerSnapshot, ho
 
 
 def claim_moved(attempts: Sequence[Attempt], snapshot: SchedulerSnapshot) -> Claim:
-    """Judge a run of another instance of this ClusterName: its Slurm may have moved, and be the one that answers here.
+    """Judge a run of another instance of this ClusterName: its Slurm may have moved here.
 
-    Only a job whose own name or comment tells run, attempt and nonce shows that.
+    The proof is a job whose name or comment has the run, attempt and nonce.
     """
     ours = {(attempt.run, attempt.number, attempt.nonce) for attempt in attempts}
     for job in (*snapshot.found, *snapshot.polled.values()):

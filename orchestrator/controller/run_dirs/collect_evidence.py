@@ -139,9 +139,9 @@ def collect_evidence(
 
 
 def lost_interpreter(view: RunView) -> str:
-    """The interpreter that was recorded at submit and is gone: a virtual environment was moved, or made anew.
+    """Return the interpreter recorded at submit if it is gone: its virtual environment was moved or rebuilt.
 
-    One that the configuration or a template names may only exist on the nodes.
+    An interpreter from the configuration or a template is not checked, as it may exist on the nodes only.
     """
     spec = job_spec(view.run, view.last, view.config)
     try:

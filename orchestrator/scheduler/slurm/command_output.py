@@ -79,8 +79,8 @@ def read_queue(text: str, mine: Mine = lambda job: True) -> Listing:
 def read_accounting(text: str, mine: Mine = lambda job: True) -> Listing:
     """Jobs as `sacct -X -D -n -p --delimiter SEPARATOR -o SACCT_FORMAT` lists them, as far as they are `mine`.
 
-    Two kinds of rows are left out: those without a name, where slurmdbd has heard of the job's end before its start,
-    and those of jobs that slurmctld has lost. Raises Garbage.
+    Two kinds of rows are left out: rows without a name, when slurmdbd received a job's end before its start, and rows
+    of jobs that slurmctld has lost. Raises Garbage.
     """
     return _read(text, SACCT_FIELDS, _recorded, mine)
 
@@ -241,9 +241,9 @@ def plain_state(text: str) -> str:
 def read_ending(state: str, text: str) -> Ending:
     """Read the exit code or signal of a job in this state from squeue's `exit_code` or sacct's `ExitCode`.
 
-    `code:signal` (`3:0`, `0:9`) or, from squeue before 24.11, a raw wait status (768, 9). Where Slurm lost a node it
-    writes a number of its own. sacct before 25.11 takes 128 off codes from 128 on: FAILED with code 0 is unknown. So is
-    any other text.
+    `code:signal` (`3:0`, `0:9`) or, from squeue before 24.11, a raw wait status (768, 9). After a node failure,
+    Slurm writes its own number. sacct before 25.11 takes 128 off codes from 128 on: FAILED with code 0 is unknown. So
+    is any other text.
     """
     if state not in ENDED_STATES or state in _NOTHING_EXITED:
         return Ending(None, None)

@@ -211,9 +211,10 @@ def submit(spec: JobSpec, entry: str) -> str:
 
 
 def _redirect_errors(descriptor: int, words: Sequence[str]) -> list[str]:
-    """Words that write the messages of `words` into this file.
+    """Return a command that runs `words` with its stderr in this file.
 
-    submitit prints what it gets, and sys.stderr belongs to all threads of a controller: one must not replace it.
+    submitit prints stderr of a command, and sys.stderr is shared by all threads of a controller, so no thread may
+    replace it.
     """
     return ["sh", "-c", 'exec "$@" 2>"$0"', f"/proc/{os.getpid()}/fd/{descriptor}", *words]
 

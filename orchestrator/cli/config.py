@@ -111,8 +111,8 @@ def _compose(source: str, overrides: tuple[str, ...]) -> Any:
 
 
 def warn_of(screen: Screen, config: Any) -> None:
-    """Warn of methods that nobody will call, as they are only nearly named so, of modules that a job finds elsewhere,
-    and of a pipeline that mostly waits.
+    """Warn of methods with misspelled names, of modules that a job finds elsewhere, and of a pipeline that mostly
+    waits.
     """
     from orchestrator.submission.pipeline_warning import few_micro_batches
     from orchestrator.submission.user_code import shadowed_helpers

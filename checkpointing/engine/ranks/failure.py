@@ -50,7 +50,7 @@ def explain(error: BaseException) -> str:
 
 
 def is_damage(error: BaseException) -> bool:
-    """Whether the error of a load is about the bytes of the checkpoint: not about a program, a moment or a machine."""
+    """Whether a load failed because of the checkpoint's bytes, not because of the program or the machine."""
     return error.damaged if isinstance(error, Refused) else isinstance(error, ManifestError)
 
 

@@ -30,7 +30,7 @@ class OptionalKeys:
     alone: tuple[str, ...] = ("rng/",)
     together: tuple[str, ...] = ()
     complete: tuple[str, ...] = ()
-    """Below these a checkpoint must hold nothing that no rank wants: it would be lost without a word."""
+    """Below these a checkpoint must hold nothing that no rank wants: it would be lost silently."""
 
     def surplus(self, wanted: Container[str], known: Iterable[str]) -> bytes:
         """A bit for each known key that must not be lost, in their order: 1 where it is not wanted."""

@@ -110,7 +110,7 @@ class SaveQueue:
             return self._jobs.popleft()
 
     def _work(self, job: Job) -> Saved | SaveFailed:
-        """Try until it is saved or given up; then the last failure."""
+        """Retry until the job is saved or given up; return the last failure."""
         tries = 0
         while True:
             try:

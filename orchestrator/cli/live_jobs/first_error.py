@@ -163,7 +163,7 @@ def _end(folder: AttemptDir) -> tuple[AttemptOutcome, Failure] | None:
 
 
 def _from_attempt_outcome(place: RunDir, folder: AttemptDir) -> RootFailure | None:
-    """Neither ranks nor agents told: what the coordinator concluded, with its evidence."""
+    """Return the coordinator's conclusion with its evidence, when neither ranks nor agents reported an error."""
     if (end := _end(folder)) is None:
         return None
     outcome, failure = end

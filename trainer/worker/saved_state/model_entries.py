@@ -22,7 +22,7 @@ class ModelEntries:
         self._built = self._texts()
 
     def refuse_changed(self) -> None:
-        """Raises WorkloadError when an entry is not as it was in the new model."""
+        """Raise WorkloadError if an entry has changed since the model was built."""
         if self._built:
             now = self._texts()
             for name in sorted(now.keys() | self._built.keys()):

@@ -62,7 +62,7 @@ class Saver(Protocol):
 
 
 _COMPLETE = ("model/", "optimizer/", "groups/", "entries/", "workload:", buffers_name(0))
-"""Beginnings of keys of which a checkpoint may hold none that no rank takes up."""
+"""Key prefixes whose keys in a checkpoint must all be loaded by some rank."""
 
 
 def _ignore_warning(step: int, reason: Any) -> None:
@@ -70,7 +70,7 @@ def _ignore_warning(step: int, reason: Any) -> None:
 
 
 def _require_load(workload: object) -> None:
-    """Raises WorkloadError for a workload that gives a state and takes none back."""
+    """Raise WorkloadError for a workload that returns a state but cannot load it."""
     kind = type(workload)
     gives = getattr(kind, "state_dict", BaseWorkload.state_dict) is not BaseWorkload.state_dict
     if gives and getattr(kind, "load_state_dict", BaseWorkload.load_state_dict) is BaseWorkload.load_state_dict:
@@ -254,7 +254,7 @@ class TrainState:
             self._extra_state.restore(saved or {"value": {"dict": []}})
 
     def _restore_workload(self, saved: Mapping[str, Any]) -> list[str]:
-        """Report where the checkpoint has no state of a workload that keeps one now."""
+        """Report a checkpoint that lacks the state of the workload."""
         self._workload_state.restore(saved)
         if saved or not self.step or not self._workload_state.facts():
             return []

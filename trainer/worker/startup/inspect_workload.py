@@ -1,4 +1,4 @@
-"""Imports a workload before there is a run of it: what it imports, and what of its configuration it cannot do.
+"""Imports a workload before a run exists; reports its modules, and settings that it does not support.
 
 `python -P -m trainer.worker.startup.inspect_workload ANSWER` reads the configuration as JSON from stdin. It writes JSON
 objects, a line each, to the descriptor ANSWER: `code`, then `refused` (reason and remedy), and `done`; or `failed`.

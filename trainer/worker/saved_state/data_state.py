@@ -1,6 +1,7 @@
 """The position of a rank's data: a number, or a state of its own for each data-parallel rank."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import torch
@@ -41,6 +42,10 @@ class DataState:
             )
         self._own = ObjectState(self._owner if self._stateful else None, _name(self._dp_rank), model, device)
         self._saved: list[tuple[ObjectState, Mapping[str, Any]]] = []
+
+    def asked_once(self) -> AbstractContextManager[None]:
+        """Inside, tensors and facts are of one moment: data may be read ahead by a thread."""
+        return self._own.asked_once()
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The tensors of its state, by names of this data-parallel rank."""

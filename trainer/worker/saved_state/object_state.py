@@ -1,6 +1,7 @@
 """What an object of the user's asks to be saved, by a `state_dict` and a `load_state_dict` of its own."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,6 +25,16 @@ class ObjectState:
         self._names = {parameter: name for name, parameter in self._parameters.items()}
         self._targets: dict[str, torch.Tensor] = {}
         self._own_names: dict[str, str] = {}
+        self._answer: tuple[Any, dict[str, torch.Tensor]] | None = None
+
+    @contextmanager
+    def asked_once(self) -> Iterator[None]:
+        """Inside, its tensors and the rest are parts of one answer: a thread of the object's may move on meanwhile."""
+        self._answer = self._ask()
+        try:
+            yield
+        finally:
+            self._answer = None
 
     def separate_ranks(self, rank: int) -> None:
         """Collective: from now on, save tensors that differ between ranks once per rank, under separate names."""
@@ -44,6 +55,11 @@ class ObjectState:
         return {"value": value, "forms": {key: tensor_metadata(tensor) for key, tensor in tensors.items()}}
 
     def _encoded(self) -> tuple[Any, dict[str, torch.Tensor]]:
+        value, found = self._answer or self._ask()
+        own = self._own_names
+        return nested_state.rename_tensors(value, own), {own.get(key, key): tensor for key, tensor in found.items()}
+
+    def _ask(self) -> tuple[Any, dict[str, torch.Tensor]]:
         ask = getattr(self._owner, "state_dict", None)
         state = ask() if callable(ask) else {}
         found: dict[str, torch.Tensor] = {}
@@ -51,8 +67,7 @@ class ObjectState:
             value = nested_state.encode(state, self._prefix, found, self._names) if state else None
         except Unsavable as reason:
             raise WorkloadError(f"what {self._called}.state_dict() returns: {reason}") from reason
-        own = self._own_names
-        return nested_state.rename_tensors(value, own), {own.get(key, key): tensor for key, tensor in found.items()}
+        return value, found
 
     def targets(self, facts: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """Memory for the tensors of a checkpoint with these facts."""

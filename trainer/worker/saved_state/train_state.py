@@ -1,6 +1,7 @@
 """The state of a training run that goes into checkpoints: what the loop saves, and what a restart restores."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any, Protocol
 
 import torch
@@ -144,6 +145,12 @@ class TrainState:
 
         Raises WorkloadError for state that a restart could not restore.
         """
+        with ExitStack() as asked:
+            for state in (self._workload_state, self._scheduler_state, self._data_state, self._extra_state):
+                asked.enter_context(state.asked_once())
+            return self._save(saver)
+
+    def _save(self, saver: Saver) -> bool:
         self._parameters.refuse_changed()
         self._entries.refuse_changed()
         self._workload_state.separate_ranks(self._rank)

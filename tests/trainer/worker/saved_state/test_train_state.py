@@ -11,7 +11,7 @@ from torch import nn
 
 from trainer.contract.config_sections.parallel_config import ParallelConfig
 from trainer.worker.parallel import mesh
-from trainer.worker.saved_state import checkpoint_contents
+from trainer.worker.saved_state import checkpoint_contents, nested_state
 from trainer.worker.saved_state.train_state import TrainState
 from trainer.worker.train_objects import TrainObjects
 
@@ -124,3 +124,40 @@ def test_further_names_of_shared_tensors_are_saved(layout: mesh.Layout) -> None:
     state.restore(Saver(None))
     assert state.save(Saver(None))
     assert given[0][checkpoint_contents.SHARED_NAMES] == {"1.weight": "0.weight"}
+
+
+class ReadsAhead(NoData):
+    """A thread of its own may read on between any two questions; each answer is whole by itself."""
+
+    def __init__(self) -> None:
+        self.read = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        self.read += 1
+        return {"read": self.read, "ahead": [torch.full((2,), self.read) for _ in range(self.read)]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.read = state["read"]
+
+
+@pytest.mark.parametrize("owner", ["workload", "data"])
+def test_numbers_and_tensors_of_a_state_are_parts_of_one_answer(layout: mesh.Layout, owner: str) -> None:
+    model, parts = nn.Linear(2, 2), {"workload": SimpleNamespace(), "data": NoData(), owner: ReadsAhead()}
+    objects = TrainObjects(model=model, optimizer=torch.optim.AdamW(model.parameters()), layout=layout, **parts)
+    given: list[Any] = []
+
+    class Saver(SaverWith):
+        def save(self, step: int, tensors: Mapping[str, torch.Tensor], extra: Any, facts: Any, trained: Any) -> bool:
+            given.append(({key: tensor.clone() for key, tensor in tensors.items()}, facts[owner]))
+            return True
+
+    state = TrainState(objects, config_digest="", seed=1)
+    state.restore(Saver(None))
+    for _ in range(2):
+        assert state.save(Saver(None))
+    numbers = []
+    for tensors, facts in given:
+        saved = nested_state.decode(facts["value"], tensors, {})
+        assert [tensor.tolist() for tensor in saved["ahead"]] == [[saved["read"]] * 2] * saved["read"]
+        numbers.append(saved["read"])
+    assert numbers[0] < numbers[1]

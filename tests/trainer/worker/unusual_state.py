@@ -538,6 +538,90 @@ class BeginsAtThousand(Usual):
         return optimizer
 
 
+class LateTensors(torch.optim.SGD):
+    """Keeps tensors from its second step on, where no state of a parameter shows them."""
+
+    average: torch.Tensor | None = None
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        group = self.param_groups[0]
+        group["steps"] = group.get("steps", 0) + 1
+        if group["steps"] > 1:
+            self.keep(group)
+            for parameter in group["params"]:
+                parameter.mul_(1 - 0.01 * float(self.kept(parameter, group)))
+
+    def keep(self, group: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+    def kept(self, parameter: torch.Tensor, group: dict[str, Any]) -> Any:
+        raise NotImplementedError
+
+
+class LateInGroup(LateTensors):
+    def keep(self, group: dict[str, Any]) -> None:
+        group["late"] = group.get("late", torch.tensor(0.0)) + 0.5
+
+    def kept(self, parameter: torch.Tensor, group: dict[str, Any]) -> Any:
+        return group["late"]
+
+
+class LateInList(LateTensors):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter].setdefault("past", [])
+        super().step(closure)
+
+    def keep(self, group: dict[str, Any]) -> None:
+        for parameter in group["params"]:
+            self.state[parameter]["past"] = [*self.state[parameter]["past"], parameter.mean()][-2:]
+
+    def kept(self, parameter: torch.Tensor, group: dict[str, Any]) -> Any:
+        return sum(self.state[parameter]["past"])
+
+
+class LateInEntry(LateTensors):
+    def keep(self, group: dict[str, Any]) -> None:
+        self.average = (torch.tensor(0.0) if self.average is None else self.average) + 0.5
+
+    def kept(self, parameter: torch.Tensor, group: dict[str, Any]) -> Any:
+        return self.average
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "average": self.average}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.average = state_dict["average"]
+        super().load_state_dict({key: value for key, value in state_dict.items() if key != "average"})
+
+
+class OneValueByName(LateTensors):
+    def keep(self, group: dict[str, Any]) -> None:
+        state: dict[Any, Any] = self.state
+        state["late"] = state.get("late", torch.tensor(0.0)) + 0.5
+        state["count"] = state.get("count", 0) + 1
+
+    def kept(self, parameter: torch.Tensor, group: dict[str, Any]) -> Any:
+        state: dict[Any, Any] = self.state
+        return state["late"] + state["count"]
+
+
+def with_late_tensors(kind: type[LateTensors]) -> type[Usual]:
+    def build_optimizer(self: Usual, model: nn.Module) -> torch.optim.Optimizer:
+        return kind(model.parameters(), lr=0.05, momentum=0.9)
+
+    return type(f"Optimizer{kind.__name__}", (Usual,), {"build_optimizer": build_optimizer, "__module__": __name__})
+
+
+LATE_TENSORS = {
+    kind.__name__: with_late_tensors(kind) for kind in (LateInGroup, LateInList, LateInEntry, OneValueByName)
+}
+"""Their first save is before the first of these tensors."""
+
+
 @kept
 class Adagrad(Usual):
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:

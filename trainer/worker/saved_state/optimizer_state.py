@@ -99,7 +99,11 @@ class OptimizerState:
                     found[_tensor_key(name, key)] = value
                 else:
                     self._encoded(name, key, value, found)
-        found.update(self.groups.tensors())
+        return {**found, **self.tensors_elsewhere()}
+
+    def tensors_elsewhere(self) -> dict[str, torch.Tensor]:
+        """The tensors that are in the state of no parameter: they may appear at any step."""
+        found = dict(self.groups.tensors())
         self._entries(found)
         return found
 

@@ -13,6 +13,7 @@ from trainer.worker.saved_state.optimizer_state import OptimizerState
 from trainer.worker.saved_state.rng_state import pack_rng, rng_name
 
 Holder = dict[str, Any]
+_PLAIN = (type(None), bool, int, float, str)
 
 
 class StateInventory:
@@ -90,7 +91,10 @@ class StateInventory:
             now = [holder[key] for holder, key in self._slots]
         except KeyError:
             return False
-        if any(isinstance(holder.get(key), torch.Tensor) for holder, key in self._empty):
+        # Anything but a plain value may be a tensor or hold some, as groups and the optimizer's own parts may.
+        if any(type(holder.get(key)) not in _PLAIN for holder, key in self._empty):
+            return False
+        if self._optimizer_state.tensors_elsewhere():
             return False
         return all(map(is_, now, self._seen)) and self._addresses(now) == self._memory
 
@@ -102,7 +106,9 @@ class StateInventory:
         buffers = checkpoint_contents.persistent_buffers(model)
         of_optimizer = self._optimizer_state.tensors()
         live = {**shared, **of_optimizer, **own}
-        self._states = [(owner, held, len(held)) for owner, held in optimizer.state.items()]
+        # Under a name of the optimizer's own may be one value: then everything is walked every time.
+        dicts = [(owner, held) for owner, held in optimizer.state.items() if isinstance(held, dict)]
+        self._states = [(owner, held, len(held)) for owner, held in dicts]
         self._slots = list(self._holders())
         self._sizes = [(holder, len(holder)) for module in model.modules() for holder in _module_holders(module)]
         held = sum(isinstance(value, torch.Tensor) for _, kept, _ in self._states for value in kept.values())

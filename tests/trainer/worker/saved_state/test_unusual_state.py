@@ -17,7 +17,7 @@ from checkpointing.storage.backends import LocalStorage
 from checkpointing.tiers.tier import RunTiers
 from checkpointing.writer.link import InProcessWriter
 from tests.trainer.worker.conftest import hang
-from tests.trainer.worker.unusual_state import KEPT, REFUSED, Usual
+from tests.trainer.worker.unusual_state import KEPT, LATE_TENSORS, REFUSED, Usual
 from trainer.contract.config_sections.parallel_config import ParallelConfig
 from trainer.contract.failures.outcome import ExitCode
 from trainer.worker import workload as workloads
@@ -127,6 +127,24 @@ def test_it_comes_back_bit_for_bit_in_place_and_in_a_new_job(name: str, layout: 
         assert again.everything() == calm.everything()
         assert again.incomplete == []
         again.save()  # what was restored can be saved again
+    for each in (calm, again):
+        each.saver.close()
+
+
+@pytest.mark.parametrize("name", LATE_TENSORS)
+def test_tensors_that_an_optimizer_keeps_after_the_first_save_come_back(
+    name: str, layout: mesh.Layout, tmp_path: Path
+) -> None:
+    link = InProcessWriter(LocalStorage(tmp_path))
+    calm = Trainer(LATE_TENSORS[name], layout, tmp_path, link).restore()
+    for step in range(1, SAVED + 1):
+        calm.train(step).save()
+    saved = calm.everything()
+    calm.train(LAST)
+    again = Trainer(LATE_TENSORS[name], layout, tmp_path, link).restore()
+    assert again.state.step == SAVED
+    assert again.everything() == saved
+    assert again.train(LAST).everything() == calm.everything()
     for each in (calm, again):
         each.saver.close()
 

@@ -17,6 +17,9 @@ _SCRIPTS = (".py", ".sh")
 _SETTINGS = (".yaml", ".yml", ".toml")
 """Suffixes of settings files that a command may name."""
 _NAMED_SCRIPT = re.compile(rb"[\w./-]+\.(?:py|sh)\b")
+_NAMED_MODULE = re.compile(rb"\bpython[\d.]*(?:[ \t]+-(?:[WX][ \t]+\S+|[^\s-]\S*))*?[ \t]+-m[ \t]*([\w.]+)")
+_SHELL, _PYTHON_LINE = re.compile(rb"#![^\n]*sh\b"), re.compile(rb"#![^\n]*python")
+"""First lines of programs whose names have no suffix."""
 _LEFT_OUT = {"__pycache__", ".git", ".venv", "venv", "node_modules", ".mypy_cache", ".ruff_cache", ".pytest_cache"}
 _PYTHON = re.compile(r"(?:.*/)?python[\d.]*")
 
@@ -69,17 +72,16 @@ def _record_target(config: ProgramConfig, beside: Path) -> CodeRecord:
 
 
 def _record_command(config: ProgramConfig, beside: Path) -> CodeRecord:
-    scripts = _named_files(config.command, beside)
+    scripts, modules = _named_code(config.command, beside)
     first = dict.fromkeys(place.parent for _, place in scripts if place.suffix == ".py")
     paths = config.env.get("PYTHONPATH", "").split(os.pathsep)
     first |= dict.fromkeys([beside, *(beside / path for path in paths if path)])
     found = _Collector(ImportSearch(first=first, last=_folders(config, beside)))
     for name, place in scripts:
         found.add(name, place, package=[])
-    for flag, module in zip(config.command, config.command[1:], strict=False):
-        if flag == "-m" and _PYTHON.fullmatch(config.command[0]):
-            found.add_module(module)
-            found.add_module(f"{module}.__main__")
+    for module in modules:
+        found.add_module(module)
+        found.add_module(f"{module}.__main__")
     found.follow()
     places = dict.fromkeys(place.parent for _, place in scripts)
     return _with_folders(found, list(places), "the scripts that the command names, and the modules that they name")
@@ -98,17 +100,29 @@ def _folders(config: ProgramConfig, beside: Path) -> list[Path]:
     return [beside / Path(place).expanduser() for place in config.workload.path]
 
 
-def _named_files(command: Sequence[str], beside: Path) -> list[tuple[str, Path]]:
-    """Return the scripts and settings that a command names, and the scripts that its shell scripts name."""
+def _named_code(command: Sequence[str], beside: Path) -> tuple[list[tuple[str, Path]], list[str]]:
+    """Return the scripts and settings that a command and its shell text name, and their modules (`python -m`)."""
     words = [part for word in command for part in (word, word.partition("=")[2]) if part]
     names = [word for word in words if word.endswith((*_SCRIPTS, *_SETTINGS))]
     names += [command[0]] if "/" in command[0] and not _PYTHON.fullmatch(command[0]) else []
-    found = {name: beside / name for name in names if (beside / name).is_file()}
-    for name, place in list(found.items()):
-        if place.suffix == ".sh":
-            inner = {os.fsdecode(word) for word in _NAMED_SCRIPT.findall(_bytes(place))} - {name}
-            found |= {word: beside / word for word in sorted(inner) if (beside / word).is_file()}
-    return list(found.items())
+    texts = [" ".join(command).encode(errors="surrogateescape")]
+    names += _script_names(b"\n".join(word.encode(errors="surrogateescape") for word in words if " " in word))
+    found: dict[str, Path] = {}
+    while names:
+        name = names.pop(0)
+        place = beside / name
+        if name in found or not os.path.isfile(place):  # a word of a shell may be too long for a name
+            continue
+        found[name] = place
+        if place.suffix == ".sh" or (not place.suffix and _SHELL.match(_bytes(place))):
+            texts.append(_bytes(place).replace(b"\\\n", b" "))
+            names += _script_names(texts[-1])
+    modules = [os.fsdecode(module) for text in texts for module in _NAMED_MODULE.findall(text)]
+    return list(found.items()), list(dict.fromkeys(modules))
+
+
+def _script_names(text: bytes) -> list[str]:
+    return sorted({os.fsdecode(word) for word in _NAMED_SCRIPT.findall(text)})
 
 
 class _Collector:
@@ -131,7 +145,7 @@ class _Collector:
         if name in self._files or len(self._files) >= MOST or not self._users.has(path):
             return
         self._files[name] = CodeFile.read(path)
-        if path.suffix == ".py":
+        if path.suffix == ".py" or (not path.suffix and _PYTHON_LINE.match(_bytes(path))):
             parts = name.split(".")
             above = parts if path.name == "__init__.py" else parts[:-1]
             self._waiting.append((path, above if package is None else package, imported))

@@ -178,6 +178,31 @@ def test_a_command_is_known_by_the_scripts_and_settings_that_it_names(tmp_path: 
     assert command(tmp_path, "python", "-c", "print(1)").files == {}
 
 
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        (("bash", "-c", "ulimit -c 0; exec python scratch.py --lr 1"), {"scratch.py", *USED}),
+        (("bash", "-c", "python -u -m pack_in.deep"), {"pack_in", "pack_in.deep", "pack_in.side"}),
+        (("env", "A=1", "python3", "-X", "dev", "-m", "pack_in.deep"), {"pack_in", "pack_in.deep", "pack_in.side"}),
+        (("bash", "outer.sh"), {"outer.sh", "inner.sh", "pack_in", "pack_in.deep", "pack_in.side"}),
+        (("bash", "-c", f"echo {'a' * 400} && python scratch.py"), {"scratch.py", *USED}),
+        (("./start",), {"./start", "scratch.py", *USED}),
+        (("./trains",), {"./trains", *USED}),
+        (("python", "scratch.py", "-m", "helpers_in"), {"scratch.py", *USED}),
+    ],
+)
+def test_what_a_shell_starts_is_the_code_of_a_command(tmp_path: Path, words: tuple[str, ...], wanted: set[str]) -> None:
+    scripts = {
+        "outer.sh": "bash inner.sh\n",
+        "inner.sh": "python -u \\\n  -m pack_in.deep\n",
+        "start": "#!/bin/bash\npython scratch.py\n",
+        "trains": "#!/usr/bin/env python3\nimport mine_in\n",
+    }
+    record = command(made(tmp_path, **scripts), *words)
+    assert set(record.files) == wanted
+    assert "resnet50" not in command(tmp_path, "python", "scratch.py", "-m", "resnet50").absent
+
+
 def test_a_command_finds_modules_beside_its_script_and_on_pythonpath(tmp_path: Path) -> None:
     made(tmp_path / "lib")
     (tmp_path / "train.py").write_text("import mine_in\n")

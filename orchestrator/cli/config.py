@@ -151,7 +151,7 @@ def find_config(name: str) -> dict[str, Any]:
             raise NotFound(f"no preset, file or run `{name}`", where=error.where, hint=near) from error
         if isinstance(error, NotFound) and re.fullmatch(r"[0-9a-f]{4,64}", name):
             what = f"no preset, file or run `{name}`, and no stored configuration whose digest begins so"
-            hint = f"type {DIGITS} or more digits of one that `orch show RUN` names, or the run"
+            hint = f"type {DIGITS} or more digits of a digest in `orch show RUN`, or the run"
             raise NotFound(what, where=error.where, hint=hint) from error
         raise
 

@@ -9,7 +9,7 @@ from orchestrator.config.run_config import RunConfig
 from orchestrator.errors import ConfigError
 
 _PROGRAM = 'give the program an option of its own: command=[python, train.py, --epochs, "3"]'
-_CHECKPOINTS = "the program saves by itself; checkpoints.path=FOLDER shows orch its checkpoints"
+_CHECKPOINTS = "the program saves its own checkpoints; checkpoints.path=FOLDER shows them to orch"
 _OF_WORKLOADS: dict[keys.Path, str] = {
     ("workload", "args"): _PROGRAM,
     ("parallel",): "the program makes its own mesh of the ranks",

@@ -82,7 +82,7 @@ def _blame(failure: Failure, node: str, pool: Pool, recovery: RecoveryConfig, no
     if failure.kind in NODE_LOCAL:
         return _capped(node, until, f"{failure.kind} on {node}", pool, recovery, now)
     if failure.kind not in WEAK:
-        return Blame(node=None, reason=f"{failure.kind} tells nothing of {node}")
+        return Blame(node=None, reason=f"{failure.kind} is no evidence about {node}")
     record = next((known for known in pool.known if known.name == node), NodeRecord(name=node))
     history = record.history.again()
     if len(history.failed) == 1:

@@ -196,7 +196,7 @@ def missing_parallelize(kind: type[Any], config: JobConfig) -> str:
     if large is None:
         return ""
     remedy = f"write one, or set parallel.{large}=1"
-    return f"parallel.{large}={sizes[large]}, but {kind.__name__} has no `parallelize` of its own: {remedy}"
+    return f"parallel.{large}={sizes[large]}, but {kind.__name__} does not override `parallelize`: {remedy}"
 
 
 def _refuse_batch_norm(model: nn.Module, layout: Layout, config: JobConfig) -> None:

@@ -81,7 +81,7 @@ def differing_reason(replicas: Sequence[Sequence[str]], digests: Sequence[bytes]
     if not differing:
         return ""
     return (
-        f"saved once for all ranks, which have different values of {_format_tensors(differing)}: keep them alike, or "
+        f"saved once for all ranks, which have different values of {_format_tensors(differing)}: keep them equal, or "
         "type checkpoint.plausibility=warn to save the value of one rank"
     )
 

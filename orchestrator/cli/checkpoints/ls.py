@@ -125,7 +125,7 @@ def _then(rows: dict[str, dict[str, Any]], gone: list[dict[str, Any]]) -> str:
     if left:
         return f"a resume goes back to step {max(left)}"
     if any(row["tiers"] and row["trust"] != "DELETED" for row in rows.values()):
-        return "a resume tries what is left, which is doubted"
+        return "a resume tries the remaining ones, which may be damaged"
     if all(row["trust"] in _NOT_RESUMED for row in gone):
         return "none is left: a resume begins at step 0"
     return "none is left: a resume fails as `storage` until one of them is put back"

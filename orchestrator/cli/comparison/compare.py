@@ -283,10 +283,10 @@ def _where_they_stand(found: Sequence[Compared], labels: Sequence[str]) -> str:
     stands = [
         f"{label} at step {progress(run.row['step'], run.row['total_steps'], ' of ')}, loss {decimal(run.row['loss'])}"
         if run.row["step"]
-        else f"{label} reports no step: `progress.pattern` says where its log has it"
+        else f"{label} reports no step: `progress.pattern` finds it in its log"
         for run, label in zip(found, labels, strict=True)
     ]
-    return f"orch records no losses by step for a `command`, only where it stands: {'; '.join(stands)}"
+    return f"orch records no losses by step for a `command`, only its progress: {'; '.join(stands)}"
 
 
 def _signed(difference: float) -> str:

@@ -117,7 +117,7 @@ def _require_folder(place: RunDir, wanted: Wanted, row: dict[str, Any]) -> None:
     gone = next((str(folder) for folder in (attempt.path, attempt.logs) if not folder.is_dir()), "")
     if gone and row["generations"]:
         what = f"the logs of attempt {number} of {row['run']} are gone: its folder was deleted or moved"
-        raise NotFound(what, where=gone, hint=f"`orch show {row['run']}` has what the registry knows")
+        raise NotFound(what, where=gone, hint=f"`orch show {row['run']}` shows the record in the registry")
 
 
 def _first_error(screen: Screen, place: RunDir, run: str, attempt: int | None, only_path: bool) -> int:

@@ -230,9 +230,7 @@ def _require_folder(run: Run, attempts: list[Any]) -> None:
         return
     folder = existing_folder(run.name, run.run_dir)
     if not never_submitted(attempts) and (why := hidden(run, attempts[0])):
-        raise Precondition(
-            f"{why}; what is there is not the folder of {run.name}", where=str(folder.path), hint=PUT_BACK
-        )
+        raise Precondition(f"{why}; the folder there is not that of {run.name}", where=str(folder.path), hint=PUT_BACK)
 
 
 def _already_live(run: Run, item: dict[str, Any], change: Change | None) -> dict[str, Any]:

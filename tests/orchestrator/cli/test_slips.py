@@ -142,5 +142,5 @@ def test_a_digest_that_no_stored_configuration_has_is_called_one(orch: Type, see
         said = orch("config", "diff", digest, run)
         assert said.code == 3
         assert f"no preset, file or run `{digest}`, and no stored configuration whose digest begins so" in said.err
-        assert "type 6 or more digits of one that `orch show RUN` names" in said.err
+        assert "type 6 or more digits of a digest in `orch show RUN`" in said.err
         assert "presets:" not in said.err

@@ -16,7 +16,7 @@ COMMAND = "command=[python, train.py]"
         ("train.steps=5", "give the program an option of its own"),
         ("optimizer.lr=1e-3", "give the program an option of its own"),
         ("+workload.args.width=3", "give the program an option of its own"),
-        ("checkpoint.every=5", "checkpoints.path=FOLDER shows orch its checkpoints"),
+        ("checkpoint.every=5", "checkpoints.path=FOLDER shows them to orch"),
         ("checkpoint.tiers=[{path: run}]", "checkpoints.path=FOLDER"),
         ("parallel.tp=2", "the program makes its own mesh"),
         ("detection.spike.roll_backs=1", "orch sees no loss"),

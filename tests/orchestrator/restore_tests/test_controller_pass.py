@@ -198,7 +198,7 @@ def test_a_bad_one_is_told_of_and_the_next_older_one_is_tested_at_once(desk: Des
 
 def test_what_is_not_comparable_changes_no_trust_and_begins_no_older_one(desk: Desk) -> None:
     desk.passes()
-    desk.end(desk.under_way(), "NOT_COMPARABLE", "the model that the program builds is another one")
+    desk.end(desk.under_way(), "NOT_COMPARABLE", "the program builds a different model")
     (ended,) = desk.passes()
     assert "NOT_COMPARABLE" in ended
     assert [desk.trust(step) for step in (300, 200, 100)] == [Trust.COMMITTED] * 3

@@ -149,7 +149,7 @@ def test_a_torn_checkpoint_of_a_command_is_set_aside_and_the_older_one_tried(job
     assert work.wait() == [0], work.story()
     (aside,) = work.events(EventKind.CHECKPOINT_SET_ASIDE)
     assert (aside.data["step"], aside.data["damaged"], aside.generation) == (20, True, 2)
-    assert "checkpoint-20, its newest checkpoint, is to be moved away" in aside.data["reason"]
+    assert "checkpoint-20, its newest checkpoint, will be moved away" in aside.data["reason"]
     assert "state.json is no whole JSON file" in aside.data["reason"]
     assert (Path(aside.data["path"]) / "state.json").read_text() == '{"ste', "it is never deleted"
     assert "from step 10" in work.attempt.rank_log(0).read_text()

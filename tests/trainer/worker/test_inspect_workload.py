@@ -74,7 +74,7 @@ def test_a_layout_that_needs_a_method_of_its_own_is_refused(
     folder: Path, monkeypatch: pytest.MonkeyPatch, parallel: dict[str, Any], name: str
 ) -> None:
     (what, remedy) = inspected(folder, monkeypatch, **parallel)["refused"]
-    assert what == f"parallel.{name}=2, but Mine has no `parallelize` of its own"
+    assert what == f"parallel.{name}=2, but Mine does not override `parallelize`"
     assert remedy == f"write one, or set parallel.{name}=1"
     for name in ("inspected", "inspected_part"):
         monkeypatch.delitem(sys.modules, name)

@@ -235,7 +235,7 @@ def test_without_a_plan_shared_layers_and_sequences_are_refused(make_run, name):
     # The store goes with the first rank: the other one may hear of that before it comes to the same mistake.
     assert second in (ExitCode.NEVER_RETRY, ExitCode.RETRY)
     message = run.outcome(0, 1).message
-    assert message.startswith(f"parallel.{name}=2, but Plane has no `parallelize` of its own"), message
+    assert message.startswith(f"parallel.{name}=2, but Plane does not override `parallelize`"), message
     assert message.endswith(f"set parallel.{name}=1")
 
 

@@ -224,7 +224,7 @@ async def connect(host: str, port: int, token: str, hello: Hello) -> Coordinator
             if foreign or not isinstance(answer, Welcome):
                 peer.drop()
     if answer is None:
-        raise NotGreeted("the coordinator hung up before it said welcome")
+        raise NotGreeted("the coordinator closed the connection before its greeting")
     if foreign:
         raise ForeignProtocol(f"the coordinator refuses: {answer.reason}" if isinstance(answer, Refused) else foreign)
     if isinstance(answer, Refused):

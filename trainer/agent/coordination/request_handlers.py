@@ -52,7 +52,7 @@ class RequestHandlers:
         match request.kind:
             case RequestKind.STOP:
                 self._state.request_stop(self._state.stopping.asked(request.reason, now))
-                return "the command gets SIGTERM" if self._config.command else "the ranks are told to save and stop"
+                return "the command gets SIGTERM" if self._config.command else "the ranks were asked to save and stop"
             case RequestKind.DEADLINE if request.value is not None:
                 self._state.stopping.correct(now + request.value - wall)
                 return f"the job ends in {request.value - wall:.0f} s"

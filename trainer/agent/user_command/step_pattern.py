@@ -104,7 +104,7 @@ class StepWatch:
             self._show(looked.result())
         elif not (isinstance(error, SlowPattern) and self._slow):
             said = f"{error}: the step is not shown" if isinstance(error, SlowPattern) else ascii(error)
-            sys.stderr.write(f"orch-agent: cannot look at the program's progress: {said}\n")
+            sys.stderr.write(f"orch-agent: cannot read the program's progress: {said}\n")
         self._slow = isinstance(error, SlowPattern)
 
     def _show(self, found: CommandStep | None) -> None:

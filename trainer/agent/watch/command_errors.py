@@ -193,8 +193,8 @@ def _why_set_aside(row: Sequence[CommandFailure], past: CommandPast) -> str:
     if len(soon) < 2 and not (newest.damage and past.aside):
         return ""
     why = f"it {newest.damage}" if newest.damage else f"the program failed {len(soon)} times soon after a start from it"
-    then = f"{past.older} becomes the newest" if past.older else "the program begins anew, as there is no other one"
-    return f"{newest.name}, its newest checkpoint, is to be moved away, so that {then}: {why}"
+    then = f"{past.older} becomes the newest" if past.older else "the program begins anew, as no other one is left"
+    return f"{newest.name}, its newest checkpoint, will be moved away, so that {then}: {why}"
 
 
 def same_without(row: Sequence[CommandFailure]) -> bool:

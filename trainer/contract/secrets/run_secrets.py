@@ -124,7 +124,7 @@ def read_list(path: Path, taken: dict[str, str] | None = None) -> dict[str, str]
             raise SecretsRefused(f"secrets_file={path}: {name} stands in the configuration, too", "keep one of them")
         if excess := excess_bytes(f"{name}={found[name]}"):
             what = f"secrets_file={path}: {name} is {excess} bytes longer than Linux allows a variable to be"
-            raise SecretsRefused(what, "let the program read that value from a file of its own")
+            raise SecretsRefused(what, "let the program read that value from a separate file")
     return found
 
 

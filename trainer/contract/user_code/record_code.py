@@ -37,7 +37,7 @@ def record_imported(modules: Mapping[str, Any], skip: Collection[str], config: P
     found.follow()
     # A library that imports by other means has nothing to do with what lies beside the workload.
     whole = [folder for folder in folders if any(folder in file.parents for file in found.dynamic)]
-    covers = f"the modules that importing {config.workload.target} loads, and those that they name"
+    covers = f"the modules that importing {config.workload.target} loads, and the modules that those name"
     return _with_folders(found, whole, covers)
 
 
@@ -67,7 +67,7 @@ def _record_target(config: ProgramConfig, beside: Path) -> CodeRecord:
     found = _Collector(ImportSearch(last=folders))
     found.add_module(module)
     found.follow()
-    covers = f"the modules that {config.workload.target} names, and those that they name"
+    covers = f"the modules that {config.workload.target} imports, directly or through others"
     return _with_folders(found, folders, covers)
 
 

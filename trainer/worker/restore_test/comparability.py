@@ -39,7 +39,7 @@ class Conditions:
 def why_not_compared(now: Conditions) -> str:
     """Return why the steps cannot be compared with the run's; empty if they can."""
     if CODE in now.differs:
-        return "the run's own code (code.user) is not what it was trained with: its steps are not compared"
+        return "the run's own code (code.user) has changed since it trained: its steps are not compared"
     if now.drawn and not now.same_layout:
         return "it draws random numbers, other ones on another layout: its steps are not compared"
     return ""

@@ -163,7 +163,7 @@ class RestoreTestRun:
             if any(refusal.damaged for refusal in error.refusals):
                 return Outcome.CORRUPT, str(error.refusals[0])
             if isinstance(error, NothingFits):
-                return Outcome.NOT_COMPARABLE, f"the model that the program builds is another one: {error.refusals[0]}"
+                return Outcome.NOT_COMPARABLE, f"the program builds a different model: {error.refusals[0]}"
             raise
         except WorkloadError as error:
             reason = str(error)
@@ -177,7 +177,7 @@ class RestoreTestRun:
         self._evidence |= {"restore_seconds": seconds, "bytes_read": read, "bytes_per_second": rate}
         self._evidence["fingerprints"] = self.source.has_fingerprints
         if self.source.faults:
-            return Outcome.CORRUPT, f"what was loaded is not what was saved: {self.source.faults[0]}"
+            return Outcome.CORRUPT, f"the loaded values differ from the saved ones: {self.source.faults[0]}"
         return None
 
     def _bad_step(self, error: BadStep) -> tuple[Outcome, str]:

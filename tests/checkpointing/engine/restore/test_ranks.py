@@ -113,7 +113,7 @@ def test_what_one_rank_sees_is_agreed_by_all(run: Run, tmp_path: Path) -> None:
         assert result["saved"] == [True, True]
         assert result["refused"] == "NaN in trained weights: model/1 (1)"
         reason, lasts = result["differing"]
-        assert "different values of groups/1/order (ranks 0 and 1): keep them alike" in reason
+        assert "different values of groups/1/order (ranks 0 and 1): keep them equal" in reason
         assert lasts
         assert result["hung"] == [True, True, False]
         assert result["committed"] == 5

@@ -251,8 +251,8 @@ def test_commands_are_compared_by_where_they_stand(orch: Type, seeds: Seeds) -> 
             seeds.store.note_run(run.name, epoch=seeds.epoch, now=150.0, step=step, loss=loss)
         names.append(run.name)
     said = orch("compare", *names).out
-    assert "orch records no losses by step for a `command`, only where it stands:" in said
+    assert "orch records no losses by step for a `command`, only its progress:" in said
     words = " ".join(said.split())
     assert f"{names[0]} at step 300 of 300, loss 1.2500; {names[1]} at step 120 of 300, loss 2.5000;" in words
-    assert f"{names[2]} reports no step: `progress.pattern` says where its log has it" in words
+    assert f"{names[2]} reports no step: `progress.pattern` finds it in its log" in words
     assert "no step was trained" not in said

@@ -110,7 +110,9 @@ def test_a_coordinator_too_old_to_greet_is_reported_with_what_to_do(tmp_path: Pa
                 await asyncio.wait_for(Agent(run, attempt, [])._join(identity), 20)
         report = AgentReport.read(attempt.agent_report(1))
         assert (report.end, report.name) == (AgentEnd.REFUSED, "n1")
-        assert report.reason.startswith("n1: the coordinator hung up before it said welcome, for 0 s: all nodes must")
+        assert report.reason.startswith(
+            "n1: the coordinator closed the connection before its greeting, for 0 s: all nodes must"
+        )
 
     asyncio.run(script())
 

@@ -82,7 +82,7 @@ def desk(tmp_path: Path) -> Iterator[Desk]:
 
 
 def test_a_stop_and_a_deadline(desk) -> None:
-    assert desk.ask(RequestKind.STOP) == "the ranks are told to save and stop"
+    assert desk.ask(RequestKind.STOP) == "the ranks were asked to save and stop"
     (order,) = desk.told
     assert isinstance(order, agents.AskStop)
     assert order.reason is StopReason.CANCEL

@@ -187,7 +187,7 @@ def test_the_newest_checkpoint_is_set_aside_after_two_failures_right_after_a_sta
     assert bool(cause.set_aside) == aside
     assert cause.retry
     if aside:
-        wanted = "checkpoint-50, its newest checkpoint, is to be moved away, so that checkpoint-20 becomes the newest: "
+        wanted = "checkpoint-50, its newest checkpoint, will be moved away, so that checkpoint-20 becomes the newest: "
         assert cause.set_aside.startswith(wanted)
 
 
@@ -206,7 +206,7 @@ def test_the_last_whole_checkpoint_is_never_given_up():
 def test_a_damaged_one_goes_only_where_another_is_left_or_none_ever_was():
     assert not Program(newest=TORN, older="", ever_saved=True).times(2, LOADING).set_aside
     first = Program(newest=TORN, older="", ever_saved=False).times(2, LOADING).set_aside
-    assert "is to be moved away, so that the program begins anew, as there is no other one: it lacks" in first
+    assert "will be moved away, so that the program begins anew, as no other one is left: it lacks" in first
     assert not Program(newest=SOUND, older="", ever_saved=False).times(2, LOADING).set_aside
 
 

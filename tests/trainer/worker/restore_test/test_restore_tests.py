@@ -75,7 +75,7 @@ def test_a_damaged_one_is_named_by_file_and_tensor(tested: Subject) -> None:
 def test_a_model_that_was_edited_since_is_no_verdict(tested: Subject, model: dict[str, int]) -> None:
     found = tested.verdict(tested.folder(), over={"model": model})
     assert found.outcome is Outcome.NOT_COMPARABLE, found
-    assert "the model that the program builds is another one" in found.reason
+    assert "the program builds a different model" in found.reason
 
 
 def test_data_that_was_overwritten_is_no_verdict(tested: Subject, tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ def record_imported(modules: Mapping[str, Any], skip: Collection[str], config: P
     # A library that imports by other means has nothing to do with what lies beside the workload.
     whole = [folder for folder in folders if any(folder in file.parents for file in found.dynamic)]
     covers = f"the modules that importing {config.workload.target} loads, and the modules that those name"
-    return _with_folders(found, whole, covers)
+    return _with_folders(found, whole, covers, [] if whole else [config.workload.target.partition(":")[0]])
 
 
 def record_named(config: ProgramConfig, beside: Path) -> CodeRecord:
@@ -79,19 +79,26 @@ def _record_command(config: ProgramConfig, beside: Path) -> CodeRecord:
     found = _Collector(ImportSearch(first=first, last=_folders(config, beside)))
     for name, place in scripts:
         found.add(name, place, package=[])
-    for module in modules:
-        found.add_module(module)
-        found.add_module(f"{module}.__main__")
+    run = [name for module in modules for name in (module, f"{module}.__main__")]
+    for name in run:
+        found.add_module(name)
     found.follow()
     places = dict.fromkeys(place.parent for _, place in scripts)
-    return _with_folders(found, list(places), "the scripts that the command names, and the modules that they name")
+    places |= dict.fromkeys(folder for name in run for folder, package in found.places_of(name) if not package)
+    covers = "the scripts that the command names, and the modules that they name"
+    return _with_folders(found, list(places), covers, run)
 
 
-def _with_folders(found: "_Collector", folders: Sequence[Path], covers: str) -> CodeRecord:
-    """Add every Python file of the folders if a file imports by other means than `import`."""
-    if found.dynamic and folders:
-        for folder in folders:
-            found.add_folder(folder)
+def _with_folders(found: "_Collector", folders: Sequence[Path], covers: str, modules: Sequence[str] = ()) -> CodeRecord:
+    """Add every Python file of the folders, and of the modules' packages, if a file imports by other means."""
+    packages = [
+        (folder, package)
+        for folder, package in dict.fromkeys(place for name in modules for place in found.places_of(name))
+        if package and any(folder in file.parents for file in found.dynamic)
+    ]
+    if found.dynamic and (folders or packages):
+        for folder, package in [*((folder, "") for folder in folders), *packages]:
+            found.add_folder(folder, package)
         covers += f"; {found.dynamic[0].name} imports by other means, so every Python file of its folder counts"
     return found.record(covers)
 
@@ -171,11 +178,21 @@ class _Collector:
                 self._seen.add(name)
                 return
 
-    def add_folder(self, folder: Path) -> None:
+    def places_of(self, name: str) -> list[tuple[Path, str]]:
+        """Find the folder of a module's top-level package, with the package's name, or the folder of a lone module."""
+        top = name.partition(".")[0]
+        if name not in self._files:
+            return []
+        file = Path(self._files[name].path)
+        where = file.parent if file.name == "__init__.py" else file
+        folder = [where, *where.parents][name.count(".")]
+        return [(folder, top)] if folder != file else [(file.parent, "")]
+
+    def add_folder(self, folder: Path, package: str = "") -> None:
         for place, below, names in os.walk(folder):
             below[:] = sorted(name for name in below if name not in _LEFT_OUT)
             for file in (Path(place, name) for name in sorted(names) if name.endswith(".py")):
-                parts = file.relative_to(folder).with_suffix("").parts
+                parts = (*filter(None, [package]), *file.relative_to(folder).with_suffix("").parts)
                 self.add(".".join(parts[:-1] if parts[-1] == "__init__" and parts[1:] else parts), file)
 
     def follow(self) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from trainer.contract.config import JobConfig, WorkloadConfig
 from trainer.contract.user_code.code_record import CodeFile, CodeRecord, changed_files
-from trainer.contract.user_code.record_code import read_again, record_named
+from trainer.contract.user_code.record_code import read_again, record_imported, record_named
 
 FILES = {
     "mine_in.py": "import orch\nimport helpers_in\nfrom pack_in.deep import thing\n",
@@ -21,6 +21,7 @@ FILES = {
     "pack_in/unused.py": "",
     "scratch.py": "import mine_in\n",
 }
+LATE = "class Mine:\n    def build_model(self):\n        return __import__(self.name)\n"
 USED = {"mine_in", "helpers_in", "pack_in", "pack_in.side", "pack_in.late", "pack_in.deep"}
 
 
@@ -56,6 +57,37 @@ def test_where_imports_go_by_other_means_every_file_counts(tmp_path: Path, text:
     record = named(made(tmp_path, **{"helpers_in.py": text}))
     assert set(record.files) == {*USED, "pack_in.unused", "scratch"}
     assert "helpers_in.py imports by other means" in record.covers
+
+
+@pytest.mark.parametrize(
+    ("module", "code"),
+    [("pack_in.start", {"pack_in", "pack_in.start", "pack_in.side", "pack_in.late", "pack_in.deep", "pack_in.unused"}),
+     ("space_in.below.start", {"space_in.below.start", "space_in.other.model"}),
+     ("space_in", {"space_in.__main__", "space_in.other.model"}),
+     ("start", {"start", *USED, "pack_in.unused", "scratch", "space_in.other.model"})],
+)  # fmt: skip
+def test_where_a_module_that_is_run_imports_by_other_means_its_package_counts(
+    tmp_path: Path, module: str, code: set[str]
+) -> None:
+    file = "space_in/__main__.py" if module == "space_in" else f"{module.replace('.', '/')}.py"
+    folder = made(tmp_path, **{file: "__import__(name)\n", "space_in/other/model.py": ""})
+    record = command(folder, "python", "-m", module)
+    assert set(record.files) == code
+    assert f"{Path(file).name} imports by other means" in record.covers
+
+
+def test_where_an_installed_workload_imports_by_other_means_its_package_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made(tmp_path, **{"chosen_in/__init__.py": "", "chosen_in/models/big.py": "", "chosen_in/work.py": LATE})
+    monkeypatch.syspath_prepend(str(tmp_path))
+    before = frozenset(sys.modules)
+    __import__("chosen_in.work")
+    config = JobConfig(workload=WorkloadConfig(target="chosen_in.work:Mine"))
+    record = record_imported(sys.modules, before, config)
+    for name in ("chosen_in", "chosen_in.work"):
+        del sys.modules[name]
+    assert set(record.files) == {"chosen_in", "chosen_in.work", "chosen_in.models.big"}
 
 
 def test_a_model_that_is_evaluated_imports_nothing_by_it(tmp_path: Path) -> None:

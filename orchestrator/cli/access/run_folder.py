@@ -1,6 +1,7 @@
 """Whether a run's folder is where the registry says: people move folders, and file systems are not mounted."""
 
 import os
+import stat
 import threading
 from pathlib import Path
 from typing import Any
@@ -64,7 +65,16 @@ def _is_missing(run_dir: str) -> bool:
 def _answers(folder: str, *, there: bool) -> bool:
     """Whether its file system says in time that a folder is there, or is not."""
     said: list[bool] = []
-    asker = threading.Thread(target=lambda: said.append(os.path.isdir(folder)), name="folder", daemon=True)
+
+    def ask() -> None:
+        try:
+            said.append(stat.S_ISDIR(os.stat(folder).st_mode))
+        except (FileNotFoundError, NotADirectoryError):
+            said.append(False)
+        except OSError:  # a folder that may not be looked into says nothing of what is in it
+            pass
+
+    asker = threading.Thread(target=ask, name="folder", daemon=True)
     asker.start()
     asker.join(ASK_WITHIN)
     return said == [there]

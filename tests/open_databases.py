@@ -1,6 +1,7 @@
-"""Connections to SQLite that nobody has closed: a warning, as from Python 3.13 on, whatever Python runs the tests."""
+"""A warning for every unclosed connection to SQLite, as from Python 3.13 on, whatever Python runs the tests."""
 
 import functools
+import os
 import sqlite3
 import sys
 import warnings
@@ -8,13 +9,14 @@ from typing import Any
 
 
 class WatchedConnection(sqlite3.Connection):
-    """Warns when it is forgotten open, as Python 3.13 does."""
+    """Warns when it is collected open, as Python 3.13 does, and names the test that opened it."""
 
     is_closed = True
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)  # raises where the file cannot be opened
         self.is_closed = False
+        self.opened_in = os.environ.get("PYTEST_CURRENT_TEST", "no test")
 
     def close(self) -> None:
         self.is_closed = True
@@ -22,7 +24,7 @@ class WatchedConnection(sqlite3.Connection):
 
     def __del__(self) -> None:
         if not self.is_closed:
-            warnings.warn(f"unclosed database in {self!r}", ResourceWarning, stacklevel=1, source=self)
+            warnings.warn(f"unclosed database, opened in {self.opened_in}", ResourceWarning, stacklevel=1, source=self)
 
 
 def watch() -> None:

@@ -1,5 +1,6 @@
 """What is typed for something else: a script, a key with dashes, an option of another program; what is offered."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -130,7 +131,7 @@ def test_a_run_left_out_of_a_folder_that_was_named_is_not_said_to_lie_elsewhere(
 def test_a_run_whose_folder_is_gone_is_not_offered_to_go_on(orch: Type, seeds: Seeds) -> None:
     run = seeds.run(state=RunState.SUCCEEDED)
     assert f"go on:    orch resume {run}" in orch("show", run).err
-    (seeds.root / run).rmdir()
+    shutil.rmtree(seeds.root / run)
     said = orch("show", run).err
     assert "folder" in said
     assert "go on:" not in said

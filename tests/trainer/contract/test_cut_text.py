@@ -13,7 +13,7 @@ from trainer.contract.cut_text import cut
         ("a first clause of it; a second one is here, and more text", "a first clause of it; a second one is here ..."),
         (
             "words only with no end in sight that go on and on and on on",
-            "words only with no end in sight that go on ...",
+            "words only with no end in sight that go on and ...",
         ),
         ("x" * 60, f"{'x' * 46} ..."),
         ("Short. " + "y" * 60, f"Short. {'y' * 39} ..."),

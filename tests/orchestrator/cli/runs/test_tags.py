@@ -78,6 +78,7 @@ def test_a_folder_that_cannot_take_its_record_misses_the_tag_and_a_warning_says_
     run = seeds.run()
     place = RunDir(Path(seeds.store.run(run).run_dir))
     place.run.touch()
+    place.record.unlink(missing_ok=True)
     (place.record / "in the way").mkdir(parents=True)
     said = orch("tag", run, "+a")
     assert (said.code, said.out) == (0, f"{run}: a\n")

@@ -1,6 +1,7 @@
 """An exclusion counts from the end of a node's repair."""
 
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -41,8 +42,9 @@ class Cluster:
 
 
 @pytest.fixture
-def cluster(tmp_path: Path) -> Cluster:
-    return Cluster(Store.open(tmp_path / "registry.db"), tmp_path)
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    with Store.open(tmp_path / "registry.db") as store:
+        yield Cluster(store, tmp_path)
 
 
 def test_the_day_begins_when_the_node_is_back(cluster: Cluster) -> None:

@@ -67,7 +67,7 @@ class ObjectState:
             value = nested_state.encode(state, self._prefix, found, self._names) if state else None
         except Unsavable as reason:
             raise WorkloadError(f"what {self._called}.state_dict() returns: {reason}") from reason
-        return value, found
+        return _merge_references(value, found)
 
     def targets(self, facts: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """Memory for the tensors of a checkpoint with these facts."""
@@ -95,3 +95,16 @@ class ObjectState:
                 "the code back as it was, or add one"
             )
         load(self.restored(facts))
+
+
+def _merge_references(value: Any, tensors: Mapping[str, torch.Tensor]) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Give a tensor that a state holds twice one name: as with `torch.save`, it is one tensor again after a load."""
+    first: dict[Any, str] = {}
+    names: dict[str, str] = {}
+    for path, tensor in tensors.items():
+        if type(tensor) is torch.Tensor and tensor.layout == torch.strided and tensor.numel() and not tensor.is_meta:
+            memory = tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
+            names[path] = first.setdefault(memory, path)
+    merged = {path: name for path, name in names.items() if path != name}
+    kept = {path: tensor for path, tensor in tensors.items() if path not in merged}
+    return (nested_state.rename_tensors(value, merged) if merged else value), kept

@@ -1,0 +1,41 @@
+"""State of a user's object."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainer.worker.saved_state.object_state import ObjectState
+
+
+class Averages:
+    """Keeps one tensor under two names, and others that only look like it."""
+
+    def __init__(self) -> None:
+        self.mean = torch.tensor([1.0, 2.0])
+        self.state: dict[str, Any] = {
+            "now": self.mean, "history": [self.mean, self.mean.clone()], "part": self.mean[:1], "empty": torch.ones(0),
+        }  # fmt: skip
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+def test_a_tensor_that_a_state_holds_twice_is_one_tensor_after_a_restore() -> None:
+    model, device = nn.Linear(2, 1), torch.device("cpu")
+    saved, loaded = (ObjectState(Averages(), "workload", model, device) for _ in range(2))
+    into = loaded._owner
+    assert isinstance(into, Averages)
+    facts = saved.facts()
+    for key, target in loaded.targets(facts).items():
+        target.copy_(saved.tensors()[key])
+    loaded.restore(facts)
+
+    into.state["now"] += 1
+    assert into.state["history"][0].tolist() == [2.0, 3.0]
+    assert into.state["history"][1].tolist() == [1.0, 2.0], "an equal tensor stays separate"
+    assert into.state["part"].tolist() == [1.0]
+    assert into.state["empty"].shape == (0,)

@@ -39,7 +39,7 @@ def test_a_stop_request_is_answered_and_a_command_that_dies_of_sigterm_has_stopp
     assert work.outcome().reason == "enough"
     answers = {event.data["name"]: event.data["answer"] for event in work.events(EventKind.REQUEST_ANSWERED)}
     assert len(answers) == 2
-    assert answers.pop(name) == "the ranks were asked to save and stop"
+    assert answers.pop(name) == "the command gets SIGTERM"
     assert next(iter(answers.values())).startswith("refused")
 
 

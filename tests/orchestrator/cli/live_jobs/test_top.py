@@ -146,8 +146,9 @@ def test_speed_and_trend_have_a_line(orch: Type, seeds: Seeds) -> None:
     assert data["eta_s"] is None, "the registry knows no speed yet"
     generation = Generation(run=run, attempt=1, number=2, started_at=now - 2100, resumed_from=100)
     seeds.store.put_generation(generation, epoch=seeds.epoch)
-    seeds.store.note_run(run, epoch=seeds.epoch, now=now, step=121)
+    seeds.store.note_run(run, epoch=seeds.epoch, now=now + 210, step=121)  # 21 steps after the checkpoint
     left = orch("status", run, "--json").data[0]["eta_s"]
+    assert left is not None
     assert orch("top", run, "--json").data["eta_s"] == pytest.approx(left, abs=20.0)
     third = orch("top", run).out.splitlines()[2]
     assert third.startswith("ETA ")

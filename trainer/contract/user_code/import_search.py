@@ -86,17 +86,24 @@ class UserFiles:
 
     def __init__(self) -> None:
         self._records: dict[Path, _Installed] = {}
+        self._are_libraries: dict[Path, bool] = {}
 
     def has(self, path: Path) -> bool:
         """Whether this file is the user's own code."""
         real = path.resolve()
         if any(real.is_relative_to(own) for own in _OWN_PACKAGES):
             return False
-        place = _library_folder(path)
+        place = next((above for above in path.parents if self._is_library(above)), None)
         if place is not None:
             installed = self._records.setdefault(place, _Installed(place))
             return not installed.has(path.relative_to(place).as_posix())
         return not any(real.is_relative_to(place) for place in _STANDARD)
+
+    def _is_library(self, folder: Path) -> bool:
+        """Whether distributions are installed in this folder, which `pip install --target` gives any name."""
+        if folder not in self._are_libraries:
+            self._are_libraries[folder] = folder.name in _LIBRARY_FOLDERS or any(folder.glob("*.dist-info"))
+        return self._are_libraries[folder]
 
 
 class _Installed:
@@ -121,10 +128,6 @@ class _Installed:
         infos = list(self._place.glob("*.egg-info"))
         infos += [info for info in self._place.glob("*.dist-info") if not (info / "RECORD").is_file()]
         return frozenset(word for info in infos for word in _text(info / "top_level.txt").split())
-
-
-def _library_folder(path: Path) -> Path | None:
-    return next((above for above in path.parents if above.name in _LIBRARY_FOLDERS), None)
 
 
 def _text(path: Path) -> str:

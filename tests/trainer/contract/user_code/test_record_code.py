@@ -149,9 +149,9 @@ def test_a_module_that_comes_or_goes_is_named(tmp_path: Path) -> None:
     assert "helpers_in is gone" in changed_files(before, read_again(before))
 
 
-def installed(folder: Path, name: str, **about: str) -> Path:
-    """A distribution as pip leaves it, in a folder that stands for `site-packages`."""
-    site = folder / "site-packages"
+def installed(folder: Path, name: str, place: str = "site-packages", **about: str) -> Path:
+    """A distribution as pip leaves it in a folder; `pip install --target` gives that folder any name."""
+    site = folder / place
     info = site / f"{name}-1.0.dist-info"
     info.mkdir(parents=True)
     (site / f"{name}.py").write_text("width = 1\n")
@@ -161,11 +161,12 @@ def installed(folder: Path, name: str, **about: str) -> Path:
     return site
 
 
+@pytest.mark.parametrize("place", ["site-packages", "libraries"])
 @pytest.mark.parametrize(("about", "counts"), [({}, False), ({"direct_url_json": '{"url": "file:///mine"}'}, True)])
 def test_a_library_is_known_by_its_version_and_ones_own_package_by_its_content(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, about: dict[str, str], counts: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, about: dict[str, str], counts: bool, place: str
 ) -> None:
-    site = installed(tmp_path, "wheel_in", **about)
+    site = installed(tmp_path, "wheel_in", place, **about)
     monkeypatch.syspath_prepend(str(site))
     (site / "by_hand_in.py").write_text("")
     folder = made(tmp_path / "code", **{"mine_in.py": "import wheel_in, by_hand_in\n"})

@@ -61,8 +61,9 @@ def test_a_single_pass_is_no_controller_and_is_waited_for(path: Path, monkeypatc
                     store.renew_lease(renewed, time.time(), 60.0)
                     store.drop_lease(renewed)
 
-            monkeypatch.setattr(service.time, "sleep", pass_on)
-            daemon.run()
+            with monkeypatch.context() as patch:  # the wait for the other process sleeps too, with the registry closed
+                patch.setattr(service.time, "sleep", pass_on)
+                daemon.run()
             after = store.lease()
     finally:
         other.communicate(b"\n", timeout=30.0)

@@ -1,6 +1,5 @@
 """A process that outlives Slurm's signals, and its children, which have the defaults."""
 
-import os
 import signal
 import subprocess
 import sys

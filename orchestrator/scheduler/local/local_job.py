@@ -127,6 +127,7 @@ class Job:
         """Wait for the release, run the tasks, and say how they ended."""
         tasks = _Tasks(self._intent)
         signal.signal(signal.SIGTERM, self._on_term)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         signal.signal(
             signal.SIGUSR2, signal.SIG_IGN
         )  # inherited by tasks: a warning must not kill one that just starts
@@ -213,6 +214,8 @@ def main(arguments: list[str]) -> int:
     os.close(hears)
     os.setsid()
     os.umask(0o077)
+    # A cancel that comes before the handler is there waits for it: unhandled, it would end the job as FAILED.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
         intent = _pinned(intent)
         _write_to_log(intent)

@@ -271,6 +271,14 @@ def test_the_time_limit_ends_it_after_a_warning(world: World, monkeypatch: pytes
     assert sorted(path.name for path in spec.run_dir.glob("warned-*")) == ["warned-0", "warned-1"]
 
 
+def test_a_cancel_while_the_job_is_prepared_is_no_failure(world: World, tmp_path: Path) -> None:
+    world.scheduler = LocalScheduler(entry="tests.orchestrator.scheduler.signalled_entry:record", index=tmp_path / "i")
+    spec = world.spec()
+    job = world.submit(spec)
+    assert world.until_ended(job) == "CANCELLED"
+    assert world.started(spec) == 0
+
+
 def test_srun_arguments_have_no_place_here(world: World) -> None:
     spec = replace(world.spec(), templates=("pyxis",), template_args={"image": "x.sqsh"})
     with pytest.raises(ConfigError, match="need srun"):

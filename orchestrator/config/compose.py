@@ -5,6 +5,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -236,8 +237,9 @@ _LISTS: tuple[tuple[keys.Path, Any, str], ...] = (
 """Lists of mappings, of which OmegaConf does not check the entries."""
 
 
+@cache  # building it takes as long as the rest of a composition, and `merge` copies its arguments
 def _writable_schema(kind: Any) -> Any:
-    """An OmegaConf schema that can be merged into: frozen dataclasses make every section of it read-only."""
+    """Return an OmegaConf schema that `merge` accepts: frozen dataclasses make its sections read-only."""
     from omegaconf import DictConfig, OmegaConf  # heavy
 
     schema = OmegaConf.structured(kind)

@@ -130,7 +130,7 @@ def run(scenario: dict) -> dict:
             for rank in ranks:
                 if rank.code is None:
                     os.kill(rank.pid, signal.SIGKILL)
-        time.sleep(0.001)
+        time.sleep(0.003)
     answer = {
         "codes": [rank.code for rank in ranks],
         "steps": [rank.step() for rank in ranks],

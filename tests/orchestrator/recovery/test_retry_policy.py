@@ -66,6 +66,10 @@ TABLE = {
         outage(K.LAUNCH_FAILED, 0.2, 4), Action.RETRY,
         "launch failed 4 times in 12 min; holds after 1970-01-13 13:34:40Z unless a checkpoint is saved; next try at",
     ),
+    "an outage of less than two minutes": (outage(K.LAUNCH_FAILED, 119 / 3600, 4), Action.RETRY, "4 times in 119 s; holds"),
+    "an outage of two minutes": (outage(K.LAUNCH_FAILED, 120 / 3600, 4), Action.RETRY, "4 times in 2 min; holds"),
+    "an outage of less than two hours": (outage(K.JOB_LOST, 1.98, 4), Action.RETRY, "4 times in 119 min; holds"),
+    "an outage of two hours": (outage(K.JOB_LOST, 2, 4), Action.RETRY, "4 times in 2.0 h; holds"),
     "several": (
         [past(1, K.NODE_LOST, None, ago=3), *outage(K.JOB_LOST, 2, 2)], Action.RETRY,
         "node lost once, job lost 2 times in 3.0 h; holds",

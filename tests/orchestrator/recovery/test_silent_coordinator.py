@@ -1,6 +1,6 @@
 """A running job whose coordinator says nothing: told early, ended late, and only with proof."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -25,6 +25,11 @@ def report(
     end: AgentEnd, node: int = 1, reason: str = "n2 lost the coordinator: it was silent for 60 s"
 ) -> AgentReport:
     return AgentReport(node=node, name=f"n{node + 1}", end=end, reason=reason, time=1.0)
+
+
+def test_evidence_begins_with_nothing_observed() -> None:
+    first = asdict(Evidence(attempt=1, answered=True, job=JOB))
+    assert {name for name, value in first.items() if value} == {"attempt", "answered", "job"}
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.trainer.worker.set_clock import SetClock
 from tests.warm_programs import WarmPrograms
@@ -12,7 +13,7 @@ from trainer.contract.config_sections.pipeline_config import PipelineConfig, Sch
 from trainer.contract.pipeline.bubble import RankSeconds, bubbles, formula
 from trainer.contract.pipeline.simulation import StageSeconds, simulate
 from trainer.worker.pipeline.activities import Activity, Moment, Watched
-from trainer.worker.pipeline.bubble_meter import BubbleMeter
+from trainer.worker.pipeline.bubble_meter import BubbleMeter, meter_for
 from trainer.worker.pipeline.torch_tables import with_communication
 
 PROGRAM = "tests.trainer.worker.pipeline.sleeping_program"
@@ -44,6 +45,15 @@ def test_waits_and_computations_are_summed_up_by_stage() -> None:
     assert meter.take() == RankSeconds(
         span=9.5, computed={1: 3.0, 3: 1.0}, waited={1: 5.0, 3: 0.25}, sends=2.5, reductions=4.0
     )
+
+
+def test_a_meter_of_a_cpu_measures_by_the_host_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SetClock()
+    monkeypatch.setattr("trainer.worker.pipeline.bubble_meter.HostClock", lambda: clock)
+    meter = meter_for(torch.device("cpu"))
+    with Watched([meter], Moment(Activity.FORWARD, 0, 0)):
+        clock.now += 2.0
+    assert meter.take() == RankSeconds(span=2.0, computed={0: 2.0}, waited={}, sends=0.0, reductions=0.0)
 
 
 @pytest.mark.proof

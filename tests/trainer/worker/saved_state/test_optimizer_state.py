@@ -271,6 +271,20 @@ def test_a_checkpoint_without_facts_loads_and_what_begins_anew_is_said() -> None
     assert Run(REAL["Adam"]).restore(plain.saved()[0], None) == []
 
 
+def test_groups_and_absent_state_begin_anew_with_a_checkpoint_without_facts() -> None:
+    run = Run(REAL["Counting"])
+    run.optimizer.param_groups[0]["k"] = 7
+    absent = [key for key in run.state.targets(None) if key.startswith("optimizer/0.bias/")]
+    lost = "best, estimate, k, pair, history, nothing, step"
+    assert run.state.restore(None, absent) == [
+        f"the checkpoint has no {lost} of the optimizer, which begin anew (an older orch saved it)"
+    ]
+    assert [group.get("k") for group in run.optimizer.param_groups] == [None, None]
+    names = {parameter: name for name, parameter in run.net.named_parameters()}
+    held = {names[key] for key in run.optimizer.state if key in names}
+    assert held == set(names.values()) - {"0.bias"}
+
+
 def test_an_unsavable_state_is_refused_and_an_unsavable_group_value_is_remembered() -> None:
     net, optimizer, held = net_and(simple(optim.SGD))
     optimizer.param_groups[0]["hook"] = print

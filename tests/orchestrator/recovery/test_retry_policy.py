@@ -66,10 +66,10 @@ TABLE = {
         outage(K.LAUNCH_FAILED, 0.2, 4), Action.RETRY,
         "launch failed 4 times in 12 min; holds after 1970-01-13 13:34:40Z unless a checkpoint is saved; next try at",
     ),
-    "an outage of less than two minutes": (outage(K.LAUNCH_FAILED, 119 / 3600, 4), Action.RETRY, "4 times in 119 s; holds"),
-    "an outage of two minutes": (outage(K.LAUNCH_FAILED, 120 / 3600, 4), Action.RETRY, "4 times in 2 min; holds"),
-    "an outage of less than two hours": (outage(K.JOB_LOST, 1.98, 4), Action.RETRY, "4 times in 119 min; holds"),
-    "an outage of two hours": (outage(K.JOB_LOST, 2, 4), Action.RETRY, "4 times in 2.0 h; holds"),
+    "less than two minutes": (outage(K.JOB_LOST, 119 / 3600, 4), Action.RETRY, "4 times in 119 s; holds"),
+    "two minutes": (outage(K.JOB_LOST, 120 / 3600, 4), Action.RETRY, "4 times in 2 min; holds"),
+    "less than two hours": (outage(K.JOB_LOST, 1.98, 4), Action.RETRY, "4 times in 119 min; holds"),
+    "two hours": (outage(K.JOB_LOST, 2, 4), Action.RETRY, "4 times in 2.0 h; holds"),
     "several": (
         [past(1, K.NODE_LOST, None, ago=3), *outage(K.JOB_LOST, 2, 2)], Action.RETRY,
         "node lost once, job lost 2 times in 3.0 h; holds",
@@ -210,6 +210,39 @@ def test_progress_of_a_foreign_script_is_time_trained() -> None:
     assert after(*short, steps_known=False).action is Action.FAIL
     long = [past(n, K.RANK_KILLED, None, trained=86400.0) for n in range(30)]
     assert "rank killed once" in after(*long, steps_known=False).reason
+
+
+@pytest.mark.parametrize(
+    ("seconds_ago", "holds_after"),
+    [
+        ((3600, 0), "1970-01-13 12:46:40Z"),
+        ((-3600, 0), "1970-01-13 13:46:40Z"),  # set back: the gap counts for nothing
+        ((0, 3600, 0), "1970-01-13 12:46:40Z"),
+        ((1, 3600, 0), "1970-01-13 13:46:39Z"),  # set back and right again: not longer than the whole
+    ],
+)
+def test_an_outage_lasts_no_longer_when_the_clock_is_set(seconds_ago: tuple[int, ...], holds_after: str) -> None:
+    decision = after(*(past(n, K.JOB_LOST, None, ago=ago / 3600) for n, ago in enumerate(seconds_ago)))
+    assert f"; holds after {holds_after} unless" in decision.reason
+
+
+@pytest.mark.parametrize(
+    ("saved", "counted", "action"),
+    [
+        ((0,), "once", Action.HOLD),
+        ((1,), "once", Action.RETRY),
+        ((5, 10, 7), "2 times", Action.HOLD),
+        ((5, 10, 10), "2 times", Action.HOLD),
+        ((5, 10, 11), "once", Action.RETRY),
+    ],
+)
+def test_progress_is_a_checkpoint_newer_than_all_before_it(
+    saved: tuple[int, ...], counted: str, action: Action
+) -> None:
+    history = [past(n, K.RANK_KILLED, step) for n, step in enumerate(saved)]
+    assert f"rank killed {counted} without a new checkpoint" in after(*history).reason
+    # Out of memory is tried again after progress only.
+    assert after(*history[:-1], replace(history[-1], kind=K.OUT_OF_MEMORY)).action is action
 
 
 def test_a_script_that_never_worked_is_counted_in_tries() -> None:

@@ -36,11 +36,6 @@ class LlamaStage(Llama):
         if not part.is_last:
             del self.norm, self.output
 
-    def tie(self) -> None:
-        """Of one stage alone; over several `stage_fit.problems` refuses tied embeddings."""
-        if hasattr(self, "embedding") and hasattr(self, "output"):
-            super().tie()
-
     def forward(self, x: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
         x = self.through_layers(self.embed(x) if self.stage.is_first else x)
         return self.result(x, targets) if self.stage.is_last else x

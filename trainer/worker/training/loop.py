@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from trainer.contract.config import JobConfig
 from trainer.contract.events import EventKind
 from trainer.contract.failures.outcome import ExitCode
 from trainer.contract.failures.save_trouble import short_reason
-from trainer.contract.ranks.progress import SECTIONS, Phase, ProgressCell, StopReason
+from trainer.contract.ranks.progress import Phase, ProgressCell, StopReason
 from trainer.worker.data import take
 from trainer.worker.optimizer import set_learning_rate
 from trainer.worker.parallel.gradient_facts import GradientFacts
@@ -68,10 +68,10 @@ class PendingStep:
     reduced: Reduced
     position: int
     rate: float
-    loss_scale: float = 1.0
-    work: Sequence[int] = (0,) * len(SECTIONS)  # nanoseconds in each of them
-    overflowed: bool = False  # in float16: the optimizer left it out
-    exposed: Mapping[str, float] = field(default_factory=dict)  # seconds in communication; of the step before
+    loss_scale: float
+    work: Sequence[int]  # nanoseconds in each of them
+    overflowed: bool  # in float16: the optimizer left it out
+    exposed: Mapping[str, float]  # seconds in communication; of the step before
 
 
 class Loop:

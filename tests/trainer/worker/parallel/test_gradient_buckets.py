@@ -25,6 +25,7 @@ class Pair:
     def __init__(self, ranks: int = 2) -> None:
         self._ranks = ranks
         self.sent: list[list[float]] = []
+        self.waits: list[int] = []
 
     def size(self) -> int:
         return self._ranks
@@ -33,7 +34,13 @@ class Pair:
         assert group is self
         assert async_op
         self.sent.append(flat.tolist())
-        return Work(lambda: flat.mul_(4))
+        number = len(self.sent)
+
+        def end() -> None:
+            self.waits.append(number)
+            flat.mul_(4)
+
+        return Work(end)
 
 
 @pytest.fixture
@@ -102,6 +109,16 @@ def test_a_bucket_leaves_when_its_gradients_are_there_and_not_before_the_one_in_
     assert pair.sent == [["a comes"]], "the first bucket still waits"
     averages.finish()
     assert [len(one) for one in pair.sent[1:]] == [1, 2]
+
+
+def test_each_sum_is_waited_for_once(pair: Pair) -> None:
+    made = model()
+    averages = buckets(made, pair)
+    for _ in range(2):
+        averages.begin()
+        loss(made).backward()
+        averages.finish()
+    assert pair.waits == [1, 2]
 
 
 def test_without_a_beginning_gradients_of_micro_batches_are_added_up(pair: Pair) -> None:

@@ -1,5 +1,6 @@
 """The boundary of a step, with all that surrounds it played by stand-ins; whole loops run in other tests."""
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -9,6 +10,11 @@ import pytest
 from trainer.contract.config import JobConfig
 from trainer.contract.ranks.progress import Phase, ProgressCell
 from trainer.worker.training.loop import Loop, PendingStep
+
+
+def pending(step: int, result: Callable[[], object] | None = None) -> PendingStep:
+    reduced: Any = SimpleNamespace(step=step, result=result)
+    return PendingStep(reduced, step - 1, 0.1, 1.0, (), False, {})
 
 
 class Hung(Exception):
@@ -26,10 +32,10 @@ def test_a_gpu_that_hangs_is_waited_for_in_the_step_and_not_in_the_next_ones_dat
         seen.append((cell.read().phase, cell.read().step))
         raise Hung
 
-    loop._pending = PendingStep(SimpleNamespace(step=6, result=wait_for_the_gpu), 5, 0.1)  # type: ignore[arg-type]
+    loop._pending = pending(6, wait_for_the_gpu)
     cell.enter(Phase.OPTIMIZER)
     cell.update(step=6)
     with pytest.raises(Hung):
-        loop._end_step(PendingStep(SimpleNamespace(step=7), 6, 0.1))  # type: ignore[arg-type]
+        loop._end_step(pending(7))
     assert seen == [(Phase.OPTIMIZER, 6)]
     cell.close()

@@ -1,5 +1,6 @@
 """Numbers of a workload: how those of several ranks become one, with one rank's row standing for that of each."""
 
+import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -65,6 +66,22 @@ def test_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(dist, "all_reduce", two_ranks)
     assert made.reduce({"seen": Sum(1)}) == {"seen": 2.0}
+
+
+@pytest.mark.parametrize("other", ["m", "a name that is longer than that of this rank"])
+def test_names_of_all_ranks_are_known_though_they_differ_in_length(monkeypatch: pytest.MonkeyPatch, other: str) -> None:
+    theirs = torch.tensor(list(json.dumps([other]).encode()), dtype=torch.uint8)
+
+    def all_gather(parts: list[torch.Tensor], mine: torch.Tensor) -> None:
+        sent = torch.tensor([len(theirs)]) if mine.dtype == torch.int64 else theirs
+        parts[0].copy_(mine)
+        parts[1][: len(sent)] = sent
+
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist, "all_gather", all_gather)
+    made = reducer()
+    assert made.pack({"loss": 2.0}).tolist() == [2.0, 1.0, 0.0, 0.0, 0.0, 0.0]
+    assert made.names == ("loss", other)
 
 
 @pytest.mark.parametrize(

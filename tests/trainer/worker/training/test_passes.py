@@ -36,9 +36,11 @@ class Gradients:
 
     def __init__(self) -> None:
         self.last: list[bool] = []
+        self.made_by: list[str] = []
         self.reduced = 0
 
     def backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
+        self.made_by.append(loss.grad_fn.name() if loss.grad_fn else "")
         loss.backward()
         self.last.append(is_last)
 
@@ -137,6 +139,16 @@ def test_a_model_in_one_piece_has_the_mean_of_its_micro_batches() -> None:
     assert (gradients.last, float(weight.grad)) == ([False, True], 24.0)  # type: ignore[arg-type]
     assert phases.told == [Phase.FORWARD, Phase.BACKWARD] * 2
     assert not whole.exposed
+
+
+@pytest.mark.parametrize(("scale", "made_by"), [(1.0, "DivBackward0"), (8.0, "MulBackward0")])
+def test_a_loss_without_drill_and_scale_is_not_multiplied(scale: float, made_by: str) -> None:
+    gradients = Gradients()
+    weight = torch.ones((), requires_grad=True)
+    given = objects(workload=SimpleNamespace(loss=lambda model, batch: model * batch), model=weight)
+    whole: Any = WholePasses(given, Phases(), drill(), gradients)  # type: ignore[arg-type]
+    whole.run(1, [torch.tensor(2.0)], scale)
+    assert gradients.made_by == [made_by]
 
 
 def test_a_drill_spoils_the_loss_and_the_gradients_of_its_step() -> None:

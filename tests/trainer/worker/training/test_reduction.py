@@ -3,6 +3,7 @@
 import math
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from trainer.worker.training import reduction
 from trainer.worker.training.reduction import (
     OwnNumbers,
     RankZeroMessage,
+    Reduced,
     StepResult,
     clip,
     copies,
@@ -61,6 +63,16 @@ def test_what_all_ranks_read_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     assert second.loads is not None
     assert second.loads.tolist() == [10.0, 12.0, 14.0]
     assert first.result().loss == 1.0, "half of a mean of two"
+
+
+def test_the_sums_are_copied_once_and_the_host_does_not_wait_for_the_copy() -> None:
+    sums, row = MagicMock(is_cuda=False), MagicMock()
+    row.wait.return_value = sums
+    reduced = Reduced(1, row)
+    reduced.wait()
+    reduced.wait()
+    row.wait.assert_called_once_with()
+    sums.to.assert_called_once_with("cpu", non_blocking=True)
 
 
 def test_without_numbers_of_its_own_and_without_gradients(monkeypatch: pytest.MonkeyPatch) -> None:

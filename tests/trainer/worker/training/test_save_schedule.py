@@ -163,6 +163,19 @@ def test_steps_that_only_memory_holds_count_as_unsaved() -> None:
         loop._check_saved(701)
 
 
+@pytest.mark.parametrize("quiet", [[], [1.0]])
+def test_steps_beside_a_save_are_the_measure_until_others_are_known(quiet: list[float]) -> None:
+    job = Job(CheckpointConfig(every="auto"))
+    for seconds in quiet:
+        job.save_schedule.step_took(seconds)
+    job.save_schedule.save_tried(1, True)
+    job.save_schedule.stalled(0.5)
+    job.save_schedule.step_took(2.0)
+    job.save_schedule.read_saver(1, None, [3.0])
+    ((steps, seconds, _),) = job.intervals
+    assert (steps, seconds) == ((294, 294.0) if quiet else (147, 294.0))
+
+
 @pytest.mark.parametrize(("saves", "found"), [(7, 100.0), (8, 2.0)])
 def test_one_save_that_hung_is_no_measure_once_enough_are_known(saves: int, found: float) -> None:
     schedule = Job(CheckpointConfig()).save_schedule

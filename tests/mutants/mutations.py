@@ -170,8 +170,17 @@ def _mutable_children(node: ast.AST) -> Iterator[ast.AST]:
         if field in ("annotation", "returns", "decorator_list", "bases", "type_params"):
             continue
         for child in value if isinstance(value, list) else [value]:
-            if isinstance(child, ast.AST) and not _is_left_out(child):
-                yield child
+            if isinstance(child, ast.AST):
+                yield from _reachable(child)
+
+
+def _reachable(node: ast.AST) -> Iterator[ast.AST]:
+    """The node; only the alternative of a branch that a GPU takes, because tests take it always."""
+    if isinstance(node, ast.If | ast.IfExp) and "cuda" in ast.unparse(node.test):
+        for other in node.orelse if isinstance(node, ast.If) else [node.orelse]:
+            yield from _reachable(other)
+    elif not _is_left_out(node):
+        yield node
 
 
 def _is_left_out(node: ast.AST) -> bool:
@@ -189,9 +198,7 @@ def _is_left_out(node: ast.AST) -> bool:
         case ast.Assign(targets=[ast.Name(id="__all__")]):
             return True
         case ast.If(test=test):
-            return ast.unparse(test) == "TYPE_CHECKING" or "cuda" in ast.unparse(test)
-        case ast.IfExp(test=test):
-            return "cuda" in ast.unparse(test)
+            return ast.unparse(test) == "TYPE_CHECKING"
     return False
 
 

@@ -36,6 +36,8 @@ def planted(source: str) -> set[str]:
         ("a = b if c else d", {"a = b if (not c) else d"}),
         ("def f():\n    return a", {"return None"}),
         ("for a in b:\n    continue", {"pass"}),
+        ('if device.type == "cuda":\n    f()\nelse:\n    g(a + b)', {"pass", "g(a - b)"}),
+        ("a = f(b, c) if a.is_cuda else d + e", {"a = f(b, c) if a.is_cuda else d - e"}),
     ],
 )
 def test_a_bug_is_a_small_edit(source: str, bugs: set[str]) -> None:

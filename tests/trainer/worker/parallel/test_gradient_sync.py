@@ -15,6 +15,7 @@ from trainer.contract.config import JobConfig, build
 from trainer.contract.config_sections.parallel_config import Reduce
 from trainer.worker.parallel import data_parallel, mesh
 from trainer.worker.parallel.data_parallel import GradientSync, fsdp_options, share_out
+from trainer.worker.parallel.fsdp_units import CannotShard
 from trainer.worker.parallel.gradient_buckets import CannotAverage, mark_replica
 from trainer.worker.parallel.recomputed_layers import refuse_recomputed_twice
 from trainer.worker.parallel.replaced_parameters import ReplacedParameters, refuse_used_ones
@@ -68,6 +69,13 @@ def test_units_are_wrapped_and_their_options_are_those_of_the_configuration() ->
     assert not data_parallel.offloads_optimizer(config())
     assert data_parallel.offloads_optimizer(config(fsdp={"offload": "optimizer"}))
     assert not data_parallel.offloads_all(config(fsdp={"offload": "optimizer"}))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_model_that_ranks_cannot_share_is_refused_before_it_is_wrapped(strategy: str) -> None:
+    made, job = nn.Sequential(nn.Embedding(3, 2, max_norm=1.0)), config(strategy=strategy)
+    with pytest.raises(CannotShard, match=r"^0.max_norm=1.0: the forward pass would change weights"):
+        share_out(list(made), made, mesh.build(job.parallel, CPU, 0, 1), job, MixedPrecisionPolicy())
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])

@@ -112,7 +112,7 @@ class _Planter:
             case ast.Constant(value=int() | float() as value):
                 for new in _others(value):
                     yield self._replaced(node, f"({new})" if new < 0 else str(new), f"{value} -> {new}")
-            case ast.Return(value=ast.expr() as value) if not _is_none(value):
+            case ast.Return(value=ast.expr() as value) if not _is_none_or_false(value):
                 yield self._replaced(node, "return None", "return None")
             case ast.Expr(value=ast.Call() | ast.Await()):
                 yield self._replaced(node, "pass", "statement removed")
@@ -217,8 +217,9 @@ def _is_text(*operands: ast.expr) -> bool:
     return any(isinstance(one, ast.JoinedStr) or isinstance(getattr(one, "value", None), str) for one in operands)
 
 
-def _is_none(value: ast.expr) -> bool:
-    return isinstance(value, ast.Constant) and value.value is None
+def _is_none_or_false(value: ast.expr) -> bool:
+    """Whether callers that ask for its truth cannot tell it from None; another bug makes True of False."""
+    return isinstance(value, ast.Constant) and (value.value is None or value.value is False)
 
 
 def _is_plain(test: ast.expr) -> bool:

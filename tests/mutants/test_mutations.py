@@ -36,6 +36,7 @@ def planted(source: str) -> set[str]:
         ("a = b if c else d", {"a = b if (not c) else d"}),
         ("def f():\n    return a", {"return None"}),
         ("for a in b:\n    continue", {"pass"}),
+        ("def f():\n    return False", {"return True"}),
         ('if device.type == "cuda":\n    f()\nelse:\n    g(a + b)', {"pass", "g(a - b)"}),
         ("a = f(b, c) if a.is_cuda else d + e", {"a = f(b, c) if a.is_cuda else d - e"}),
     ],

@@ -99,6 +99,11 @@ def test_a_size_that_slurm_refuses_for_longer_than_patience_is_given_up_too(
     assert (choice.size.all_nodes, choice.reason) == (all_nodes, reason)
 
 
+def test_cluster_sections_without_sizes_mean_one_node_and_no_spare() -> None:
+    facts = smaller_world({}, {}, "f00d", "a reason")
+    assert list(facts.values()) == [1, 0, 1, 0, "a reason", "f00d"]
+
+
 def test_a_smaller_world_in_words() -> None:
     full = {"nodes": 4, "spare_nodes": 2}
     world = smaller_world({"nodes": 3, "spare_nodes": 0}, full, "f00d", "1 node was missing for 1h01m")

@@ -5,6 +5,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
+from checkpointing.config import AutoConfig
 from orchestrator.recovery.node_exclusion import (
     DRILLED,
     TAKEN_FOR,
@@ -48,6 +49,10 @@ def test_evidence_of_the_node_itself_excludes_it_for_a_while() -> None:
     assert (found.node, found.until, found.reason) == ("n2", NOW + 24 * 3600, "node_suspect on n2")
     assert excluded([NodeRecord(name="n2", excluded_until=found.until)], found.until - 1) == ("n2",)
     assert excluded([NodeRecord(name="n2", excluded_until=found.until)], found.until) == ()
+
+
+def test_a_pool_begins_with_the_failure_rate_of_the_configuration() -> None:
+    assert FOUR.node_days == AutoConfig().node_days
 
 
 def test_one_death_is_no_evidence_and_two_are() -> None:

@@ -41,7 +41,6 @@ class BufferState:
         self._alike = checkpoint_contents.alike_on_all_ranks(model)
         self._targets: dict[str, torch.Tensor] = {}
         self._wanted: dict[str, Description] = {}
-        self._source = rank
 
     def facts(self) -> dict[str, Any]:
         """Return the buffers' differences from a new model, in JSON; raises WorkloadError for one in a new module."""

@@ -29,6 +29,7 @@ def manifest(**extra: Any) -> Manifest:
 def test_the_generators_of_every_rank_must_be_there() -> None:
     assert expected(manifest()).required == ("rng/rank-00000", "rng/rank-00001")
     assert expected(replace(manifest(), extra={"epoch": 3})).required == (), "no rank of ours wrote it"
+    assert expected(replace(manifest(), world={})).required == (), "an unknown number of ranks"
 
 
 def test_what_trains_is_what_the_optimizer_holds_state_of() -> None:

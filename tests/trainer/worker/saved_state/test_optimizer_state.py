@@ -200,6 +200,15 @@ def test_priming_leaves_no_trace_in_a_run_that_begins(name: str) -> None:
     assert primed.everything() == run.everything()
 
 
+def test_an_error_of_the_first_step_is_raised_as_it_is() -> None:
+    class Failing(optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            raise RuntimeError("no kernel for this type")
+
+    with pytest.raises(RuntimeError, match=r"^no kernel for this type$"):
+        Run(simple(Failing))
+
+
 # ---- whose a value is
 
 

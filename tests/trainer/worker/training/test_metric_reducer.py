@@ -47,6 +47,11 @@ def test_of_rank_0_and_of_no_value() -> None:
     assert summed({"rare": None}, {"rare": None}) == {}
 
 
+def test_a_row_has_the_sum_its_weight_and_the_ranks_of_a_plain_sum() -> None:
+    values = {"mean": Mean(2.0, 3.0), "first": Rank0(5.0), "seen": Sum(6), "rare": None}
+    assert reducer().pack(values).reshape(4, 3).tolist() == [[6, 3, 0], [5, 1, 0], [6, 0, 1], [0, 0, 0]]
+
+
 def test_a_tensor_with_a_gradient_and_a_sharded_one_are_numbers() -> None:
     mesh = init_device_mesh("cpu", (1,))
     spread = DTensor.from_local(torch.tensor(2.0), mesh, [Replicate()])

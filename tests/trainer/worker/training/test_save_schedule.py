@@ -183,6 +183,40 @@ def test_one_save_that_hung_is_no_measure_once_enough_are_known(saves: int, foun
     assert schedule.save_seconds == found
     schedule.read_saver(0, None, [2.0] * (saves - 1) + [16.0])
     assert schedule.save_seconds == 16.0, "eight times as long as usual is still slow"
+    schedule.read_saver(0, None, [2.0] * (saves - 1) + [17.0])
+    assert schedule.save_seconds == (17.0 if saves == 7 else 2.0)
+
+
+def test_usual_is_the_median() -> None:
+    schedule = Job(CheckpointConfig()).save_schedule
+    assert schedule.save_seconds == 0.0
+    schedule.read_saver(0, None, [1.0] * 2 + [2.0] * 5 + [16.0])
+    assert schedule.save_seconds == 16.0
+
+
+@pytest.mark.parametrize(("beside", "steps"), [(False, 294), (True, 147)])
+def test_an_interval_is_planned_with_the_median_of_steps_and_stalls(beside: bool, steps: int) -> None:
+    job = Job(CheckpointConfig(every="auto"))
+    schedule, second = job.save_schedule, 1 + beside
+    for number, (seconds, stall) in enumerate([(0.5, 0.1), (1.0, 0.5), (9.0, 9.0), (9.0, 9.0)]):
+        schedule.save_tried(number, beside)
+        schedule.stalled(stall)
+        schedule.step_took(seconds * second)
+    schedule.read_saver(3, None, [])
+    ((found, seconds, _),) = job.intervals
+    assert (found, seconds) == (steps, 294.0), "sqrt(2 * 0.5 s * 24 h)"
+    assert schedule.tried_step == 3
+
+
+@pytest.mark.parametrize(
+    ("every", "due", "vote"),
+    [("auto", 4.9, SaveVote.HOLD_BACK), ("auto", 5.0, SaveVote.NONE), (10, 0.4, SaveVote.NONE)],
+)
+def test_saves_are_held_back_for_half_an_interval_before_a_stop(every: Any, due: float, vote: SaveVote) -> None:
+    schedule = Job(CheckpointConfig(every=every)).save_schedule  # an automatic interval begins with ten steps
+    for seconds in (0.5, 1.0, 9.0, 9.0):
+        schedule.step_took(seconds)
+    assert schedule.save_vote(1, due) is vote
 
 
 @pytest.mark.parametrize(("quiet", "busy", "slowdown"), [(8, 8, 1.5), (7, 8, 0.0), (8, 7, 0.0)])

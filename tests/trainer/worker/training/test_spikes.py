@@ -93,6 +93,21 @@ def test_losses_that_do_not_differ_at_all_have_a_floor():
     assert full([0.0] * 50).check(0.0, 1.0) is None
 
 
+@pytest.mark.parametrize(
+    ("deviations", "loss", "bad"),
+    [(100, 3.99, False), (100, 4.0, False), (100, 4.01, True), (1, 3.0, False), (1, 3.01, True)],
+)
+def test_the_floor_is_one_percent_of_the_median_and_limits_are_included(deviations, loss, bad):
+    assert (full([2.0] * 50, deviations=deviations).check(loss, 1.0) is not None) == bad
+
+
+@pytest.mark.parametrize(
+    "losses", [[8.0, 1.0, 2.0, 8.0, 1.0, 4.0, 1.0, 8.0], [5.0, 1.0, 3.0, 2.0, 4.0, 2.0, 1.0, 4.0, 5.0]]
+)
+def test_the_median_of_an_even_window_lies_between_its_two_middle_losses(losses):
+    assert "above 3, the median of" in str(full(losses).check(1e6, 1.0))
+
+
 def test_nothing_is_judged_before_the_window_is_full():
     losses = SpikeDetector(SpikeConfig(window=8))
     for _ in range(7):

@@ -261,7 +261,7 @@ class RunDir:
         return max((attempt.number for attempt in self.all_attempts()), default=0)
 
     def make(self) -> None:
-        """Create the run's folders; the run folder itself must be new (FileExistsError)."""
-        self.path.mkdir(mode=0o700, parents=False)
+        """Create the run's folders; those in the run folder must be new (FileExistsError)."""
+        self.path.mkdir(mode=0o700, exist_ok=True)
         for folder in (self.requests, self.checkpoints, self.attempts):
             folder.mkdir(mode=0o700)

@@ -1,16 +1,26 @@
 """The run directory as the controller makes it: complete or absent, and made again from the registry after a crash."""
 
 import os
+import re
 import shlex
 import shutil
 import socket
-from contextlib import nullcontext
+import time
+from contextlib import nullcontext, suppress
 from pathlib import Path
-from secrets import token_hex
 from typing import Any
 
 from checkpointing.storage.backends import LocalStorage
-from checkpointing.storage.durable import canonical, dump_line, fsync_dir, fsync_file, read_json, write_durably
+from checkpointing.storage.durable import (
+    canonical,
+    dump_line,
+    fsync_dir,
+    fsync_file,
+    make_folder,
+    read_json,
+    write_durably,
+)
+from checkpointing.storage.temporary_folder import temporary_folder
 from checkpointing.storage.trusted_path import NotPrivate, check_private, pinned_for_now
 from checkpointing.verification.verify import verify_in
 from orchestrator.controller import failpoints
@@ -20,6 +30,10 @@ from orchestrator.errors import Precondition
 from orchestrator.registry.records import Attempt, Run
 from trainer.contract.restore_test import write_order
 from trainer.contract.run_dir import RunDir
+
+_DRAFT = re.compile(r"\..+\.[0-9a-f]{8}(\..+)?\.[0-9a-f]{8}\.tmp")
+_ABANDONED = 86400.0
+"""Seconds after which nobody makes a folder out of a draft any more."""
 
 
 def hidden(run: Run, first: Attempt) -> str:
@@ -48,17 +62,39 @@ def ensure_run_dir(run: Run, first: Attempt, config: dict[str, Any]) -> RunDir:
     `config` is that of its first attempt.
 
     It is built beside its place under a name of its own and renamed: nobody ever sees half of it. The submitter and
-    a controller may both be at it: each has a draft of its own, and the second one takes the first one's folder.
+    a controller may both be at it, on two machines: each has a draft of its own, and the slower one takes the folder
+    of the faster one, whatever kept it from making its own.
     Secrets that were staged for the run are moved in as the last thing, by either of them.
     """
     final = RunDir(Path(run.run_dir))
-    if final.run.exists():
-        _check_owner(final, run, first)
-        staged_secrets.adopt(final, first.nonce)
-        return final
-    failpoints.reach("before_folder")
-    draft = RunDir(final.path.with_name(f"{_draft(run, first)}{token_hex(4)}.tmp"))
-    try:
+    if not final.run.exists():
+        failpoints.reach("before_folder")
+        try:
+            _make(final, run, first, config)
+        except Precondition:
+            if not final.path.exists():
+                raise
+        except OSError as error:
+            if not final.path.exists():
+                raise Precondition(
+                    f"cannot make the run's folder: {error.strerror or error}",
+                    where=str(final.path),
+                    hint="make cluster.root writable, or choose another with cluster.root=FOLDER",
+                ) from error
+        fsync_dir(final.path.parent)
+        _sweep_abandoned(final.path.parent)
+        failpoints.reach("after_folder")
+    _check_owner(final, run, first)
+    staged_secrets.adopt(final, first.nonce)
+    return final
+
+
+def _make(final: RunDir, run: Run, first: Attempt, config: dict[str, Any]) -> None:
+    """Build the folder as a draft and rename it; raises OSError where it already stands."""
+    root = final.path.parent
+    make_folder(root)
+    with temporary_folder(root, f"{run.name}.{first.nonce}", mode=0o700) as path:
+        draft = RunDir(path)
         draft.make()
         write_durably(draft.config, canonical(config))
         _copy_code(draft, config, run.identity.get("restore_test"))
@@ -69,37 +105,14 @@ def ensure_run_dir(run: Run, first: Attempt, config: dict[str, Any]) -> RunDir:
         write_durably(draft.run, dump_line(_run_json(run, first)).encode())
         ensure_attempt_dir(draft, first, config)
         os.rename(draft.path, final.path)
-    except Precondition:
-        shutil.rmtree(draft.path, ignore_errors=True)
-        raise
-    except OSError as error:
-        shutil.rmtree(draft.path, ignore_errors=True)
-        if final.path.exists():
-            _check_owner(final, run, first)
-            staged_secrets.adopt(final, first.nonce)
-            return final
-        raise Precondition(
-            f"cannot make the run's folder: {error.strerror or error}",
-            where=str(final.path),
-            hint="make cluster.root writable, or choose another with cluster.root=FOLDER",
-        ) from error
-    fsync_dir(final.path.parent)
-    _check_owner(final, run, first)
-    failpoints.reach("after_folder")
-    staged_secrets.adopt(final, first.nonce)
-    _sweep_drafts(final.path.parent, _draft(run, first))
-    return final
 
 
-def _draft(run: Run, first: Attempt) -> str:
-    return f".{run.name}.{first.nonce}."
-
-
-def _sweep_drafts(root: Path, beginning: str) -> None:
-    """Remove what killed makers left; one that is still at work finds the folder made and takes it."""
+def _sweep_abandoned(root: Path) -> None:
+    """Remove old drafts of any run: their makers were killed, perhaps on a machine that makes no folder here again."""
     for path in root.iterdir():
-        if path.name.startswith(beginning) and path.name.endswith(".tmp"):
-            shutil.rmtree(path, ignore_errors=True)
+        with suppress(OSError):
+            if _DRAFT.fullmatch(path.name) and time.time() - path.lstat().st_mtime > _ABANDONED:
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def _check_owner(folder: RunDir, run: Run, first: Attempt) -> None:

@@ -1,6 +1,9 @@
 """A run that begins with another one's checkpoint: nobody ever sees its folder without that."""
 
 import os
+import re
+import shutil
+import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -8,6 +11,9 @@ from typing import Any
 import pytest
 
 from checkpointing.storage.backends import LocalStorage
+from checkpointing.storage.temporary_folder import temporary_folder
+from checkpointing.verification.verify import Report
+from orchestrator.controller.run_dirs import run_folder
 from orchestrator.controller.run_dirs.bounded_files import BoundedFiles, DirectFiles, RunDirHangs
 from orchestrator.controller.run_dirs.run_folder import ensure_run_dir
 from orchestrator.errors import Precondition
@@ -53,6 +59,45 @@ def test_without_its_checkpoint_a_run_is_not_begun(tmp_path: Path, source: Path,
     assert not isinstance(caught.value.__cause__, OSError), "a controller would try again for ever"
     assert not (tmp_path / "b-1").exists()
     assert not list(tmp_path.glob(".b-1.*"))
+
+
+@pytest.mark.parametrize("then", ["the checkpoint stays", "the checkpoint is deleted"])
+def test_the_slower_maker_takes_the_folder_of_the_faster_one(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch, then: str
+) -> None:
+    """Submitter and controller are within a second of each other, and a large checkpoint takes longer to look at."""
+    real, makers = run_folder.verify_in, []
+
+    def while_another_finishes(storage: LocalStorage, name: str, level: int) -> Report:
+        makers.append(name)
+        if len(makers) == 1:
+            begin(tmp_path, source)
+            if then == "the checkpoint is deleted":
+                shutil.rmtree(source)
+                shutil.rmtree(storage.root / name, ignore_errors=True)
+        return real(storage, name, level)
+
+    monkeypatch.setattr(run_folder, "verify_in", while_another_finishes)
+    folder = begin(tmp_path, source)
+    assert len(makers) == 2
+    assert real(LocalStorage(folder / "checkpoints"), NAME, 0).ok
+    assert not list(tmp_path.glob(".b-1.*"))
+
+
+def test_only_drafts_of_dead_or_old_makers_are_swept(tmp_path: Path, source: Path) -> None:
+    here = re.sub(r"[^A-Za-z0-9-]", "-", socket.gethostname())
+    dead = tmp_path / f".b-1.00000000.{here}.01234567.tmp"
+    far, other = (tmp_path / f".{run}.00000000.far.01234567.tmp" for run in ("b-1", "c-1"))
+    older = tmp_path / ".d-1.00000000.01234567.tmp"
+    notes = tmp_path / ".notes.tmp"
+    for path in (dead, far, other, older, notes):
+        path.mkdir()
+    long_ago = time.time() - 2 * 86400
+    for path in (other, older, notes):
+        os.utime(path, (long_ago, long_ago))
+    with temporary_folder(tmp_path, "b-1.00000000") as alive:
+        begin(tmp_path, source)
+        assert {path for path in tmp_path.iterdir() if path.suffix == ".tmp"} == {alive, far, notes}
 
 
 def test_a_checkpoint_that_is_being_deleted_is_none(tmp_path: Path, source: Path) -> None:

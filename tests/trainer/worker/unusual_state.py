@@ -777,6 +777,62 @@ class OfEachRank(Own):
         return super().loss(model, batch) * (1 + 0.01 * float(factor))
 
 
+# ---- modes of the model's parts
+
+
+class Switched(Own):
+    """Changes its model at the second step, which it counts."""
+
+    def first(self) -> Any:
+        return 0
+
+    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        self.own += 1
+        if self.own == 2:
+            self.switch(model)
+        return super().loss(model, batch)
+
+    def switch(self, model: Any) -> None:
+        raise NotImplementedError
+
+
+@kept
+class Thawed(Switched):
+    def build_model(self) -> nn.Module:
+        model = super().build_model()
+        model[0].requires_grad_(False)
+        return model
+
+    def switch(self, model: Any) -> None:
+        model[0].requires_grad_(True)
+
+
+@kept
+class FrozenLate(Switched):
+    def switch(self, model: Any) -> None:
+        model[4].weight.requires_grad_(False)
+
+
+@kept
+class StatisticsHeld(Switched):
+    def odd(self) -> nn.Module:
+        return nn.BatchNorm1d(6)
+
+    def switch(self, model: Any) -> None:
+        model[1].eval()
+
+
+@kept
+class BuiltInEvaluation(Switched):
+    """Dropout that begins with the second step, in a model that was built in evaluation mode."""
+
+    def build_model(self) -> nn.Module:
+        return super().build_model().eval()
+
+    def switch(self, model: Any) -> None:
+        model.train()
+
+
 # ---- refused
 
 

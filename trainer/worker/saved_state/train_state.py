@@ -17,6 +17,7 @@ from trainer.worker.saved_state.data_state import FACTS, DataState
 from trainer.worker.saved_state.loss_scale import LossScale
 from trainer.worker.saved_state.model_entries import ModelEntries
 from trainer.worker.saved_state.module_extra_state import ModuleExtraState, extra_prefix
+from trainer.worker.saved_state.module_modes import ModuleModes
 from trainer.worker.saved_state.object_state import ObjectState
 from trainer.worker.saved_state.optimizer_state import OptimizerState
 from trainer.worker.saved_state.parameter_forms import ParameterForms, nan_weights
@@ -105,6 +106,7 @@ class TrainState:
         self._parameters = ParameterForms(model)
         self._entries = ModelEntries(model)
         self._buffers = BufferState(model, rank, device)
+        self._modes = ModuleModes(model)
         self._optimizer_state = OptimizerState(model, optimizer)
         self._extra_state = ObjectState(
             ModuleExtraState(model), extra_prefix(rank), model, device, called="get_extra_state() of the modules"
@@ -190,6 +192,7 @@ class TrainState:
             FACTS: self._data_state.facts(),
             "buffers": self._buffers.facts(),
             "extra_state": self._extra_state.facts(),
+            "modes": self._modes.facts(),
             "attributes": self._attributes.changed(),
         }
         for reason in self._optimizer_state.unsaved():
@@ -302,6 +305,7 @@ class TrainState:
         optimizers.train_mode(self._optimizer)  # it may have been saved in the midst of an evaluation
         lost += self._restore_scheduler(own.get("scheduler", {}))
         lost += self._restore_workload(own.get("workload", {}))
+        lost += self._modes.restore(own.get("modes", {}))  # after the workload, which may build or set some itself
         names = self._attributes.lost(own.get("attributes", {}))
         if names:
             lost.append(f"{', '.join(names)} had changed and is not saved: return it in the workload's state_dict()")

@@ -194,7 +194,17 @@ def test_ranks_that_are_killed_go_on_with_the_same_bits(make_run: Any, name: str
 @pytest.mark.multi
 @pytest.mark.proof
 @pytest.mark.parametrize(
-    "name", ["BufferOfForward", "Growing", "ExtraDict", "OfEachRank", "NestedObjects", "SkippedUpdates"]
+    "name",
+    [
+        "BufferOfForward",
+        "Growing",
+        "ExtraDict",
+        "OfEachRank",
+        "NestedObjects",
+        "SkippedUpdates",
+        "Thawed",
+        "BuiltInEvaluation",
+    ],
 )
 def test_sharded_ranks_that_are_killed_go_on_with_the_same_bits(make_run: Any, name: str) -> None:
     calm = make_run(2, **setting(f"Train{name}", "fsdp"))

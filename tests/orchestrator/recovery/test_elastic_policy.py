@@ -3,7 +3,7 @@
 import pytest
 
 from orchestrator.recovery.elastic_policy import LastAttempt, give_up_waiting, needs_choice, next_size
-from orchestrator.recovery.smaller_world import on_nodes, size_words, smaller_world
+from orchestrator.recovery.smaller_world import asked_nodes, on_nodes, size_words, smaller_world
 from orchestrator.recovery.world_sizes import WorldSize
 from trainer.contract.failures.outcome import FailureKind
 
@@ -111,3 +111,4 @@ def test_a_smaller_world_in_words() -> None:
     assert size_words(3, None) == ""
     spares = smaller_world({"nodes": 4, "spare_nodes": 1}, full, "f00d", "1 node was missing")
     assert on_nodes(spares) == "with 1 of 2 spare nodes: 1 node was missing"
+    assert asked_nodes(spares) == 5

@@ -52,7 +52,7 @@ def test_evidence_of_the_node_itself_excludes_it_for_a_while() -> None:
 
 
 def test_a_pool_begins_with_the_failure_rate_of_the_configuration() -> None:
-    assert FOUR.node_days == AutoConfig().node_days
+    assert (FOUR.node_days, FOUR.by_persons) == (AutoConfig().node_days, frozenset())
 
 
 def test_one_death_is_no_evidence_and_two_are() -> None:

@@ -28,8 +28,9 @@ def report(
 
 
 def test_evidence_begins_with_nothing_observed() -> None:
-    first = asdict(Evidence(attempt=1, answered=True, job=JOB))
-    assert {name for name, value in first.items() if value} == {"attempt", "answered", "job"}
+    first = Evidence(attempt=1, answered=True, job=JOB)
+    assert {name for name, value in asdict(first).items() if value} == {"attempt", "answered", "job"}
+    assert (first.job_ended, first.job_leaving) == (False, False)
 
 
 @pytest.mark.parametrize(

@@ -833,6 +833,60 @@ class BuiltInEvaluation(Switched):
         model.train()
 
 
+# ---- plain attributes of modules
+
+
+class OtherRate(Switched):
+    """Dropout that is another one from the second step on."""
+
+    def switch(self, model: Any) -> None:
+        model[3].p = 0.5
+
+
+class OtherMomentum(StatisticsHeld):
+    def switch(self, model: Any) -> None:
+        model[1].momentum = 0.01
+
+
+class Counts(Layer):
+    def build(self) -> None:
+        self.calls = 0
+
+    def seen(self, x: torch.Tensor) -> None:
+        self.calls += 1
+
+    def scale(self) -> Any:
+        return self.calls
+
+
+class KeptOfAPass(Counts):
+    """What a forward pass computes anew: a part of the loss, a size, a turn, a cache."""
+
+    def build(self) -> None:
+        self.part, self.largest, self.is_odd, self.turn, self.size = 0.0, 0, False, (0, 1), None
+
+    def seen(self, x: torch.Tensor) -> None:
+        self.part, self.largest, self.size = float(x.mean()), max(self.largest, len(x)), str(x.shape)
+        self.is_odd, self.turn = not self.is_odd, self.turn[::-1]
+
+    def scale(self) -> Any:
+        return self.part
+
+
+class OfExtraState(ExtraState):
+    """An attribute that the extra state brings back."""
+
+
+FORGOTTEN: dict[str, tuple[type[Usual], str]] = {
+    "OtherRate": (OtherRate, "model.3.p"),
+    "OtherMomentum": (OtherMomentum, "model.1.momentum"),
+    "Counts": (with_layer("Counts", Counts), "model.1.calls"),
+    "KeptOfAPass": (with_layer("KeptOfAPass", KeptOfAPass), ""),
+    "OfExtraState": (with_layer("OfExtraState", OfExtraState), ""),
+}
+"""Their losses differ after a restart, which names these attributes; none where nothing is lost."""
+
+
 # ---- refused
 
 

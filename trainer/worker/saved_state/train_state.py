@@ -16,6 +16,7 @@ from trainer.worker.saved_state.checkpoint_contents import buffers_name
 from trainer.worker.saved_state.data_state import FACTS, DataState
 from trainer.worker.saved_state.loss_scale import LossScale
 from trainer.worker.saved_state.model_entries import ModelEntries
+from trainer.worker.saved_state.module_attributes import ModuleAttributes
 from trainer.worker.saved_state.module_extra_state import ModuleExtraState, extra_prefix
 from trainer.worker.saved_state.module_modes import ModuleModes
 from trainer.worker.saved_state.object_state import ObjectState
@@ -107,6 +108,7 @@ class TrainState:
         self._entries = ModelEntries(model)
         self._buffers = BufferState(model, rank, device)
         self._modes = ModuleModes(model)
+        self._module_attributes = ModuleAttributes(model)
         self._optimizer_state = OptimizerState(model, optimizer)
         self._extra_state = ObjectState(
             ModuleExtraState(model), extra_prefix(rank), model, device, called="get_extra_state() of the modules"
@@ -179,9 +181,15 @@ class TrainState:
         except (NotImplementedError, TypeError, ValueError) as error:
             raise WorkloadError(f"step {self.step} cannot be saved: {error}") from error
 
-    def check_groups(self) -> None:
-        """After a step: raises WorkloadError when the optimizer got groups that a restart would not have."""
+    def step_ended(self) -> None:
+        """Raise WorkloadError when the optimizer got groups that a restart would not have; report lost attributes."""
         self._optimizer_state.groups.refuse_other_groups()
+        if names := self._module_attributes.step_ended():
+            self._warn_once(
+                f"{', '.join(names)} had changed in the model and is not saved: set it in the workload's "
+                "load_state_dict(), or make it a buffer",
+                self._module_attributes.step,
+            )
 
     def _facts(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         """What is no tensor, and may differ between ranks."""
@@ -194,15 +202,16 @@ class TrainState:
             "extra_state": self._extra_state.facts(),
             "modes": self._modes.facts(),
             "attributes": self._attributes.changed(),
+            "module_attributes": self._module_attributes.changed(),
         }
         for reason in self._optimizer_state.unsaved():
             self._warn_once(f"{reason} is not saved: it cannot be written down")
         return {key: value for key, value in found.items() if value}
 
-    def _warn_once(self, reason: str) -> None:
+    def _warn_once(self, reason: str, step: int | None = None) -> None:
         if reason not in self._warned:
             self._warned.add(reason)
-            self._warn(self.step, reason)
+            self._warn(self.step if step is None else step, reason)
 
     def _rank_facts(self, extra: Mapping[str, Any]) -> dict[str, Any]:
         """This rank's facts in a checkpoint; the first rank's for one that the saving world did not have."""
@@ -245,6 +254,7 @@ class TrainState:
         self._inventory.forget()
         self._restore_rest(self._rank_facts(restored.extra), absent)
         self._restore_extra_state(restored.extra)
+        self._module_attributes.begin(self._rank_facts(restored.extra).get("module_attributes", {}), self.step)
         if packed.any():
             unpack_rng(packed, self._device)
         else:  # the checkpoint of a smaller world has none for this rank

@@ -187,7 +187,7 @@ class Loop:
         """After a step: report, agree, save. Every rank decides alike here."""
         step, services = pending.reduced.step, self._services
         services.journal.worked(step)
-        self._train_state.check_groups()
+        self._train_state.step_ended()
         # On a GPU this waits for the step before: it belongs to this step's end, not to the next one's data.
         reason = self._read_pending()
         saved, seconds = services.saver.committed_step or 0, services.save_schedule.save_seconds

@@ -17,7 +17,7 @@ from checkpointing.storage.backends import LocalStorage
 from checkpointing.tiers.tier import RunTiers
 from checkpointing.writer.link import InProcessWriter
 from tests.trainer.worker.conftest import hang
-from tests.trainer.worker.unusual_state import KEPT, LATE_TENSORS, REFUSED, Usual
+from tests.trainer.worker.unusual_state import FORGOTTEN, KEPT, LATE_TENSORS, REFUSED, Usual
 from trainer.contract.config_sections.parallel_config import ParallelConfig
 from trainer.contract.failures.outcome import ExitCode
 from trainer.worker import workload as workloads
@@ -52,12 +52,15 @@ class Trainer:
             scheduler=workloads.build_scheduler(made, optimizer),
         )  # fmt: skip
         self.incomplete: list[str] = []
-        self.state = TrainState(
-            self.objects, config_digest="", seed=5, warn=lambda step, reason: self.incomplete.append(reason)
-        )
+        self.incomplete_at: set[int] = set()
+        self.state = TrainState(self.objects, config_digest="", seed=5, warn=self.warn)
         owner = Owner(2 if inherit else 1, "0000000b" if inherit else "0000000a", inherit, lambda: True)
         self.saver = Checkpointer(owner, World(), RunTiers.single(root, LocalStorage(root)), lambda *_: None, link=link)
         self.losses: dict[int, float] = {}
+
+    def warn(self, step: int, reason: str) -> None:
+        self.incomplete.append(reason)
+        self.incomplete_at.add(step)
 
     def restore(self) -> "Trainer":
         self.state.restore(self.saver)
@@ -75,6 +78,7 @@ class Trainer:
                 objects.scheduler.step()
             self.state.step += 1
             self.state.loss = self.losses[self.state.step] = float(loss.detach())
+            self.state.step_ended()
         return self
 
     def save(self) -> "Trainer":
@@ -127,6 +131,21 @@ def test_it_comes_back_bit_for_bit_in_place_and_in_a_new_job(name: str, layout: 
         assert again.everything() == calm.everything()
         assert again.incomplete == []
         again.save()  # what was restored can be saved again
+    for each in (calm, again):
+        each.saver.close()
+
+
+@pytest.mark.parametrize("name", FORGOTTEN)
+def test_what_a_module_forgets_is_reported_by_name(name: str, layout: mesh.Layout, tmp_path: Path) -> None:
+    case, attributes = FORGOTTEN[name]
+    link = InProcessWriter(LocalStorage(tmp_path))
+    calm = Trainer(case, layout, tmp_path, link).restore().train(SAVED).save()
+    again = Trainer(case, layout, tmp_path, link).restore().train(SAVED + 2)
+    assert again.incomplete == []
+    again.train(LAST).train(LAST + 1)
+    words = "had changed in the model and is not saved: set it in the workload's load_state_dict(), or make it a buffer"
+    assert again.incomplete == ([f"{attributes} {words}"] if attributes else [])
+    assert again.incomplete_at <= {SAVED}
     for each in (calm, again):
         each.saver.close()
 

@@ -378,5 +378,6 @@ def _plain(value: dict[str, Any], what: str) -> dict[str, Any]:
     try:
         copy: dict[str, Any] = json.loads(canonical(value))
     except (TypeError, ValueError) as error:
-        raise type(error)(f"`{what}` must be plain JSON: {error}") from error
+        kind = TypeError if isinstance(error, TypeError) else ValueError  # classes below may take no message
+        raise kind(f"`{what}` must be plain JSON: {error}") from error
     return copy

@@ -23,6 +23,9 @@ _PLAIN = (type(None), bool, int, str)
 _NUMBER = re.compile("-?[0-9]+")
 _CODES = {"%": "%25", ":": "%3A", "/": "%2F"}
 """Of the signs that have a meaning in a path; the first is that of the codes themselves."""
+_SURROGATE = re.compile("[\ud800-\udfff]")
+"""What UTF-8 does not have: Python reads a byte of a file's name as one where that is no UTF-8."""
+_SURROGATE_CODE = re.compile("%U([0-9a-f]{4})")
 
 
 class Unsavable(Exception):
@@ -36,6 +39,8 @@ class Unsavable(Exception):
 def encode(value: Any, path: str, tensors: dict[str, torch.Tensor], names: Names) -> Any:
     """The JSON of `value`; its tensors are added to `tensors` under `path`. Raises Unsavable."""
     kind = type(value)
+    if kind is str and _SURROGATE.search(value):
+        return {"str": base64.b64encode(value.encode(errors="surrogatepass")).decode()}
     if kind in _PLAIN:
         return value
     if kind is float:
@@ -94,6 +99,7 @@ def key_of(word: str) -> str | int:
         return int(word)
     if word.startswith("%s"):
         return word[2:]
+    word = _SURROGATE_CODE.sub(lambda code: chr(int(code[1], 16)), word)
     for sign, code in reversed(_CODES.items()):
         word = word.replace(code, sign)
     return word
@@ -102,7 +108,7 @@ def key_of(word: str) -> str | int:
 def _escaped(part: str) -> str:
     for sign, code in _CODES.items():
         part = part.replace(sign, code)
-    return part
+    return _SURROGATE.sub(lambda found: f"%U{ord(found[0]):04x}", part)
 
 
 _MAKERS: dict[str, Callable[[Any], Any]] = {
@@ -126,6 +132,8 @@ def decode(value: Any, tensors: Mapping[str, torch.Tensor], parameters: Mapping[
     ((kind, inner),) = value.items()
     if kind == "float":
         return float(inner)
+    if kind == "str":
+        return base64.b64decode(inner).decode(errors="surrogatepass")
     if kind == "tensor":
         return tensors[inner]
     if kind == "parameter":

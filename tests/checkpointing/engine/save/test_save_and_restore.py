@@ -128,6 +128,7 @@ def test_a_save_keeps_the_values_of_its_moment(bench: Bench) -> None:
         ({"x": torch.ones(3).to_sparse()}, {}, "only dense"),
         ({}, {"x": object()}, "must be plain JSON"),
         ({}, {"x": {1, 2}}, "must be plain JSON"),
+        ({}, {"x": "caf\udce9.txt"}, "`extra` must be plain JSON: .* surrogates not allowed"),
     ],
 )
 def test_what_cannot_be_saved_is_said_to_the_caller(bench: Bench, tensors: Any, extra: Any, error: str) -> None:

@@ -1,10 +1,12 @@
 """State of a user's object."""
 
+import json
 from typing import Any
 
 import torch
 from torch import nn
 
+from checkpointing.storage.durable import canonical
 from trainer.worker.saved_state.object_state import ObjectState
 
 
@@ -39,3 +41,17 @@ def test_a_tensor_that_a_state_holds_twice_is_one_tensor_after_a_restore() -> No
     assert into.state["history"][1].tolist() == [1.0, 2.0], "an equal tensor stays separate"
     assert into.state["part"].tolist() == [1.0]
     assert into.state["empty"].shape == (0,)
+
+
+def test_names_of_files_that_are_no_utf8_come_back() -> None:
+    """`os.listdir` has a lone surrogate for each byte that is no UTF-8."""
+    model, device = nn.Linear(2, 1), torch.device("cpu")
+    owners = [Averages(), Averages()]
+    owners[0].state = {"next": "caf\udce9.txt", "seen": {"caf\udce9.txt": torch.tensor([3.0])}}
+    saved, loaded = (ObjectState(owner, "data", model, device) for owner in owners)
+    facts = json.loads(canonical(saved.facts()))
+    assert all(key.encode() for key in saved.tensors())
+    for key, target in loaded.targets(facts).items():
+        target.copy_(saved.tensors()[key])
+    loaded.restore(facts)
+    assert owners[1].state == owners[0].state

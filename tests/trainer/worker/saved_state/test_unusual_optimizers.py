@@ -45,6 +45,8 @@ KEYS = st.sampled_from(
         "a/b",
         "%0",
         "%s1",
+        "caf\udce9",
+        "caf%Udce9",
     ]
 )
 NESTED = st.recursive(
@@ -87,11 +89,12 @@ def test_tensors_that_are_keys_and_keys_that_are_nan_keep_apart() -> None:
     assert sorted(tensor.item() for tensor in tensors.values()) == [1, 2, 3, 4, 5, 6]
 
 
-@given(key=st.text() | st.integers() | KEYS.filter(lambda key: type(key) in (str, int)))
+@given(key=st.text(st.characters()) | st.integers() | KEYS.filter(lambda key: type(key) in (str, int)))
 def test_a_key_comes_back_from_its_path_part(key: str | int) -> None:
     word = nested_state.path_part(key)
     assert nested_state.key_of(word) == key
     assert not set(word) & {":", "/"}
+    assert word.encode().decode() == word
 
 
 # ---- priming

@@ -143,7 +143,7 @@ class Loop:
         self._experts.step_ended(reduced.loads, moves=not overflowed)
         objects.optimizer.zero_grad(set_to_none=True)
         self._passes.gradients.begin_step()
-        if objects.scheduler is not None and not steps_on_plateau(objects.scheduler):
+        if not overflowed and objects.scheduler is not None and not steps_on_plateau(objects.scheduler):
             objects.scheduler.step()
         self._services.phases.step_ended(step)
         self._services.figures.step_ended()

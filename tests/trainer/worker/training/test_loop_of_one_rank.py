@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from checkpointing.errors import SaveFailed
-from tests.trainer.worker.my_workload import Plane
+from tests.trainer.worker.my_workload import Overflows, Plane
 from tests.trainer.worker.training.one_rank import KeptSaves, OneRank
 from trainer.contract.failures.outcome import ExitCode
 from trainer.contract.ranks.progress import Phase, StopReason
@@ -68,6 +68,21 @@ def test_the_experts_biases_stay_where_they_are_in_a_step_that_float16_could_not
     assert {step: torch.equal(moves[step], moves[step - 1]) for step in range(2, 7)} == {
         step: step in overflowed for step in range(2, 7)
     }
+
+
+class Decays(Overflows):
+    def build_scheduler(self, optimizer):
+        return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+
+def test_a_schedule_stays_where_it_is_in_a_step_that_float16_could_not_hold(one_rank: MakeRank) -> None:
+    run = one_rank(workload=own("Decays", at=[4]), train={"dtype": "float16", "steps": 6})
+    assert run.train() == ExitCode.FINISHED
+    lines, rate = run.lines(), 0.01
+    assert lines[4]["overflowed"]
+    for _, line in sorted(lines.items()):
+        assert line["lr"] == rate
+        rate *= 1.0 if line["overflowed"] else 0.5
 
 
 def test_a_stop_leaves_the_validation_of_its_step_to_the_next_start(one_rank: MakeRank) -> None:

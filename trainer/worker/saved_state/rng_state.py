@@ -3,15 +3,19 @@
 The row says whose it is and of which step, so that one in the wrong place is found; rows of an older orch do not.
 """
 
+import json
 import random
 import sys
+from typing import Any
 
 import torch
 
 from trainer.worker.data import mix
+from trainer.worker.workload import WorkloadError
 
 _RNG_BYTES = 16384
 _NONE = torch.zeros(1, dtype=torch.uint8)  # in the place of a generator that is not there
+_MERSENNE, _MERSENNE_BYTES = "MT19937", 4 * 626 + 8
 _STATES = 5
 """Parts of a row before its origin: torch, Python's numbers and half a pair, the device, NumPy."""
 
@@ -24,7 +28,10 @@ def seed_generators(seed: int) -> None:
         import numpy as np  # not only when the training code does: then its generator would have a seed of its own
     except ImportError:
         return
-    np.random.seed(seed % (1 << 32))
+    if np.random.get_state(legacy=False)["bit_generator"] == _MERSENNE:
+        np.random.seed(seed % (1 << 32))
+    else:
+        np.random.set_state(type(np.random.get_bit_generator())(seed).state)
 
 
 def seed_by_data(seed: int, token_rank: int, step: int = 0) -> None:
@@ -81,15 +88,25 @@ def origin_fault(packed: torch.Tensor, name: str, step: int) -> str:
 
 
 def _pack_numpy() -> torch.Tensor:
-    """NumPy's global generator: its words, position, and the second half of a pair of normal numbers."""
+    """NumPy's global generator: of MT19937 words, position, and half a pair of normal numbers; of others JSON."""
     numpy = sys.modules.get("numpy")
     if numpy is None:
         return _NONE
-    kind, words, place, has_gauss, gauss = numpy.random.get_state(legacy=True)
-    if kind != "MT19937":
-        return _NONE
-    numbers = torch.tensor([*words.tolist(), place, has_gauss], dtype=torch.int64).to(torch.int32)
-    return torch.cat([numbers.view(torch.uint8), torch.tensor([gauss], dtype=torch.float64).view(torch.uint8)])
+    state = numpy.random.get_state(legacy=False)
+    if state["bit_generator"] == _MERSENNE:
+        words = [*state["state"]["key"].tolist(), state["state"]["pos"], state["has_gauss"]]
+        numbers = torch.tensor(words, dtype=torch.int64).to(torch.int32)
+        gauss = torch.tensor([state["gauss"]], dtype=torch.float64)
+        return torch.cat([numbers.view(torch.uint8), gauss.view(torch.uint8)])
+    text = json.dumps(state, default=_array_in_json).encode()
+    if len(text) >= _MERSENNE_BYTES:
+        raise WorkloadError(f"the state of NumPy's {state['bit_generator']} is too large to be saved")
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+
+
+def _array_in_json(value: Any) -> Any:
+    """Return an array as its type and numbers; NumPy's own numbers as Python's."""
+    return {"array": value.tolist(), "dtype": str(value.dtype)} if getattr(value, "ndim", 0) else value.item()
 
 
 def _unpack_numpy(part: torch.Tensor) -> None:
@@ -97,9 +114,25 @@ def _unpack_numpy(part: torch.Tensor) -> None:
         return
     import numpy as np  # only where the run that saved had loaded it
 
-    *words, place, has_gauss = (number & 0xFFFFFFFF for number in part[:-8].clone().view(torch.int32).tolist())
-    gauss = float(part[-8:].clone().view(torch.float64))
-    np.random.set_state(("MT19937", words, place, has_gauss, gauss))
+    if len(part) == _MERSENNE_BYTES:
+        *words, place, has_gauss = (number & 0xFFFFFFFF for number in part[:-8].clone().view(torch.int32).tolist())
+        gauss = float(part[-8:].clone().view(torch.float64))
+        key = np.array(words, dtype=np.uint32)
+        state = {
+            "bit_generator": _MERSENNE,
+            "state": {"key": key, "pos": place},
+            "has_gauss": has_gauss,
+            "gauss": gauss,
+        }
+    else:
+        arrays = lambda one: np.array(one["array"], dtype=one["dtype"]) if "array" in one else one  # noqa: E731
+        state = json.loads(bytes(part.tolist()), object_hook=arrays)
+    kind = state["bit_generator"]
+    if np.random.get_state(legacy=False)["bit_generator"] != kind:
+        if not hasattr(np.random, kind):
+            raise WorkloadError(f"the checkpoint has a state of NumPy's {kind}: set_bit_generator() it in build_data()")
+        np.random.set_bit_generator(getattr(np.random, kind)())
+    np.random.set_state(state)
 
 
 def unpack_rng(packed: torch.Tensor, device: torch.device) -> None:

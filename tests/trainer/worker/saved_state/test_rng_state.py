@@ -6,6 +6,7 @@ import random
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -39,14 +40,58 @@ found["restored"] = drawn()
 print(json.dumps(found))
 """
 
+OTHER_GENERATORS = """
+import json, numpy, torch
+from trainer.worker.saved_state.rng_state import generators_fault, pack_rng, seed_generators, unpack_rng
+CPU, rows, found = torch.device("cpu"), {}, {}
+def drawn():
+    random = numpy.random
+    return [random.randn(3).tolist(), random.randint(100, size=3, dtype=numpy.int32).tolist(), random.rand()]
+for kind in ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64"):
+    numpy.random.set_bit_generator(getattr(numpy.random, kind)(3))
+    seeded = []
+    for seed in (7, 7, 8):
+        seed_generators(seed)
+        seeded.append(drawn())
+    numpy.random.randn()  # leaves half a pair
+    rows[kind] = pack_rng(CPU)
+    found[kind] = {"seeded": seeded, "fault": generators_fault(rows[kind]), "next": drawn(), "restored": []}
+for kind in [*reversed(rows), *rows]:  # also where another kind is there
+    unpack_rng(rows[kind], CPU)
+    found[kind]["restored"].append(drawn())
+class Large:
+    state = {"bit_generator": "Large", "state": list(range(2000))}
+numpy.random.get_state = lambda legacy: Large.state
+try:
+    pack_rng(CPU)
+except Exception as error:
+    found["large"] = str(error)
+print(json.dumps(found))
+"""
 
-def test_numpys_generator_is_seeded_and_restored_with_the_others():
+
+def with_numpy(program: str) -> dict[str, Any]:
     if not (INTEROP / ".ready").exists():
         pytest.skip("NumPy is not installed apart: `make .venv/interop/.ready` does that, as `make test` does")
     environ = {**os.environ, "PYTHONPATH": str(INTEROP)}
-    done = subprocess.run([sys.executable, "-c", WITH_NUMPY], env=environ, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-W", "error", "-c", program]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    return dict(json.loads(done.stdout))
+
+
+def test_every_kind_of_numpys_generator_is_seeded_and_restored() -> None:
+    found = with_numpy(OTHER_GENERATORS)
+    assert found.pop("large") == "the state of NumPy's Large is too large to be saved"
+    assert len(found) == 5
+    for one in found.values():
+        assert one["fault"] == ""
+        assert one["restored"] == [one["next"]] * 2
+        assert one["seeded"][0] == one["seeded"][1] != one["seeded"][2]
+
+
+def test_numpys_generator_is_seeded_and_restored_with_the_others():
+    found = with_numpy(WITH_NUMPY)
     assert found["once"] == found["again"]
     assert found["next"] == found["restored"]
     for ours, other in zip(found["once"], found["other"], strict=True):

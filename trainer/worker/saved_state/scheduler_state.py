@@ -1,11 +1,15 @@
 """A learning-rate schedule of the user's own, with the rates that it has set: some compute the next from the last."""
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from trainer.worker.workload import Scheduler, WorkloadError
+
+_PARTS, _MILESTONES = "_schedulers", "_milestones"
+"""Private names in the states of torch's schedulers that stand for settings."""
 
 
 class SchedulerState:
@@ -45,10 +49,22 @@ class SchedulerState:
 
 
 def _settings(scheduler: Scheduler | None) -> dict[str, Any]:
-    """The plain numbers and words that a new scheduler has, and lists of them."""
-    state: Mapping[str, Any] = scheduler.state_dict() if scheduler is not None else {}
-    plain = {key: value for key, value in state.items() if not key.startswith("_") and _is_plain(value)}
-    return {key: list(value) if isinstance(value, list) else value for key, value in plain.items()}
+    """The plain numbers and words that a new scheduler has, and lists of them; those of its parts as `0.step_size`."""
+    return _plain_settings(scheduler.state_dict()) if scheduler is not None else {}
+
+
+def _plain_settings(state: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in state.items():
+        if isinstance(value, Counter):  # the milestones of MultiStepLR
+            value = sorted(value.elements())
+        if key == _PARTS and isinstance(value, list):  # of SequentialLR and ChainedScheduler
+            for number, part in enumerate(value):
+                inner = _plain_settings(part) if isinstance(part, Mapping) else {}
+                found |= {f"{number}.{name}": one for name, one in inner.items()}
+        elif (not key.startswith("_") or key == _MILESTONES) and _is_plain(value):
+            found[key.removeprefix("_")] = list(value) if isinstance(value, list) else value
+    return found
 
 
 def _is_plain(value: Any) -> bool:

@@ -92,6 +92,31 @@ def test_settings_that_the_checkpoint_overrules_are_told(monkeypatch: pytest.Mon
         again.step(20)
 
 
+@pytest.mark.parametrize(
+    ("kind", "other", "words"),
+    [
+        (
+            "SequentialLR",
+            lambda o: of_torch.SequentialLR(o, [of_torch.ConstantLR(o), of_torch.ExponentialLR(o, 0.8)], [7]),
+            "milestones [6] (now [7]), 1.gamma 0.9 (now 0.8)",
+        ),
+        (
+            "ChainedScheduler",
+            lambda o: of_torch.ChainedScheduler([of_torch.ConstantLR(o, 0.5), of_torch.ExponentialLR(o, 0.9)]),
+            f"0.factor {1 / 3} (now 0.5)",
+        ),
+        ("MultiStepLR", lambda o: of_torch.MultiStepLR(o, [4, 9]), "milestones [4, 8] (now [4, 9])"),
+    ],
+)
+def test_settings_inside_a_schedule_are_told_too(
+    monkeypatch: pytest.MonkeyPatch, kind: str, other: Callable[[Any], Any], words: str
+) -> None:
+    first = Setting(kind)
+    first.step(0)
+    monkeypatch.setitem(MADE, kind, other)
+    assert restored(kind, first).wrapped.overruled == [f"the schedule of the checkpoint goes on: {words}"]
+
+
 def test_a_rate_that_the_checkpoint_overrules_is_told() -> None:
     first, again = Setting("MultiStepLR"), Setting("MultiStepLR")
     first.step(0)

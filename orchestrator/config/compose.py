@@ -379,13 +379,21 @@ def _tier(path: str, folder: Callable[..., str]) -> str:
 
 def _built(data: dict[str, Any], origins: dict[keys.Path, str]) -> RunConfig:
     for key, value in flat(data).items():
-        path = tuple(key.split("."))
-        if isinstance(value, float) and not math.isfinite(value) and not keys.within_open(path):
+        if not _is_finite(value):
             what, hint = f"{key}={value}: must be a finite number", f"~{key} takes its default"
-            raise ConfigError(what, where=_where(path, origins), hint=hint)
+            raise ConfigError(what, where=_origin(key, origins), hint=hint)
     try:
         config = build(RunConfig, data)
     except ValueError as error:
         raise validation.refused(str(error), origins) from error
     assert isinstance(config, RunConfig)
     return config
+
+
+def _is_finite(value: Any) -> bool:
+    """Whether all numbers in a value are."""
+    if isinstance(value, dict):
+        return all(map(_is_finite, value.values()))
+    if isinstance(value, list):
+        return all(map(_is_finite, value))
+    return not isinstance(value, float) or math.isfinite(value)

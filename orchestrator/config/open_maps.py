@@ -1,5 +1,6 @@
 """Values of maps whose keys are the user's own: arguments of a workload, and options for Slurm."""
 
+import math
 from typing import Any
 
 from yaml.nodes import MappingNode, Node, SequenceNode
@@ -14,7 +15,8 @@ _WORKLOAD = "workload"
 def value(node: Node, path: keys.Path, where: str) -> Any:
     """Return an entry of an open map as data: options for Slurm as they were typed, arguments as YAML reads them.
 
-    Raises ConfigError for a word that most programs read as true or false, outside of Slurm's options.
+    Raises ConfigError for a word that most programs read as true or false, outside of Slurm's options, and for a number
+    that is not finite: JSON has none, and `config.json` is what a job reads.
     """
     if path[0] != _WORKLOAD and _SBATCH in path:
         return yaml_text.as_typed(node)
@@ -26,4 +28,9 @@ def value(node: Node, path: keys.Path, where: str) -> Any:
         what = f"`{keys.dotted(path)}` is the word {node.value}, which YAML 1.2 reads as text"
         hint = f'write {meant}, or "{node.value}" in quotes for the word'
         raise ConfigError(what, where=yaml_text.place_of(node, where), hint=hint)
-    return yaml_text.plain(node) if path[0] == _WORKLOAD else yaml_text.as_typed(node)
+    found = yaml_text.plain(node) if path[0] == _WORKLOAD else yaml_text.as_typed(node)
+    if isinstance(found, float) and not math.isfinite(found):
+        what = f"`{keys.dotted(path)}` is {node.value}: must be a finite number"
+        hint = f'write "{found}" in quotes, and have the workload call float() on it'
+        raise ConfigError(what, where=yaml_text.place_of(node, where), hint=hint)
+    return found

@@ -191,6 +191,11 @@ class TrainState:
                 self._module_attributes.step,
             )
 
+    def report_incomplete(self, restored: int, reason: str) -> None:
+        """Report what else the checkpoint of step `restored` has not brought back; nothing for an empty reason."""
+        if reason:
+            self._warn_once(reason, restored)
+
     def _facts(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         """What is no tensor, and may differ between ranks."""
         found = {

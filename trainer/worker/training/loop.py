@@ -29,6 +29,7 @@ from trainer.worker.saved_state.weights_digest import weights_digest
 from trainer.worker.train_objects import TrainObjects
 from trainer.worker.training import reduction
 from trainer.worker.training.drill import Drill
+from trainer.worker.training.loader_draws import LoaderDraws
 from trainer.worker.training.lr_schedule import learning_rate
 from trainer.worker.training.metric_reducer import MetricReducer
 from trainer.worker.training.passes import passes_of
@@ -88,6 +89,7 @@ class Loop:
         self._stop = StopFlag(services.cell)
         self._pending: PendingStep | None = None
         self._first, self._without_loss = True, False
+        self._loader_draws = LoaderDraws(restored=train_state.step)
         self._mark = time.perf_counter()
         self._seconds = self._stall = 0.0
         self._save_vote = SaveVote.NONE
@@ -122,9 +124,10 @@ class Loop:
         objects = self._objects
         self._services.phases.enter(Phase.DATA)
         self._services.drill.in_data(step)
-        position, batches = take(objects.data, self._services.skip)
+        position, batches = self._loader_draws.take(lambda: take(objects.data, self._services.skip))
         self._services.cell.add_input_bytes(sum(batch.nbytes for batch in batches if isinstance(batch, torch.Tensor)))
         loss = self._passes.run(step, batches, self._train_state.loss_scale.scale)
+        self._train_state.report_incomplete(self._loader_draws.restored, self._loader_draws.reason())
         self._services.phases.enter(Phase.OPTIMIZER)
         reduced = self._reduce(step, loss)
         if objects.scheduler is None:

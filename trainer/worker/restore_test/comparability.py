@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 CODE = "code.user"
-_SUMS_ONLY = frozenset({"threads", "cpu"})
+_SUMS_ONLY = frozenset({"threads", "cpu", "cpu_model", "kernel_settings"})
 """Facts of the software that change nothing but the order of sums, as another layout does."""
 
 

@@ -37,7 +37,14 @@ def test_anything_else_that_differs_is_a_cause_of_its_own(over: dict[str, Any], 
     assert words in why_no_verdict(conditions(**over))
 
 
-@pytest.mark.parametrize("over", [{"same_layout": False}, {"software": {"threads": [1, 2], "cpu": ["a", "b"]}}])
+@pytest.mark.parametrize(
+    "over",
+    [
+        {"same_layout": False},
+        {"software": {"threads": [1, 2], "cpu": ["a", "b"]}},
+        {"software": {"cpu_model": ["a", "b"], "kernel_settings": ["", "MKL_CBWR=AVX2"]}},
+    ],
+)
 def test_the_bound_that_was_measured_holds_for_dense_float32(over: dict[str, Any]) -> None:
     assert not conditions(**over).exact
     assert why_no_verdict(conditions(**over)) == ""

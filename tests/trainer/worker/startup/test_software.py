@@ -30,6 +30,35 @@ def test_a_gpu_is_told_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     assert software(torch.device("cuda"))["driver"] is None
 
 
+CPU = "vendor_id : GenuineIntel\nmodel : 143\nmodel name : Xeon\nflags : {}\n\nvendor_id : other processors are not read\n"
+
+
+def test_cpus_of_one_capability_differ_by_their_model_and_instruction_sets(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(startup, "_CPU_INFO", tmp_path / "cpuinfo")
+
+    def model(text: str) -> object:
+        (tmp_path / "cpuinfo").write_text(text)
+        return software(torch.device("cpu"))["cpu_model"]
+
+    usual = model(CPU.format("fpu avx512f amx_bf16 ibpb"))
+    assert str(usual).startswith("Xeon ")
+    assert model(CPU.format("amx_bf16 avx512f fpu")) == usual  # a kernel lists other flags, in another order
+    assert model(CPU.format("avx512f")) != usual
+    assert model(CPU.replace("143", "85").format("avx512f amx_bf16")) != usual
+    (tmp_path / "cpuinfo").unlink()
+    assert software(torch.device("cpu"))["cpu_model"] is None
+
+
+@pytest.mark.parametrize("name", ["ONEDNN_MAX_CPU_ISA", "MKL_CBWR", "ATEN_CPU_CAPABILITY"])
+def test_a_variable_that_chooses_kernels_is_a_difference(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = software(torch.device("cpu"))
+    monkeypatch.setenv(name, "AVX2")
+    found = differences(before, software(torch.device("cpu")))
+    assert found["kernel_settings"][1].endswith(f"{name}=AVX2")
+
+
 @pytest.mark.parametrize(
     ("before", "now", "found"),
     [
@@ -37,6 +66,8 @@ def test_a_gpu_is_told_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
         ({"torch": "1"}, {"torch": "2"}, {"torch": ["1", "2"]}),
         ({"torch": "1"}, {"torch": "1", "nccl": "2"}, {"nccl": [None, "2"]}),
         ({"torch": "1", "tf32": True}, {"torch": "1"}, {"tf32": [True, None]}),
+        ({"torch": "1"}, {"torch": "1", "cpu_model": "Xeon", "kernel_settings": ""}, {}),
+        ({"cpu_model": "Xeon"}, {"device": "H100"}, {"cpu_model": ["Xeon", None], "device": [None, "H100"]}),
         (None, {"torch": "1"}, {}),
         ("torn", {"torch": "1"}, {}),
     ],

@@ -78,6 +78,9 @@ data. A harmless key changes no result. One that is *accepted* changes how train
 checkpoint, or would give it another meaning. Every key has one of the three rules.
 Code differs if a file that was there changed or is gone, or if new code (`.py`, `.so`, ...) lies beside it; other new
 files do not count. A run that has trained no step yet needs no `--accept` for code and environment.
+Token data is compared by the fingerprint in its `index.json` and the sizes of its shards. `orch submit` and
+`orch resume` also read shards that were written after the index, up to 2 GiB of them, and refuse changed ones. Restore
+tests read all shards.
 
 | | rule | |
 |---|---|---|

@@ -27,7 +27,7 @@ from orchestrator.submission.job_check import check_script
 from orchestrator.submission.root_check import check_data, data_folder, refuse_shared
 from orchestrator.submission.run_identity import identify
 from trainer.contract.config import WorkloadConfig
-from trainer.contract.token_shards import Index, TokensError, prepare_under
+from trainer.contract.token_shards import INDEX_NAME, Index, TokensError, prepare_under
 from trainer.contract.user_code.code_record import CodeRecord
 
 Progress = Callable[[int, int], None]
@@ -192,12 +192,23 @@ def _tokenized(config: RunConfig, root: Path, progress: Progress | None) -> tupl
 
 
 def read_index(path: str) -> Index:
-    """What a folder of tokens holds; raises ConfigError."""
+    """Return the index of a folder of tokens; raises ConfigError, also for shards changed after it was written."""
+    folder = Path(path).expanduser()
     try:
-        return Index.read(Path(path).expanduser())
+        index = Index.read(folder)
+        changed = index.shards_changed_lately(folder)
     except TokensError as error:
         hint = "`orch data prepare PATHS --out DIR` makes such a folder"
         raise ConfigError(f"data.path: {error}", where=path, hint=hint) from error
+    except OSError as error:
+        raise ConfigError(f"data.path: a token shard cannot be read: {error}", where=path) from error
+    if changed:
+        raise ConfigError(
+            f"data.path: {', '.join(changed)} changed after {INDEX_NAME} was written: not the data that it describes",
+            where=path,
+            hint="put the files back, or make the folder again with `orch data prepare PATHS --out DIR`",
+        )
+    return index
 
 
 def _check_fit(config: RunConfig, index: Index, path: str) -> None:

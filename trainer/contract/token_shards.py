@@ -10,7 +10,7 @@ import secrets
 import shutil
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -23,6 +23,7 @@ VOCAB_SIZE = 257
 STDLIB = "python-stdlib"
 SHARD_TOKENS = 64 * 1024 * 1024
 _CHUNK = 1024 * 1024
+_CHECKED_BYTES = 2 << 30  # a few seconds of reading
 _SEPARATOR_BYTES = SEPARATOR.to_bytes(2, "little")
 _STDLIB_LEFT_OUT = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 
@@ -80,6 +81,19 @@ class Index:
             if found != shard.digest:
                 changed.append(shard.name)
         return changed
+
+    def shards_changed_lately(self, folder: Path) -> list[str]:
+        """Return the changed ones of the shards written after the index, the first 2 GiB of them. Raises OSError.
+
+        The index is written last, and nothing can set back the time of a change of an inode (ctime).
+        """
+        written = (folder / INDEX_NAME).stat().st_ctime_ns
+        later, left = [], _CHECKED_BYTES
+        for shard in self.shards:
+            if (folder / shard.name).stat().st_ctime_ns > written and left > 0:
+                later.append(shard)
+                left -= 2 * shard.tokens
+        return replace(self, shards=tuple(later)).changed_shards(folder)
 
     def write(self, folder: Path) -> None:
         write_durably(folder / INDEX_NAME, dump_line({"schema": SCHEMA, **asdict(self)}).encode(), mode=0o644)
@@ -176,6 +190,8 @@ def _existing(index: Index, out: Path) -> Index:
     found = Index.read(out) if (out / INDEX_NAME).exists() else None
     if found is None or found.fingerprint != index.fingerprint:
         raise TokensError(f"{out} exists and holds something else: choose another folder or remove it")
+    if changed := found.changed_shards(out):
+        raise TokensError(f"{out / changed[0]} has changed since it was written: remove {out}, and it is made again")
     return found
 
 

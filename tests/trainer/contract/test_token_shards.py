@@ -137,3 +137,31 @@ def test_the_index_is_plain_json(text, tmp_path):
     fields = json.loads((tmp_path / "out" / "index.json").read_text())
     assert fields["schema"] == "orch.tokens/1"
     assert fields["vocab_size"] == 257
+
+
+def overwrite(shard, data=b"\x07"):
+    """Change one byte in place, with the time of the last change that the file had."""
+    before = shard.stat()
+    with shard.open("r+b") as stream:
+        stream.write(data)
+    os.utime(shard, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def test_a_shard_that_was_overwritten_is_not_kept_as_the_same_tokens(text, tmp_path):
+    token_shards.prepare([text], tmp_path / "out")
+    overwrite(tmp_path / "out" / "shard-00000.bin")
+    with pytest.raises(TokensError, match=r"shard-00000\.bin has changed since it was written: remove"):
+        token_shards.prepare([text], tmp_path / "out")
+
+
+def test_shards_written_after_the_index_are_compared_with_it(text, tmp_path, monkeypatch):
+    monkeypatch.setattr(token_shards, "SHARD_TOKENS", 3)
+    index = token_shards.prepare([text], tmp_path / "out")
+    assert index.shards_changed_lately(tmp_path / "out") == []
+    for shard in (tmp_path / "out").glob("shard-*"):
+        shard.touch()  # as a copy of the folder, whose shards are written after its index
+    assert index.shards_changed_lately(tmp_path / "out") == []
+    overwrite(tmp_path / "out" / "shard-00001.bin")
+    assert index.shards_changed_lately(tmp_path / "out") == ["shard-00001.bin"]
+    monkeypatch.setattr(token_shards, "_CHECKED_BYTES", 6)  # the first shard
+    assert index.shards_changed_lately(tmp_path / "out") == []

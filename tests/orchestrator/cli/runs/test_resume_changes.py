@@ -71,6 +71,10 @@ def test_data_may_move_and_may_not_be_other_data(
     assert (refused.code, "data.path cannot change: it does not hold the same tokens" in refused.err) == (4, True)
     absent = orch("resume", run.name, f"data.path={tmp_path / 'nowhere'}", "--no-controller")
     assert (absent.code, "orch data prepare" in absent.err) == (2, True), absent.err
+    with (tmp_path / "here" / "shard-00000.bin").open("r+b") as shard:
+        shard.write(b"x")
+    damaged = orch("resume", run.name, f"data.path={tmp_path / 'here'}", "--no-controller")
+    assert (damaged.code, "shard-00000.bin changed after index.json was written" in damaged.err) == (2, True)
     assert orch("resume", run.name, f"data.path={tmp_path / 'there'}", "--no-controller").code == 0
     asked = run.asked()
     assert run.store.config(asked["config"])["data"]["path"] == str(tmp_path / "there")

@@ -4,13 +4,13 @@ import os
 import re
 import struct
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from json import JSONDecoder
+from json import JSONDecodeError, JSONDecoder, detect_encoding
 from pathlib import Path
 
 from checkpointing.format.safetensors import Malformed, check_length
-from checkpointing.storage.durable import open_regular, read_json
+from checkpointing.storage.durable import open_regular
 from trainer.contract.failures.outcome import legible
 from trainer.contract.user_command.command_checkpoints import CommandCheckpointsConfig
 
@@ -105,7 +105,8 @@ def _files(folder: Path) -> Iterator[Path]:
 
 def examined(found: list[CommandCheckpoint], most: int = 4) -> list[CommandCheckpoint]:
     """The newest so many with what is wrong with them, the others as they are."""
-    judged = [replace(one, damage=damage(one)) for one in found[:most]]
+    usual = _empty_in_all(found[:most])
+    judged = [replace(one, damage=damage(one, usual)) for one in found[:most]]
     whole = [one for one in judged if not one.damage]
     for at, one in enumerate(judged):
         if reason := "" if one.damage else _lacks(one, [other for other in whole if other in judged[at + 1 :]]):
@@ -113,13 +114,26 @@ def examined(found: list[CommandCheckpoint], most: int = 4) -> list[CommandCheck
     return [*judged, *found[most:]]
 
 
-def damage(one: CommandCheckpoint) -> str:
-    """Why this checkpoint cannot be whole, by signs in itself that are cheap to see; empty when there is none."""
+def _empty_in_all(found: Sequence[CommandCheckpoint]) -> frozenset[str]:
+    """Return names, digits left out, of files that are empty in all of several checkpoints: markers, not torn files."""
+    if len(found) < 2:
+        return frozenset()
+    empty = [{_NUMBER.sub("#", name) for name, (size, _) in one.files.items() if size == 0} for one in found]
+    return frozenset(set.intersection(*empty))
+
+
+def damage(one: CommandCheckpoint, usual: Collection[str] = ()) -> str:
+    """Return why this checkpoint cannot be whole, by cheap signs in itself; empty if there is none.
+
+    `usual`: names, digits left out, of files that may be empty.
+    """
     if _INCOMPLETE in one.files:
         return f"is marked as incomplete by {_INCOMPLETE}"
     if not one.files:
         return "is an empty folder"
     for name in sorted(one.files):
+        if one.files[name][0] == 0 and _NUMBER.sub("#", name) in usual:
+            continue
         if reason := _torn(one.path / name if name else one.path, one.files[name][0]):
             return legible(f"is damaged: {name or one.path.name} {reason}")
     return ""
@@ -163,24 +177,34 @@ def _torn(file: Path, size: int) -> str:
 
 
 def _cut_json(file: Path) -> str:
+    """Return a sign that a JSON text was cut off: it ends too early, or holds zeros that were never written.
+
+    Other errors say nothing: programs read JSON with comments, several documents and other encodings.
+    """
+    with open_regular(file) as stream:
+        data = stream.read()
     try:
-        read_json(file, _LARGEST_JSON)
-    except ValueError:
-        return "" if _is_json_lines(file) else "is no whole JSON file"
+        text = data.decode(detect_encoding(data))
+        JSONDecoder().decode(text)
+    except JSONDecodeError as error:
+        ended = error.pos >= len(text.rstrip()) or error.msg.startswith("Unterminated string")
+        zeros = text[error.pos : error.pos + 1] == "\0"
+        return "is no whole JSON file" if (ended or zeros) and not _is_json_lines(text) else ""
+    except UnicodeDecodeError as error:
+        return "is no whole JSON file" if error.end == len(data) and "end" in error.reason else ""
     except (RecursionError, MemoryError) as error:
         return f"is no JSON file that can be read: {type(error).__name__}"
     return ""
 
 
-def _is_json_lines(file: Path) -> bool:
-    """Whether its first line is whole by itself: of one document that was cut off, no line before the end is."""
-    with open_regular(file) as stream:
-        first = stream.readline()
+def _is_json_lines(text: str) -> bool:
+    """Whether the first line is whole by itself: of one document that was cut off, no line before the end is."""
+    first, newline, _ = text.partition("\n")
     try:
-        JSONDecoder().decode(first.decode())
+        JSONDecoder().decode(first)
     except (ValueError, RecursionError):
         return False
-    return first.endswith(b"\n")
+    return bool(newline)
 
 
 def _cut_archive(file: Path) -> str:

@@ -173,8 +173,8 @@ def _why_set_aside(row: Sequence[CommandFailure], past: CommandPast) -> str:
     last, newest = row[-1], past.newest
     if newest is None or len(past.aside) >= MOST_SET_ASIDE:
         return ""
-    # The last whole checkpoint is never given up. A damaged first checkpoint costs no progress.
-    if not past.older and (past.ever_saved or not newest.damage):
+    # The last whole checkpoint is never given up. A damaged first one, which cannot be loaded, costs no progress.
+    if not past.older and (past.ever_saved or not newest.damage or not last.loading):
         return ""
     # A large one takes long to load: where it is damaged, failing while it is loaded is no sign of having trained.
     soon = [
@@ -193,8 +193,9 @@ def _why_set_aside(row: Sequence[CommandFailure], past: CommandPast) -> str:
     if len(soon) < 2 and not (newest.damage and past.aside):
         return ""
     why = f"it {newest.damage}" if newest.damage else f"the program failed {len(soon)} times soon after a start from it"
-    then = f"{past.older} becomes the newest" if past.older else "the program begins anew, as no other one is left"
-    return f"{newest.name}, its newest checkpoint, will be moved away, so that {then}: {why}"
+    then = f", so that {past.older} becomes the newest" if past.older else ""
+    alone = "" if past.older else "; orch sees no whole older one"
+    return f"{newest.name}, its newest checkpoint, will be moved away{then}: {why}{alone}"
 
 
 def same_without(row: Sequence[CommandFailure]) -> bool:

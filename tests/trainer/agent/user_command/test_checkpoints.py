@@ -101,7 +101,14 @@ def test_a_file_may_be_a_checkpoint(tmp_path):
         ({"trainer_state.json": b"[" * 200_000}, "trainer_state.json is no JSON file that can be read: RecursionError"),
         ({"optimizer.pt": garbled(archive())}, "its directory cannot be read: NotImplementedError"),
         ({"caf\udce9.json": b"{"}, "is damaged: caf\\udce9.json is no whole JSON file"),
+        ({"trainer_state.json": b'{"global_step": 1, "name": "so'}, "trainer_state.json is no whole JSON file"),
+        ({"trainer_state.json": b'{"step": 1,' + bytes(40)}, "trainer_state.json is no whole JSON file"),
+        ({"trainer_state.json": '{"name": "é'.encode()[:-1]}, "trainer_state.json is no whole JSON file"),
         ({"log.json": b'{"a": 1}\n{"a": 2}\n'}, ""),
+        ({"ds_config.json": b'{\n  // of DeepSpeed\n  "stage": 2\n}\n'}, ""),
+        ({"log.json": b'{\n "a": 1\n}\n{\n "a": 2\n}\n'}, ""),
+        ({"names.json": '{"name": "é"}'.encode("latin-1")}, ""),
+        ({"names.json": '{"name": "é"}'.encode("utf-16")}, ""),
         ({"model.safetensors": safetensors(dtype="F8_E8M0")}, ""),
         ({"model.safetensors": safetensors(dtype="F8_E8M0")[:-1]}, "its values end"),
         ({"rng_state_0.pth": None, "rng_state_1.pth": b"x"}, ""),  # another rank's is as good
@@ -119,6 +126,14 @@ def test_cheap_signs_of_a_torn_one(tmp_path, change, words):
     assert words in newest.damage if words else newest.damage == ""
     assert [one.damage for one in older] == ["", ""]
     assert newest.damage.isprintable()
+
+
+def test_a_file_that_is_empty_in_all_of_them_is_a_marker(tmp_path):
+    for step in (8, 9, 10):
+        write(tmp_path, f"checkpoint-{step}", {**WHOLE, f"done_{step}.bin": b""})
+    assert [one.damage for one in examined(find(tmp_path, CONFIG)[0])] == ["", "", ""]
+    (tmp_path / "checkpoint-8" / "done_8.bin").write_bytes(b"x")
+    assert [bool(one.damage) for one in examined(find(tmp_path, CONFIG)[0])] == [True, True, False]
 
 
 def test_what_one_older_one_has_was_put_there_later(tmp_path):

@@ -1,6 +1,7 @@
 """Whether a user's own program is to blame, on tables: what it raised, how long it ran, what it wrote and saved."""
 
 import signal
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -206,7 +207,10 @@ def test_the_last_whole_checkpoint_is_never_given_up():
 def test_a_damaged_one_goes_only_where_another_is_left_or_none_ever_was():
     assert not Program(newest=TORN, older="", ever_saved=True).times(2, LOADING).set_aside
     first = Program(newest=TORN, older="", ever_saved=False).times(2, LOADING).set_aside
-    assert "will be moved away, so that the program begins anew, as no other one is left: it lacks" in first
+    assert "will be moved away: it lacks trainer_state.json; orch sees no whole older one" in first
+    cut = Program(newest=replace(TORN, lacking=False), older="", ever_saved=False)
+    assert not cut.times(2, raised("ConnectionError")).set_aside  # it was not loading anything
+    assert cut.fails(LOADING).set_aside
     assert not Program(newest=SOUND, older="", ever_saved=False).times(2, LOADING).set_aside
 
 

@@ -86,8 +86,12 @@ def command_cause(ends: Sequence[RankEnd], past: CommandPast, seconds: float) ->
     root = root_of(ends)
     cause = find_cause(ends, trained=True)
     raised = cause.failure.kind in _OWN_KINDS and cause.retry and root.signal is None
-    own = raised and not error_says(_said(root), Meaning.OUTSIDE)
     failure = replace(cause.failure, step=None, lines=root.lines)
+    early = _ended_early(ends, root)
+    if early is not None:
+        reason = f"rank {early.rank} on {early.node} ended with exit code 0 before the others: {failure.reason}"
+        failure = replace(failure, rank=early.rank, node=early.node, reason=reason)
+    own = early is not None or (raised and not error_says(_said(root), Meaning.OUTSIDE))
     if cause.failure.kind is FailureKind.EXCEPTION:  # most programs turn every error into one
         failure = replace(failure, kind=FailureKind.UNKNOWN)
     cause = replace(cause, failure=failure, mark="")
@@ -98,7 +102,7 @@ def command_cause(ends: Sequence[RankEnd], past: CommandPast, seconds: float) ->
     if not own and root.signal not in _CRASHES:
         return cause
     mine = CommandFailure(
-        mark=_mark(root), seconds=seconds, written=root.written, exception=root.exception, crashed=not own,
+        mark=_mark(early or root), seconds=seconds, written=root.written, exception=root.exception, crashed=not own,
         saved=past.saved, trained=past.saved or seconds > START_SECONDS, loading=_loading(root, past),
         began_from=past.newest.identity if past.newest else "",
     )  # fmt: skip
@@ -112,6 +116,12 @@ def command_cause(ends: Sequence[RankEnd], past: CommandPast, seconds: float) ->
         cause, failure=replace(failure, kind=kind, reason=reason), retry=not judgement.final, own=mine,
         set_aside=judgement.set_aside, tries=judgement.tries,
     )  # fmt: skip
+
+
+def _ended_early(ends: Sequence[RankEnd], root: RankEnd) -> RankEnd | None:
+    """Return the first rank that ended well while another still waited for a peer, as one with fewer batches does."""
+    good = [end for end in ends if end.good and end.at <= root.at]
+    return min(good, key=lambda end: end.at) if good and root.secondary else None
 
 
 def judge(row: Sequence[CommandFailure], past: CommandPast) -> Judgement:

@@ -269,3 +269,18 @@ def test_the_likely_cause_is_named_when_a_program_trained_before_and_nobody_know
 def test_what_cannot_be_loaded_is_for_the_storage_to_be_mended():
     assert Program(trained=True).times(3, LOADING).failure.kind is FailureKind.STORAGE
     assert Program().times(3, LOADING).failure.kind is FailureKind.USER_ERROR
+
+
+def test_a_rank_that_ended_well_before_its_peers_is_the_cause():
+    """A rank with fewer batches than the others leaves them waiting."""
+    finished, waiting = end(1, exit_code=0, at=1.0), raised("DistBackendError", "Connection closed", secondary=True)
+    waiting = replace(waiting, at=2.0)
+    program = Program()
+    first, _, last = (program.fails(waiting, finished) for _ in range(3))
+    assert (first.failure.rank, first.failure.node, first.retry) == (1, "n1", True)
+    assert first.failure.reason.startswith(
+        "rank 1 on n1 ended with exit code 0 before the others: rank 0 on n0 only saw"
+    )
+    assert (last.retry, "3 times in a row" in last.failure.reason) == (False, True)
+    stopped = replace(finished, at=3.0)  # it was told to end, because its peer had failed
+    assert Program().fails(waiting, stopped).failure.rank == 0

@@ -119,12 +119,12 @@ class LocalRanks:
         """The slowest rank's step and phase, the first one's loss."""
         readings = [(local, local.read_progress()) for local in self.by_rank.values()]
         slowest = min((reading for _, reading in readings), key=lambda reading: reading.step)
-        _, first = readings[0]
+        first_rank, first = readings[0]
         return ProgressReport(
             generation=self.generation,
             step=slowest.step,
             phase=slowest.phase.name.lower(),
-            loss=first.loss if first.step else None,
+            loss=first.loss if first_rank.stepped() else None,
             saved=max(reading.saved_step for _, reading in readings),
             total=max(reading.total_steps for _, reading in readings),
             restored=max(reading.restored_step for _, reading in readings),

@@ -21,8 +21,9 @@ def test_a_restored_step_is_not_a_trained_one_whenever_it_is_looked_at(ranks):
         cell.update(phase=Phase.RESTORE, step=500, saved_step=500, restored_step=500)
         # Nobody looked before the rank had gone on to its first step.
         cell.update(phase=Phase.FORWARD)
-    assert not ranks.summary().stepped
-    cells[0].update(step=501)
+    assert (ranks.summary().stepped, ranks.summary().loss) == (False, None)
+    cells[0].update(step=501, loss=0.5)
+    assert ranks.summary().loss == 0.5
     assert not ranks.summary().stepped
     cells[1].update(step=501)
     assert ranks.summary().stepped

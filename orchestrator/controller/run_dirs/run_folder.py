@@ -11,15 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpointing.storage.backends import LocalStorage
-from checkpointing.storage.durable import (
-    canonical,
-    dump_line,
-    fsync_dir,
-    fsync_file,
-    make_folder,
-    read_json,
-    write_durably,
-)
+from checkpointing.storage.durable import canonical, dump_line, fsync_dir, fsync_file, read_json, write_durably
 from checkpointing.storage.temporary_folder import temporary_folder
 from checkpointing.storage.trusted_path import NotPrivate, check_private, pinned_for_now
 from checkpointing.verification.verify import verify_in
@@ -91,9 +83,8 @@ def ensure_run_dir(run: Run, first: Attempt, config: dict[str, Any]) -> RunDir:
 
 def _make(final: RunDir, run: Run, first: Attempt, config: dict[str, Any]) -> None:
     """Build the folder as a draft and rename it; raises OSError where it already stands."""
-    root = final.path.parent
-    make_folder(root)
-    with temporary_folder(root, f"{run.name}.{first.nonce}", mode=0o700) as path:
+    # A root that is away, as one that is not mounted, is never made.
+    with temporary_folder(final.path.parent, f"{run.name}.{first.nonce}", mode=0o700) as path:
         draft = RunDir(path)
         draft.make()
         write_durably(draft.config, canonical(config))

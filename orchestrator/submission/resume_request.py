@@ -41,6 +41,7 @@ from orchestrator.submission.run_identity import client, code, environment
 from orchestrator.submission.secret_values import renew, without_webhook
 from trainer.contract.config import build
 from trainer.contract.run_dir import RunDir
+from trainer.contract.token_shards import INDEX_NAME
 from trainer.contract.user_code.code_record import CodeRecord
 from trainer.contract.user_code.record_code import read_again
 
@@ -83,6 +84,8 @@ def resume_request(
     if other_data:
         identity |= _data_at(data["data"]["path"])
         changes = _unless_only_moved(changes, run, identity)
+    elif config.data.path and Path(config.data.path, INDEX_NAME).exists():  # a job names what is away
+        read_index(config.data.path)
     differs = identity_changes(trained_identity(run), identity)
     # Where nothing has trained, no number was computed with what is different now.
     compared = differs if config.command or (run.step and not anew) or store.checkpoints(run.name) else []

@@ -85,12 +85,13 @@ class Index:
     def shards_changed_lately(self, folder: Path) -> list[str]:
         """Return the changed ones of the shards written after the index, the first 2 GiB of them. Raises OSError.
 
-        The index is written last, and nothing can set back the time of a change of an inode (ctime).
+        The index is written last, and no program can set back the time of a change of an inode (ctime), which moves in
+        ticks of the kernel's clock.
         """
         written = (folder / INDEX_NAME).stat().st_ctime_ns
         later, left = [], _CHECKED_BYTES
         for shard in self.shards:
-            if (folder / shard.name).stat().st_ctime_ns > written and left > 0:
+            if (folder / shard.name).stat().st_ctime_ns >= written and left > 0:
                 later.append(shard)
                 left -= 2 * shard.tokens
         return replace(self, shards=tuple(later)).changed_shards(folder)

@@ -33,8 +33,6 @@ TINY = {
     "train": {"steps": 8, "seed": 7, "batch_size": 8, "seq_len": 32},
     "optimizer": {"warmup_steps": 2, "lr": 1e-2},
     "checkpoint": {"every": 3, "keep": 2},
-    # Tests of the agent run the benchmark of a node; here it would take longer than the training.
-    "detection": {"preflight": {"on": False}},
 }
 
 

@@ -81,6 +81,26 @@ def test_data_may_move_and_may_not_be_other_data(
     assert asked["identity"]["data"] == {**data, "path": str(tmp_path / "there")}
 
 
+@pytest.mark.parametrize("changes", [(), ("optimizer.lr=0.5",)])
+def test_data_that_was_overwritten_is_refused_whatever_is_typed(
+    orch: Type, seeds: Seeds, service: SimpleNamespace, tmp_path: Path, changes: tuple[str, ...]
+) -> None:
+    (tmp_path / "text.txt").write_text("abc" * 999)
+    prepare([str(tmp_path / "text.txt")], tmp_path / "tokens")
+    for path in list((tmp_path / "tokens").iterdir()):
+        path.rename(tmp_path / path.name)
+    run = Resumable(seeds, tmp_path)
+    with (tmp_path / "shard-00000.bin").open("r+b", buffering=0) as shard:
+        before = shard.read(1)
+        shard.seek(0)
+        shard.write(b"x")
+        damaged = orch("resume", run.name, *changes, "--no-controller")
+        assert (damaged.code, "shard-00000.bin changed after index.json was written" in damaged.err) == (2, True)
+        shard.seek(0)
+        shard.write(before)
+    assert orch("resume", run.name, *changes, "--no-controller").code == 0
+
+
 def test_resume_shows_slurm_what_it_would_submit(
     orch: Type, seeds: Seeds, service: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from coverage import CoverageData
+from coverage.exceptions import DataError
 
 from tests.mutants.areas import AREAS, ROOT, sources, test_files
 
@@ -122,7 +123,10 @@ def _lines(tree: Path) -> dict[str, dict[str, list[int]]]:
     found: dict[str, dict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
     for path in (tree / "lines").iterdir():
         data = CoverageData(basename=str(path))
-        data.read()
+        try:
+            data.read()
+        except DataError:  # of a process that was killed while it wrote this file
+            continue
         for test in data.measured_contexts():
             data.set_query_context(test)
             for file in data.measured_files():

@@ -20,7 +20,9 @@ _MOST_FILES, _DEEPEST = 2000, 3
 _LARGEST_JSON = 64 << 20
 _ARCHIVES = frozenset({".pt", ".pth", ".bin", ".ckpt", ".npz"})
 _WEIGHTS = frozenset({".safetensors", ".distcp", ".json", ".pkl", ".npy", *_ARCHIVES})
-"""Endings of files that are never empty in a whole checkpoint."""
+"""Endings of files that are never empty in a whole checkpoint, but for markers."""
+_MARKERS = frozenset({".bin", ".json", ".pkl"})
+"""Endings that programs give to empty markers too: an empty one is torn only if another checkpoint has it filled."""
 _NUMBER = re.compile(r"\d+")
 _INCOMPLETE = "checkpoint-is-incomplete.txt"
 """Hugging Face's Trainer leaves it in a checkpoint that it had no time to finish, and does not look for it later."""
@@ -105,8 +107,8 @@ def _files(folder: Path) -> Iterator[Path]:
 
 def examined(found: list[CommandCheckpoint], most: int = 4) -> list[CommandCheckpoint]:
     """The newest so many with what is wrong with them, the others as they are."""
-    usual = _empty_in_all(found[:most])
-    judged = [replace(one, damage=damage(one, usual)) for one in found[:most]]
+    filled = {kind for one in found[:most] for kind in _kinds(one, filled=True)}
+    judged = [replace(one, damage=damage(one, filled)) for one in found[:most]]
     whole = [one for one in judged if not one.damage]
     for at, one in enumerate(judged):
         if reason := "" if one.damage else _lacks(one, [other for other in whole if other in judged[at + 1 :]]):
@@ -114,25 +116,17 @@ def examined(found: list[CommandCheckpoint], most: int = 4) -> list[CommandCheck
     return [*judged, *found[most:]]
 
 
-def _empty_in_all(found: Sequence[CommandCheckpoint]) -> frozenset[str]:
-    """Return names, digits left out, of files that are empty in all of several checkpoints: markers, not torn files."""
-    if len(found) < 2:
-        return frozenset()
-    empty = [{_NUMBER.sub("#", name) for name, (size, _) in one.files.items() if size == 0} for one in found]
-    return frozenset(set.intersection(*empty))
+def damage(one: CommandCheckpoint, filled: Collection[str]) -> str:
+    """Return why this checkpoint cannot be whole, by cheap signs; empty if there is none.
 
-
-def damage(one: CommandCheckpoint, usual: Collection[str] = ()) -> str:
-    """Return why this checkpoint cannot be whole, by cheap signs in itself; empty if there is none.
-
-    `usual`: names, digits left out, of files that may be empty.
+    `filled`: kinds of files that are not empty in some checkpoint of the run.
     """
     if _INCOMPLETE in one.files:
         return f"is marked as incomplete by {_INCOMPLETE}"
     if not one.files:
         return "is an empty folder"
     for name in sorted(one.files):
-        if one.files[name][0] == 0 and _NUMBER.sub("#", name) in usual:
+        if one.files[name][0] == 0 and Path(name).suffix in _MARKERS and _kind(name) not in filled:
             continue
         if reason := _torn(one.path / name if name else one.path, one.files[name][0]):
             return legible(f"is damaged: {name or one.path.name} {reason}")
@@ -153,9 +147,14 @@ def _lacks(one: CommandCheckpoint, older: Sequence[CommandCheckpoint]) -> str:
     return legible(f"lacks {missing[0]}, which {older[0].path.name} and {older[1].path.name} have")
 
 
-def _kinds(one: CommandCheckpoint) -> dict[str, str]:
-    """Names by what they have in common: numbers are of ranks and shards, of which there may be fewer."""
-    return {_NUMBER.sub("#", name): name for name in sorted(one.files)}
+def _kinds(one: CommandCheckpoint, *, filled: bool = False) -> dict[str, str]:
+    """Return names by their kind; `filled`: of files that are not empty."""
+    return {_kind(name): name for name in sorted(one.files) if one.files[name][0] or not filled}
+
+
+def _kind(name: str) -> str:
+    """Return what names have in common: numbers are those of ranks, shards and steps."""
+    return _NUMBER.sub("#", name)
 
 
 def _torn(file: Path, size: int) -> str:
@@ -185,7 +184,8 @@ def _cut_json(file: Path) -> str:
         data = stream.read()
     try:
         text = data.decode(detect_encoding(data))
-        JSONDecoder().decode(text)
+        if text.strip():
+            JSONDecoder().decode(text)
     except JSONDecodeError as error:
         ended = error.pos >= len(text.rstrip()) or error.msg.startswith("Unterminated string")
         zeros = text[error.pos : error.pos + 1] == "\0"
@@ -211,7 +211,8 @@ def _cut_archive(file: Path) -> str:
     """torch.save writes a zip archive, whose directory comes last; older formats cannot be told."""
     with open_regular(file) as stream:
         if (beginning := stream.read(4)) != b"PK\x03\x04":
-            return "begins with zeros, as no format does" if beginning == bytes(4) else ""
+            is_zeros = beginning == bytes(4) and file.suffix != ".bin"  # raw numbers may begin so
+            return "begins with zeros, as no format does" if is_zeros else ""
         try:
             zipfile.ZipFile(stream).close()
         except zipfile.BadZipFile:

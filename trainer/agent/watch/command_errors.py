@@ -121,7 +121,8 @@ def command_cause(ends: Sequence[RankEnd], past: CommandPast, seconds: float) ->
 def _ended_early(ends: Sequence[RankEnd], root: RankEnd) -> RankEnd | None:
     """Return the first rank that ended well while another still waited for a peer, as one with fewer batches does."""
     good = [end for end in ends if end.good and end.at <= root.at]
-    return min(good, key=lambda end: end.at) if good and root.secondary else None
+    waited = root.secondary or root.signal == signal.SIGABRT  # which communication libraries raise
+    return min(good, key=lambda end: end.at) if good and waited else None
 
 
 def judge(row: Sequence[CommandFailure], past: CommandPast) -> Judgement:
@@ -183,21 +184,21 @@ def _why_set_aside(row: Sequence[CommandFailure], past: CommandPast) -> str:
     last, newest = row[-1], past.newest
     if newest is None or len(past.aside) >= MOST_SET_ASIDE:
         return ""
-    # The last whole checkpoint is never given up. A damaged first one, which cannot be loaded, costs no progress.
-    if not past.older and (past.ever_saved or not newest.damage or not last.loading):
+    # The last whole checkpoint is never given up. A damaged first one costs no progress.
+    if not past.older and (past.ever_saved or not newest.damage):
         return ""
+    if not newest.damage and (past.doubtful or last.crashed):
+        return ""
+    # Bytes that cannot be whole speak for themselves. Otherwise only failures to load something count.
+    by_bytes = bool(newest.damage and past.older and not newest.lacking)
     # A large one takes long to load: where it is damaged, failing while it is loaded is no sign of having trained.
     soon = [
         one for one in row
         if one.began_from == newest.identity
+        and (one.loading or by_bytes)
         and (not one.trained or (newest.damage and one.loading and not one.saved and one.seconds <= LONGEST_SECONDS))
     ]  # fmt: skip
     if last not in soon:
-        return ""
-    if newest.lacking and not last.loading:
-        return ""
-    # Without a sign of damage the program must have failed while it loaded something, and one try is enough to see.
-    if not newest.damage and (past.doubtful or last.crashed or not last.loading):
         return ""
     # Once is an accident; but where the one before it was torn, a sign of damage is enough.
     if len(soon) < 2 and not (newest.damage and past.aside):

@@ -128,12 +128,20 @@ def test_cheap_signs_of_a_torn_one(tmp_path, change, words):
     assert newest.damage.isprintable()
 
 
-def test_a_file_that_is_empty_in_all_of_them_is_a_marker(tmp_path):
+@pytest.mark.parametrize("marked", [(8, 9, 10), (10,)])
+def test_an_empty_file_is_a_marker_where_no_checkpoint_has_it_filled(tmp_path, marked):
     for step in (8, 9, 10):
-        write(tmp_path, f"checkpoint-{step}", {**WHOLE, f"done_{step}.bin": b""})
+        write(tmp_path, f"checkpoint-{step}", WHOLE | ({f"done_{step}.bin": b""} if step in marked else {}))
     assert [one.damage for one in examined(find(tmp_path, CONFIG)[0])] == ["", "", ""]
+    assert [one.damage for one in examined(find(tmp_path, CONFIG)[0][:1])] == [""]  # the only one that is kept
     (tmp_path / "checkpoint-8" / "done_8.bin").write_bytes(b"x")
-    assert [bool(one.damage) for one in examined(find(tmp_path, CONFIG)[0])] == [True, True, False]
+    torn = [bool(one.damage) for one in examined(find(tmp_path, CONFIG)[0])]
+    assert torn == [True, 9 in marked, False]
+
+
+def test_numbers_that_begin_with_zeros_and_a_blank_text_are_no_signs(tmp_path):
+    write(tmp_path, "checkpoint-10", {**WHOLE, "indices.bin": bytes(300), "notes.json": b"\n"})
+    assert [one.damage for one in examined(find(tmp_path, CONFIG)[0])] == [""]
 
 
 def test_what_one_older_one_has_was_put_there_later(tmp_path):
@@ -169,4 +177,4 @@ def test_no_garbled_archive_is_more_than_damaged(tmp_path):
         content[chance.randrange(whole.index(b"PK\x01\x02"), len(whole))] = chance.randrange(256)
         (tmp_path / "step_5.pt").write_bytes(content)
         ((one,), _) = find(tmp_path, CommandCheckpointsConfig(pattern="step_*.pt"))
-        assert damage(one) == "" or "is no whole archive" in damage(one)
+        assert damage(one, ()) == "" or "is no whole archive" in damage(one, ())

@@ -210,6 +210,7 @@ def test_a_damaged_one_goes_only_where_another_is_left_or_none_ever_was():
     assert "will be moved away: it lacks trainer_state.json; orch sees no whole older one" in first
     cut = Program(newest=replace(TORN, lacking=False), older="", ever_saved=False)
     assert not cut.times(2, raised("ConnectionError")).set_aside  # it was not loading anything
+    assert not cut.fails(LOADING).set_aside
     assert cut.fails(LOADING).set_aside
     assert not Program(newest=SOUND, older="", ever_saved=False).times(2, LOADING).set_aside
 
@@ -232,6 +233,13 @@ def test_a_missing_file_says_something_only_of_a_program_that_was_loading():
     lacking = NewestCheckpoint(identity="n", name="checkpoint-50", damage="lacks a.pt, which others have", lacking=True)
     assert Program(newest=lacking).times(2, LOADING).set_aside
     assert not Program(newest=lacking).times(2, raised("OutOfMemoryError", "CUDA out of memory")).set_aside
+
+
+def test_failures_with_another_cause_do_not_count_against_a_checkpoint_without_a_sign_of_damage():
+    program = Program(newest=SOUND)
+    assert not program.fails(raised("ConnectionError", "the data server is away")).set_aside
+    assert not program.fails(LOADING).set_aside
+    assert program.fails(LOADING).set_aside
 
 
 def test_a_program_that_ran_on_from_its_checkpoint_keeps_it():
@@ -282,5 +290,7 @@ def test_a_rank_that_ended_well_before_its_peers_is_the_cause():
         "rank 1 on n1 ended with exit code 0 before the others: rank 0 on n0 only saw"
     )
     assert (last.retry, "3 times in a row" in last.failure.reason) == (False, True)
+    aborted = end(exit_code=None, signal=int(signal.SIGABRT), at=2.0)  # by NCCL's watchdog
+    assert Program().fails(aborted, finished).failure.rank == 1
     stopped = replace(finished, at=3.0)  # it was told to end, because its peer had failed
     assert Program().fails(waiting, stopped).failure.rank == 0

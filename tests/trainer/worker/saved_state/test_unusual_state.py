@@ -17,7 +17,10 @@ from checkpointing.storage.backends import LocalStorage
 from checkpointing.tiers.tier import RunTiers
 from checkpointing.writer.link import InProcessWriter
 from tests.trainer.worker.conftest import hang
-from tests.trainer.worker.unusual_state import FORGOTTEN, KEPT, LATE_TENSORS, REFUSED, Usual
+from tests.trainer.worker.unusual_state import targets
+from tests.trainer.worker.unusual_state.cases import KEPT, REFUSED, Usual
+from tests.trainer.worker.unusual_state.objects import FORGOTTEN
+from tests.trainer.worker.unusual_state.optimizers import LATE_TENSORS
 from trainer.contract.config_sections.parallel_config import ParallelConfig
 from trainer.contract.failures.outcome import ExitCode
 from trainer.worker import workload as workloads
@@ -184,7 +187,7 @@ def test_it_is_refused_by_name(name: str, layout: mesh.Layout, tmp_path: Path) -
 
 def setting(name: str, strategy: str = "ddp") -> dict[str, Any]:
     return {
-        "workload": {"target": f"tests.trainer.worker.unusual_state:{name}"},
+        "workload": {"target": f"{targets.__name__}:{name}"},
         "train": {"steps": 10, "dtype": "float32"},
         "parallel": {"strategy": strategy},
         "checkpoint": {"every": 2},
@@ -200,9 +203,9 @@ def setting(name: str, strategy: str = "ddp") -> dict[str, Any]:
     ],
 )
 def test_ranks_that_are_killed_go_on_with_the_same_bits(make_run: Any, name: str) -> None:
-    calm = make_run(2, **setting(f"Train{name}"))
+    calm = make_run(2, **setting(name))
     assert calm.train()["codes"] == [0, 0], calm.log()
-    hurt = make_run(2, **setting(f"Train{name}"), drill=hang(0, step=8))
+    hurt = make_run(2, **setting(name), drill=hang(0, step=8))
     # A save of another form than the one before is skipped while that is still being written.
     assert hurt.train_until_killed(0, committed=2)["codes"][0] == -9, hurt.log()
     assert hurt.train()["codes"] == [0, 0], hurt.log()
@@ -226,9 +229,9 @@ def test_ranks_that_are_killed_go_on_with_the_same_bits(make_run: Any, name: str
     ],
 )
 def test_sharded_ranks_that_are_killed_go_on_with_the_same_bits(make_run: Any, name: str) -> None:
-    calm = make_run(2, **setting(f"Train{name}", "fsdp"))
+    calm = make_run(2, **setting(name, "fsdp"))
     assert calm.train()["codes"] == [0, 0], calm.log()
-    hurt = make_run(2, **setting(f"Train{name}", "fsdp"), drill=hang(0, step=8))
+    hurt = make_run(2, **setting(name, "fsdp"), drill=hang(0, step=8))
     assert hurt.train_until_killed(0, committed=2)["codes"][0] == -9, hurt.log()
     assert hurt.train()["codes"] == [0, 0], hurt.log()
     assert hurt.losses() == calm.losses()

@@ -1,0 +1,12 @@
+"""All cases by their names, as ranks import them: `targets:LateBuffer`. The modules named here fill the tables."""
+
+from tests.trainer.worker.unusual_state import layers, objects, optimizers, refusals  # noqa: F401
+from tests.trainer.worker.unusual_state.cases import KEPT, REFUSED, Usual
+
+
+def __getattr__(name: str) -> type[Usual]:
+    if name in KEPT:
+        return KEPT[name]
+    if name in REFUSED:
+        return REFUSED[name][0]
+    raise AttributeError(name)

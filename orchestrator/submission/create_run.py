@@ -206,7 +206,7 @@ def read_index(path: str) -> Index:
         raise ConfigError(
             f"data.path: {', '.join(changed)} changed after {INDEX_NAME} was written: not the data that it describes",
             where=path,
-            hint="put the files back, or make the folder again with `orch data prepare PATHS --out DIR`",
+            hint="put the files back, or remove the folder and make it again: `orch data prepare PATHS --out DIR`",
         )
     return index
 

@@ -109,6 +109,12 @@ def _array_in_json(value: Any) -> Any:
     return {"array": value.tolist(), "dtype": str(value.dtype)} if getattr(value, "ndim", 0) else value.item()
 
 
+def _array_from_json(value: dict[str, Any]) -> Any:
+    import numpy as np
+
+    return np.array(value["array"], dtype=value["dtype"]) if "array" in value else value
+
+
 def _unpack_numpy(part: torch.Tensor) -> None:
     if len(part) == len(_NONE):
         return
@@ -125,8 +131,7 @@ def _unpack_numpy(part: torch.Tensor) -> None:
             "gauss": gauss,
         }
     else:
-        arrays = lambda one: np.array(one["array"], dtype=one["dtype"]) if "array" in one else one  # noqa: E731
-        state = json.loads(bytes(part.tolist()), object_hook=arrays)
+        state = json.loads(bytes(part.tolist()), object_hook=_array_from_json)
     kind = state["bit_generator"]
     if np.random.get_state(legacy=False)["bit_generator"] != kind:
         if not hasattr(np.random, kind):

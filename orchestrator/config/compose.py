@@ -2,10 +2,11 @@
 
 import math
 import os
+import pickle
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -213,12 +214,10 @@ def _nested(values: dict[keys.Path, Any]) -> dict[str, Any]:
 
 def _resolved(values: dict[str, Any], origins: dict[keys.Path, str]) -> dict[str, Any]:
     """Types checked and converted, interpolations replaced, defaults filled in."""
-    from omegaconf import OmegaConf  # heavy; only verbs that read configs need it
-    from omegaconf.errors import OmegaConfBaseException
+    from omegaconf.errors import OmegaConfBaseException  # heavy; only verbs that read configs need it
 
     try:
-        merged = OmegaConf.merge(_writable_schema(RunConfig), values)
-        data: dict[str, Any] = _plain(OmegaConf.to_container(merged, resolve=True))
+        data: dict[str, Any] = pickle.loads(_merged(pickle.dumps(values)))
     except OmegaConfBaseException as error:
         for path, kind, example in _LISTS:  # OmegaConf 2.3 does not name the list of a wrong entry
             entries = (_branch(values, path) or {}).get(path[-1])
@@ -228,6 +227,15 @@ def _resolved(values: dict[str, Any], origins: dict[keys.Path, str]) -> dict[str
     for path, kind, example in _LISTS:
         _typed_entries(data[path[0]][path[1]], kind, path, example, origins)
     return data
+
+
+@lru_cache(maxsize=64)  # a controller composes the same configs in every pass, and merging is most of the work
+def _merged(values: bytes) -> bytes:
+    """Pickled plain data, merged into the schema and resolved; raises OmegaConfBaseException."""
+    from omegaconf import OmegaConf  # heavy
+
+    merged = OmegaConf.merge(_writable_schema(RunConfig), pickle.loads(values))
+    return pickle.dumps(_plain(OmegaConf.to_container(merged, resolve=True)))
 
 
 _LISTS: tuple[tuple[keys.Path, Any, str], ...] = (

@@ -13,8 +13,8 @@ from trainer.contract.ranks.rank_messages import RankSpec, send_message
 
 _REPEATS = 3
 _MATRIX_SIDE = {"cpu": 384, "cuda": 4096}
-_COPY_BYTES = 64 << 20
-_EXCHANGE_BYTES = {"cpu": 8 << 20, "cuda": 64 << 20}
+_COPY_BYTES = {"cpu": 16 << 20, "cuda": 64 << 20}
+_EXCHANGE_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
 
 
 def measure(spec: RankSpec, config: JobConfig, control: socket, device: torch.device) -> None:
@@ -97,9 +97,10 @@ def _matmul(device: torch.device) -> float:
 
 def _memory(device: torch.device) -> float:
     """Bytes read and written a second in one large copy."""
-    source = torch.zeros(_COPY_BYTES // 4, dtype=torch.float32, device=device)
+    size = _COPY_BYTES[device.type]
+    source = torch.zeros(size // 4, dtype=torch.float32, device=device)
     target = torch.empty_like(source)
-    return 2 * _COPY_BYTES / _best(lambda: target.copy_(source), device, clock=_clock_of(device))
+    return 2 * size / _best(lambda: target.copy_(source), device, clock=_clock_of(device))
 
 
 def _clock_of(device: torch.device) -> Callable[[], float]:

@@ -100,7 +100,7 @@ def train_on(
         drill=_drill(session.spec, config, journal, cell),
         save_schedule=_save_schedule(config, token, saved, journal),
         phases=phase_tracker(cell, objects.model, objects.layout.device),
-        spike_detector=SpikeDetector(config.detection.spike),
+        spike_detector=SpikeDetector(config.detection.spike, state.accepted_losses),
         started=session.started,
         progress_log=progress_log,
         figures=_figures(session),

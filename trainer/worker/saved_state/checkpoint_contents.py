@@ -1,6 +1,6 @@
 """What is in a checkpoint: named tensors to be filled in place, and a few plain facts."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -77,12 +77,12 @@ def of_each_rank(buffers: Mapping[str, torch.Tensor], saved: Mapping[str, Any]) 
 def facts(
     *, step: int, consumed: int, loss: float, config_digest: str, seed: int, fingerprint: str | None,
     software: Mapping[str, Any], validated: int, metrics: Mapping[str, float],
-    loss_scale: Mapping[str, Any], ranks: int,
+    loss_scale: Mapping[str, Any], accepted_losses: Iterable[float], ranks: int,
 ) -> dict[str, Any]:  # fmt: skip
     """Return the plain part of a checkpoint; `fingerprint`: that of the data, or None.
 
     `validated`: the newest step with a validation. `metrics`: the workload's metrics of this step. `loss_scale`: state
-    of float16 loss scaling.
+    of float16 loss scaling. `accepted_losses`: the window by which spikes are judged.
     """
     return {
         "step": step,
@@ -94,6 +94,7 @@ def facts(
         "software": dict(software),
         "validated": validated,
         "metrics": dict(metrics),
+        "accepted_losses": list(accepted_losses),
         "ranks": ranks,
         **OWN_BUFFERS,
         **({"loss_scale": dict(loss_scale)} if loss_scale else {}),

@@ -1,5 +1,6 @@
 """The state of a training run that goes into checkpoints: what the loop saves, and what a restart restores."""
 
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, Protocol
@@ -135,6 +136,8 @@ class TrainState:
         """`validated`: the newest step with a validation."""
         self.loss = float("nan")
         self.loss_scale = loss_scale or LossScale("float32")
+        self.accepted_losses = deque[float]()
+        """Those of the newest steps that were no spikes, by which the next ones are judged. All ranks have the same."""
         self.metrics: dict[str, float] = {}
         """The workload's metrics of this step."""
 
@@ -169,6 +172,7 @@ class TrainState:
             validated=self.validated,
             metrics=self.metrics,
             loss_scale=self.loss_scale.facts(),
+            accepted_losses=self.accepted_losses,
             ranks=self._ranks,
         )
         if names := checkpoint_contents.shared_names(self._model):
@@ -254,6 +258,8 @@ class TrainState:
         # One of an older orch, or of another maker, owes no validation.
         self.validated = int(restored.extra.get("validated", self.step))
         self.loss_scale.restore(restored.extra.get("loss_scale", {}))
+        # A checkpoint of an older orch, or of another maker, has none.
+        self.accepted_losses.extend(float(loss) for loss in restored.extra.get("accepted_losses", ()))
         self._data_state.restore(restored.extra["consumed"])
         self._buffers.restore(absent)
         self._inventory.forget()

@@ -88,7 +88,7 @@ class Loop:
         self._config, self._objects, self._train_state, self._services = config, objects, train_state, services
         self._stop = StopFlag(services.cell)
         self._pending: PendingStep | None = None
-        self._first, self._without_loss = True, False
+        self._first, self._without_loss = True, train_state.step > 0 and not math.isfinite(train_state.loss)
         self._loader_draws = LoaderDraws(restored=train_state.step)
         self._mark = time.perf_counter()
         self._seconds = self._stall = 0.0

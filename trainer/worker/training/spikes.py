@@ -29,12 +29,14 @@ class BadStep(ArithmeticError):
 
 
 class SpikeDetector:
-    """The losses of the newest steps that were accepted; a restart begins with none."""
+    """Judges each loss by those of the newest accepted steps."""
 
-    def __init__(self, config: SpikeConfig) -> None:
-        self._config = config
-        self._window: deque[float] = deque()
-        self._sorted: list[float] = []
+    def __init__(self, config: SpikeConfig, window: deque[float]) -> None:
+        """`window`: the newest accepted losses, which the training state owns and checkpoints keep."""
+        self._config, self._window = config, window
+        while len(window) > config.window:
+            window.popleft()
+        self._sorted = sorted(window)
 
     def check(self, loss: float, grad_norm: float) -> str | None:
         """Why a step with these is a bad one; None when it is accepted."""

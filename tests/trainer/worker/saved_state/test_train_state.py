@@ -104,6 +104,20 @@ def test_a_counter_is_read_from_where_the_checkpoint_has_it(
     assert model.num_batches_tracked == 1
 
 
+@pytest.mark.parametrize(("facts", "losses"), [({}, []), ({"accepted_losses": [0.5, 0.25]}, [0.5, 0.25])])
+def test_accepted_losses_are_those_of_the_checkpoint_if_it_has_any(
+    layout: mesh.Layout, facts: dict[str, Any], losses: list[float]
+) -> None:
+    model = nn.Linear(2, 2)
+    objects = TrainObjects(
+        workload=SimpleNamespace(), model=model, optimizer=torch.optim.AdamW(model.parameters()), data=NoData(),
+        layout=layout,
+    )  # fmt: skip
+    state = TrainState(objects, config_digest="", seed=1)
+    state.restore(SaverWith(5, **facts))
+    assert list(state.accepted_losses) == losses
+
+
 def test_further_names_of_shared_tensors_are_saved(layout: mesh.Layout) -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, bias=False))
     model[1].weight = model[0].weight

@@ -182,6 +182,15 @@ def test_a_loss_that_is_no_number_ends_the_rank_before_a_save_of_it(one_rank: Ma
     assert not math.isfinite(float(run.lines()[4]["loss"]))
 
 
+def test_a_loss_that_is_no_number_counts_before_a_restart_as_after_it(one_rank: MakeRank) -> None:
+    target = {"target": "tests.trainer.worker.my_workload:OverflowsForGood", "args": {"width": 8}}
+    run = one_rank(workload=target, train={"dtype": "float16", "steps": 8}, checkpoint={"every": 3})
+    run.session.objects.data.seek(2)
+    run.state.step, run.state.loss = 2, math.inf
+    with pytest.raises(BadStep, match="^step 3: loss nan"):
+        run.train()
+
+
 def test_saves_follow_their_interval_and_the_last_step(one_rank: MakeRank) -> None:
     run = one_rank(workload=own("Numbered"), checkpoint={"every": 3})
     assert run.train() == ExitCode.FINISHED

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from tests.trainer.worker.conftest import hang
 from trainer.contract import skipped_batches
 from trainer.contract.failures.outcome import ExitCode
 from trainer.contract.launch_token import LaunchToken
@@ -73,6 +74,18 @@ def test_a_spike_is_a_bad_step_once_the_window_is_full(make_run):
     assert "robust standard deviations above" in found.reason
     assert run.train()["codes"] == [0], run.log()
     assert run.final()["step"] == STEPS
+
+
+def test_a_killed_run_judges_every_step_as_an_undisturbed_one(make_run):
+    run = make_run(
+        1, train={"steps": STEPS}, detection={"spike": {"window": 8}},
+        drill={"events": [*hang(0, step=9)["events"], drill("spike", 11, generation=2)]},
+    )  # fmt: skip
+    assert run.train_until_killed(0, committed=6)["codes"] == [-9], run.log()
+    answer = run.train()
+    assert answer["restored"][0] in (6, 9)
+    assert answer["codes"] == [ExitCode.ERROR], run.log()
+    assert (roll_back(run).step, run.train()["codes"]) == (11, [0]), run.log()
 
 
 def test_a_later_attempt_leaves_out_what_an_earlier_one_did(make_run):

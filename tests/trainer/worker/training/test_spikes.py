@@ -2,6 +2,7 @@
 
 import math
 import random
+from collections import deque
 
 import pytest
 import torch
@@ -14,9 +15,14 @@ from trainer.contract.config_sections.fault_detection_config import SpikeConfig
 from trainer.worker.training.spikes import BadStep, SpikeDetector
 
 
+def detector_with(*losses: float, **config: float) -> SpikeDetector:
+    """Return a detector whose training state has accepted these losses."""
+    return SpikeDetector(SpikeConfig(**config), deque(losses))
+
+
 def full(losses: list[float], **config: float) -> SpikeDetector:
     """A window that has accepted all of these."""
-    made = SpikeDetector(SpikeConfig(**{"window": len(losses), **config}))
+    made = detector_with(**{"window": len(losses), **config})
     assert all(made.check(loss, 1.0) is None for loss in losses)
     return made
 
@@ -26,7 +32,7 @@ QUIET = [2.0 + 0.01 * (index % 5) for index in range(50)]
 
 @pytest.mark.parametrize(("loss", "norm"), [(math.nan, 1.0), (1.0, math.nan), (math.inf, 1.0), (1.0, -math.inf)])
 def test_what_is_no_number_is_bad_from_the_first_step_on(loss, norm):
-    losses = SpikeDetector(SpikeConfig(deviations=0))
+    losses = detector_with(deviations=0)
     assert losses.check(loss, norm) == f"loss {loss}, gradient norm {norm}"
     assert losses.check(1.0, 1.0) is None
 
@@ -71,7 +77,7 @@ def test_a_small_regression_that_converges_is_never_held():
     """Of this model one loss in a hundred was a spike before factors counted."""
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(4, 32), nn.Tanh(), nn.Linear(32, 1))
-    optimizer, detector = torch.optim.AdamW(model.parameters(), lr=1e-2), SpikeDetector(SpikeConfig())
+    optimizer, detector = torch.optim.AdamW(model.parameters(), lr=1e-2), detector_with()
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 800)
     lowest = math.inf
     for _ in range(800):
@@ -109,7 +115,7 @@ def test_the_median_of_an_even_window_lies_between_its_two_middle_losses(losses)
 
 
 def test_nothing_is_judged_before_the_window_is_full():
-    losses = SpikeDetector(SpikeConfig(window=8))
+    losses = detector_with(window=8)
     for _ in range(7):
         assert losses.check(2.0, 1.0) is None
     assert losses.check(4000.0, 1.0) is None
@@ -134,10 +140,19 @@ def test_old_losses_leave_the_window():
     assert losses.check(40.0, 1.0) is not None
 
 
+def test_a_restored_window_judges_as_the_one_that_was_saved():
+    window = deque([1000.0, *QUIET])
+    losses = SpikeDetector(SpikeConfig(), window)
+    assert losses.check(500.0, 1.0) == full(QUIET).check(500.0, 1.0)
+    assert losses.check(2.5, 1.0) is None
+    assert list(window) == [*QUIET[1:], 2.5], "the training state has the accepted losses, and no more of them"
+    assert detector_with(*QUIET[1:]).check(500.0, 1.0) is None, "one too few"
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_a_healthy_run_has_no_spike(seed):
     """Falling losses with noise of 10 percent, and a step in between that is twice as high."""
-    chance, losses = random.Random(seed), SpikeDetector(SpikeConfig())
+    chance, losses = random.Random(seed), detector_with()
     for step in range(3000):
         level = 2.0 + 8.0 * math.exp(-step / 200)
         loss = level * chance.lognormvariate(0, 0.1) * (2.0 if step % 500 == 499 else 1.0)
@@ -146,7 +161,7 @@ def test_a_healthy_run_has_no_spike(seed):
 
 @given(st.lists(st.floats(), min_size=1, max_size=60))
 def test_ranks_judge_alike_and_a_judged_number_is_never_none(values):
-    one, other = SpikeDetector(SpikeConfig(window=8)), SpikeDetector(SpikeConfig(window=8))
+    one, other = detector_with(window=8), detector_with(window=8)
     for value in values:
         reason = one.check(value, 1.0)
         assert reason == other.check(value, 1.0)

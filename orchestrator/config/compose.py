@@ -2,11 +2,9 @@
 
 import math
 import os
-import pickle
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ from orchestrator.config import keys, layers, plain_secrets, validation, wrong_t
 from orchestrator.config.ineffective_keys import refuse_ineffective
 from orchestrator.config.layers import Assignment
 from orchestrator.config.run_config import RunConfig
+from orchestrator.config.schema_merge import merged, plain, writable_schema
 from orchestrator.errors import ConfigError
 from trainer.contract.config import build, digest_of
 from trainer.contract.config_sections.drill_config import DrillEvent
@@ -146,7 +145,7 @@ def _composed(
     config = _built(data, origins)
     if checked:
         validation.check(config, origins, source, may_change)
-    data = _plain(asdict(config))
+    data = plain(asdict(config))
     return Composed(
         config=config,
         data=data,
@@ -217,7 +216,7 @@ def _resolved(values: dict[str, Any], origins: dict[keys.Path, str]) -> dict[str
     from omegaconf.errors import OmegaConfBaseException  # heavy; only verbs that read configs need it
 
     try:
-        data: dict[str, Any] = pickle.loads(_merged(pickle.dumps(values)))
+        data: dict[str, Any] = merged(values)
     except OmegaConfBaseException as error:
         for path, kind, example in _LISTS:  # OmegaConf 2.3 does not name the list of a wrong entry
             entries = (_branch(values, path) or {}).get(path[-1])
@@ -229,33 +228,11 @@ def _resolved(values: dict[str, Any], origins: dict[keys.Path, str]) -> dict[str
     return data
 
 
-@lru_cache(maxsize=64)  # a controller composes the same configs in every pass, and merging is most of the work
-def _merged(values: bytes) -> bytes:
-    """Pickled plain data, merged into the schema and resolved; raises OmegaConfBaseException."""
-    from omegaconf import OmegaConf  # heavy
-
-    merged = OmegaConf.merge(_writable_schema(RunConfig), pickle.loads(values))
-    return pickle.dumps(_plain(OmegaConf.to_container(merged, resolve=True)))
-
-
 _LISTS: tuple[tuple[keys.Path, Any, str], ...] = (
     (("drill", "events"), DrillEvent, "{kind: kill-rank, rank: 1, step: 20}"),
     (("checkpoint", "tiers"), TierConfig, "{path: /scratch/ckpt, every: 1000, keep: 5}"),
 )
 """Lists of mappings, of which OmegaConf does not check the entries."""
-
-
-@cache  # building it takes as long as the rest of a composition, and `merge` copies its arguments
-def _writable_schema(kind: Any) -> Any:
-    """Return an OmegaConf schema that `merge` accepts: frozen dataclasses make its sections read-only."""
-    from omegaconf import DictConfig, OmegaConf  # heavy
-
-    schema = OmegaConf.structured(kind)
-    sections = [schema]
-    for section in sections:
-        OmegaConf.set_readonly(section, False)
-        sections += [section[name] for name in section if isinstance(section[name], DictConfig)]
-    return schema
 
 
 def _typed_entries(
@@ -264,10 +241,10 @@ def _typed_entries(
     from omegaconf import OmegaConf  # heavy
     from omegaconf.errors import OmegaConfBaseException
 
-    schema = _writable_schema(kind)
+    schema = writable_schema(kind)
     for entry in entries:
         try:
-            entry.update(_plain(OmegaConf.to_container(OmegaConf.merge(schema, entry))))
+            entry.update(plain(OmegaConf.to_container(OmegaConf.merge(schema, entry))))
         except OmegaConfBaseException as error:
             name, what = keys.dotted(path), str(error).splitlines()[0]
             hint = f"an entry reads {example}"
@@ -286,12 +263,6 @@ def _origin(key: str, origins: dict[keys.Path, str]) -> str:
             return origins[path[:depth]]
     below = {origin: None for other, origin in origins.items() if other[: len(path)] == path}
     return ", ".join(below) or DEFAULT
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 _FOLDERS: dict[keys.Path, Callable[[str], bool]] = {

@@ -129,16 +129,22 @@ class RestoreTestRun:
         return self._conclude(*self._compare(self._conditions(drawn, keeps)))
 
     def _conditions(self, drawn: bool = False, keeps: bool = False) -> Conditions:
-        """Collective: return the conditions of this test. `keeps`: gradients are left after the last step."""
-        answers = self._ranks.all_gather([drawn, keeps])
+        """Collective: return the conditions of this test, the same on all ranks.
+
+        `keeps`: gradients are left after the last step.
+        """
         device, made, config = self._objects.layout.device, self._objects.workload, self._config
         deterministic = bool(getattr(made, "strictly_deterministic", False))
         known_data = getattr(unwrapped(self._objects.data), "fingerprint", None) is not None
+        mine = [drawn, keeps, device.type == "cpu" or deterministic, deterministic and known_data, self._software]
+        drawn_by, kept_by, repeats, promises, software = zip(*self._ranks.all_gather(mine), strict=True)
+        for changes in reversed(software):
+            self._software |= changes
         return Conditions(
-            same_layout=self._order.same_layout, repeats=device.type == "cpu" or deterministic,
-            built_in=config.trains_built_in_workload, promises_equality=deterministic and known_data,
-            experts=config.model.experts.count, dtype=config.train.dtype, drawn=any(each[0] for each in answers),
-            keeps_gradients=any(each[1] for each in answers), differs=self._order.differs, software=self._software,
+            same_layout=self._order.same_layout, repeats=all(repeats),
+            built_in=config.trains_built_in_workload, promises_equality=all(promises),
+            experts=config.model.experts.count, dtype=config.train.dtype, drawn=any(drawn_by),
+            keeps_gradients=any(kept_by), differs=self._order.differs, software=self._software,
         )  # fmt: skip
 
     def _examine(self) -> str:
@@ -199,12 +205,13 @@ class RestoreTestRun:
         return recorded_steps(RunDir(Path(order.run_dir)), steps, order.steps_digest, saving_attempt(order), code)
 
     def _changed_data(self) -> str:
-        """Return a token shard that has changed since it was prepared; each rank reads some of them."""
-        data = unwrapped(self._objects.data)
-        if not isinstance(data, TokenData):
-            return ""
-        ranks = self._ranks
-        mine = result_or_failed(lambda: dump_line(data.changed_shards(ranks.rank, ranks.size)))
+        """Collective: return a token shard that has changed since it was prepared; each rank reads some of them."""
+        data, ranks = unwrapped(self._objects.data), self._ranks
+
+        def find_changed() -> str:
+            return dump_line(data.changed_shards(ranks.rank, ranks.size) if isinstance(data, TokenData) else [])
+
+        mine = result_or_failed(find_changed)
         found = [name for text in self._require_answers(ranks.all_gather(mine)) for name in json.loads(text)]
         return f"the data has changed since it was prepared: {found[0]} (digest differs)" if found else ""
 

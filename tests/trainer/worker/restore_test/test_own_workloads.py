@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
+from tests.trainer.worker.restore_test import unusual_workload
 from tests.trainer.worker.restore_test.conftest import Subject
 from tests.trainer.worker.saved_state.test_optimizers import setting
 from tests.trainer.worker.test_hooks import hooked
 from trainer.contract.failures.outcome import ExitCode
-from trainer.contract.restore_test import Outcome
+from trainer.contract.restore_test import Outcome, RestoreVerdict
 
 pytestmark = pytest.mark.multi
 
@@ -76,3 +77,26 @@ def test_a_schedule_and_data_of_their_own_are_restored_and_another_layout_says_n
     assert test.train()["codes"] == [ExitCode.NEVER_RETRY], test.log()
     assert test.outcome(0, 1).exception == "NotReshardable"
     assert not test.attempt.restore_verdict.exists()
+
+
+def on_nodes(make_run: Any, place: Path, cpus: list[str]) -> Subject:
+    """A run of two ranks, on nodes with these CPU settings."""
+    workload = {"target": f"{unusual_workload.__name__}:OnNodes", "args": {"cpus": cpus}}
+    source = make_run(
+        2, workload=workload, parallel={"dp_shard": 2}, train={"steps": 6, "dtype": "float32"},
+        checkpoint={"every": 3, "keep": 9},
+    )  # fmt: skip
+    assert source.train()["codes"] == [0, 0], source.log()
+    return Subject(source.ranks, source, place, itertools.count(1))
+
+
+def verdict_on(subject: Subject, cpus: list[str], **args: Any) -> RestoreVerdict:
+    over = {"workload": {"args": {"cpus": cpus, **args}}}
+    return subject.verdict(subject.folder(3), world=2, parallel={"dp_shard": 2}, over=over)
+
+
+def test_all_ranks_judge_alike_where_one_has_another_cpu(make_run: Any, tmp_path: Path) -> None:
+    subject = on_nodes(make_run, tmp_path, ["a", "a"])
+    found = verdict_on(subject, ["a", "b"], scale=1.5)
+    assert (found.outcome, found.evidence["exact"]) == (Outcome.NOT_COMPARABLE, False), found
+    assert "no bound is known" in found.reason

@@ -4,6 +4,7 @@ It keeps what it promises: equal state gives equal steps, and its data has a fin
 """
 
 import importlib
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 from tests.trainer.worker.my_workload import Plane, Points
+from trainer.worker.llama import LlamaWorkload
 
 WIDTH = 6
 INFINITY = float("inf")
@@ -50,6 +52,21 @@ class WithDropout(Unusual):
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
         x, y = batch
         return nn.functional.mse_loss(nn.functional.dropout(model(x), 0.5), y)
+
+
+class OnNodes(LlamaWorkload):
+    """Trains on nodes with the CPU settings `args["cpus"]`, by rank; `args["scale"]` multiplies the loss."""
+
+    def __init__(self, config: Any, **args: Any) -> None:
+        super().__init__(config)
+        self.args = args
+
+    def build_data(self, layout: Any) -> Any:
+        os.environ["ONEDNN_CPU"] = self.args["cpus"][layout.rank]
+        return super().build_data(layout)
+
+    def loss(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return super().loss(model, batch) * float(self.args.get("scale", 1.0))
 
 
 # -- optimizers

@@ -334,11 +334,12 @@ def _restart(now: Situation, cause: Cause, reason: str) -> Decision:
 
 
 def _pause(now: Situation, cause: Cause) -> float:
-    """Seconds before a program reads a checkpoint again that it has just failed to go on from."""
-    if not cause.tries:
+    """Seconds before a program reads a checkpoint again that it has just failed to go on from, or asks a server."""
+    tries = cause.tries or (now.restarts_used + 1 if cause.outside else 0)
+    if not tries:
         return 0.0
     first, most = now.backoff
-    return min(most, first * 2.0 ** min(cause.tries - 1, 60))
+    return min(most, first * 2.0 ** min(tries - 1, 60))
 
 
 def _spent(budget: int, one: str, several: str) -> str:

@@ -10,7 +10,7 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from trainer.agent.watch.root_cause import Cause, CommandFailure, RankEnd, find_cause, root_of
+from trainer.agent.watch.root_cause import VARYING, Cause, CommandFailure, RankEnd, find_cause, is_outside, root_of
 from trainer.contract.failures.failure_kinds import kinds_with
 from trainer.contract.failures.failure_patterns import Meaning, error_says
 from trainer.contract.failures.outcome import FailureKind
@@ -35,7 +35,6 @@ _TIME, _OUTPUT = 1.5, 1.25
 _FEW_SECONDS, _FEW_BYTES = 20.0, 400
 """Times and amounts within these ratios, or so near, are alike."""
 
-_VARYING = re.compile(r"0x[0-9a-f]+|\d+", re.IGNORECASE)
 _CRASHES = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE})
 """Signals that a program gets for what it does itself, loading a file that was cut off included."""
 _NAMED = re.compile(r"(?<![\w./~=+-])[\w./~=+-]*(?:checkpoint|ckpt)[\w.=+-]{0,255}\d[\w./=+-]*", re.IGNORECASE)
@@ -91,10 +90,11 @@ def command_cause(ends: Sequence[RankEnd], past: CommandPast, seconds: float) ->
     if early is not None:
         reason = f"rank {early.rank} on {early.node} ended with exit code 0 before the others: {failure.reason}"
         failure = replace(failure, rank=early.rank, node=early.node, reason=reason)
-    own = early is not None or (raised and not error_says(_said(root), Meaning.OUTSIDE))
+    outside = is_outside(_said(root))
+    own = early is not None or (raised and not outside)
     if cause.failure.kind is FailureKind.EXCEPTION:  # most programs turn every error into one
         failure = replace(failure, kind=FailureKind.UNKNOWN)
-    cause = replace(cause, failure=failure, mark="")
+    cause = replace(cause, failure=failure, mark="", outside=outside)
     # What it wrote of its end may be lost for the same reason.
     if own and past.disk:
         failure = replace(failure, kind=FailureKind.STORAGE, reason=f"{failure.reason}: {past.disk}")
@@ -263,7 +263,7 @@ def _said(root: RankEnd) -> str:
 
 def _mark(root: RankEnd) -> str:
     end = f"signal {root.signal}" if root.signal is not None else f"exit code {root.exit_code}"
-    return f"{end}: {_VARYING.sub('#', _said(root))}"
+    return f"{end}: {VARYING.sub('#', _said(root))}"
 
 
 def _span(seconds: float) -> str:

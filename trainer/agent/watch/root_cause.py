@@ -33,6 +33,8 @@ _LESS_OF_A_GPU = (
     "ranks (parallel.dp_shard, parallel.tp, parallel.cp)"
 )
 _OF_A_COMMAND = "give the job more (cluster.mem), or let the program use less, as with smaller batches"
+VARYING = re.compile(r"0x[0-9a-f]+|\d+", re.IGNORECASE)
+"""What differs between two messages of the same error."""
 GOOD = (ExitCode.FINISHED, ExitCode.STOPPED_AFTER_SAVE)
 
 
@@ -101,6 +103,7 @@ class Cause:
     own: CommandFailure | None = None  # of a command: how it ended by itself
     set_aside: str = ""  # of a command: why its newest checkpoint is not to be loaded again
     tries: int = 0  # of a command: failures soon after a start from a checkpoint that gets another try
+    outside: bool = False  # the network or a server failed, which may take a while to come back
 
 
 def find_cause(ends: Sequence[RankEnd], *, trained: bool, last_mark: str = "") -> Cause:
@@ -111,7 +114,13 @@ def find_cause(ends: Sequence[RankEnd], *, trained: bool, last_mark: str = "") -
     """
     root = root_of(ends)
     kind, retry, what = _classify(root)
-    mark = f"{root.exception or root.signal or root.exit_code}@{root.step}"
+    said = f"{root.exception}: {root.message}" if root.exception else ""
+    # Many errors of one class can be raised before the first step of a generation.
+    words = VARYING.sub("#", said) if not root.step else root.exception
+    mark = f"{words or root.signal or root.exit_code}@{root.step}"
+    # A run that has trained has shown that its code works.
+    outside = kind is FailureKind.EXCEPTION and trained and root.exception not in _OF_CODE and is_outside(said)
+    kind = FailureKind.UNKNOWN if outside else kind
     own_exception = kind in (FailureKind.EXCEPTION, FailureKind.OUT_OF_MEMORY)
     # Nothing worked yet, so nothing suggests that it would work the next time.
     if own_exception and not trained:
@@ -133,7 +142,12 @@ def find_cause(ends: Sequence[RankEnd], *, trained: bool, last_mark: str = "") -
         signal=root.signal,
         exception=root.exception,
     )
-    return Cause(failure=failure, retry=retry, mark=mark, position=root.position)
+    return Cause(failure=failure, retry=retry, mark=mark, position=root.position, outside=outside)
+
+
+def is_outside(said: str) -> bool:
+    """Whether an error says that the network, a server or a process beside the program failed."""
+    return error_says(said, Meaning.OUTSIDE)
 
 
 def root_of(ends: Sequence[RankEnd]) -> RankEnd:

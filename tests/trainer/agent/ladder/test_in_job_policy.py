@@ -349,3 +349,35 @@ def test_a_failure_with_several_roots_is_read_back_whole() -> None:
     assert BOTH_HUNG.nodes == ("n1", "n3")
     assert Failure.from_json(json.loads(json.dumps(BOTH_HUNG.to_json()))) == BOTH_HUNG
     assert Failure.from_json({"kind": "hang", "reason": "of an older version"}).culprits == ()
+
+
+DNS = ("ConnectionError", "Failed to resolve 'hub' ([Errno -2] Name or service not known)")
+HTTP = ("HTTPError", "503 Server Error: Service Unavailable for url: https://hub/api")
+
+
+@pytest.mark.parametrize("outage", [DNS, HTTP])
+def test_an_outage_never_counts_as_a_bug_that_came_back(outage: tuple[str, str]) -> None:
+    """Neither against the code nor against the checkpoint; each restart waits longer."""
+    one = raised(0, *outage, step=0)
+    mark = find_cause([one], trained=True).mark
+    again = {"last_mark": mark, "ran_for": 0.3, "backoff": (10.0, 25.0), "restored": 20}
+    for restarts, pause in enumerate([10.0, 20.0, 25.0]):
+        decision = decide(situation(one, world=1, restarts=restarts, **again))
+        assert (decision.action, decision.pause) == (Action.RESTART, pause)
+        assert decision.failure is not None
+        assert decision.failure.kind is FailureKind.UNKNOWN
+        assert decision.suspect is None
+
+
+def test_an_outage_before_the_run_has_ever_trained_may_be_a_wrong_name() -> None:
+    decision = decide(situation(raised(0, *DNS, step=0), world=1, trained=False))
+    assert decision.action is Action.END
+    assert decision.failure is not None
+    assert decision.failure.kind is FailureKind.USER_ERROR
+
+
+def test_before_the_first_step_two_errors_of_one_class_are_not_the_same() -> None:
+    first = find_cause([raised(0, message="cannot open shard 3", step=0)], trained=True)
+    other = find_cause([raised(0, message="no tokenizer", step=0)], trained=True, last_mark=first.mark)
+    alike = find_cause([raised(0, message="cannot open shard 4", step=0)], trained=True, last_mark=first.mark)
+    assert (other.retry, alike.retry) == (True, False)

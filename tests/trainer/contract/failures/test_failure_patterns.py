@@ -38,10 +38,21 @@ def test_a_stale_file_handle_is_met_by_a_program_and_ends_a_job() -> None:
         ("RuntimeError: unable to write to file </torch_7_1>: No space left on device (28)", Meaning.MEMORY),
         ("XlaRuntimeError: RESOURCE_EXHAUSTED: Out of memory allocating 8589934592 bytes.", Meaning.GPU_MEMORY),
         ("ConnectionRefusedError: [Errno 111] Connection refused", Meaning.OUTSIDE),
+        ("HTTPError: 503 Server Error: Service Unavailable for url: https://hub/api", Meaning.OUTSIDE),
+        ("HTTPError: HTTP Error 429: Too Many Requests", Meaning.OUTSIDE),
+        ("ConnectionError: HTTPSConnectionPool(host='hub', port=443): Max retries exceeded", Meaning.OUTSIDE),
+        ("ReadTimeout: HTTPSConnectionPool(host='hub', port=443): Read timed out.", Meaning.OUTSIDE),
+        ("ConnectionResetError: [Errno 104] Connection reset by peer", Meaning.OUTSIDE),
+        ("SSLError: [SSL: UNEXPECTED_EOF_WHILE_READING] EOF occurred in violation of protocol", Meaning.OUTSIDE),
     ],
 )
 def test_what_libraries_raise(text: str, meaning: Meaning) -> None:
     assert error_says(text, meaning)
+
+
+@pytest.mark.parametrize("code", ["401 Client Error: Unauthorized", "404 Client Error: Not Found"])
+def test_an_answer_that_stays_the_same_is_no_outage(code: str) -> None:
+    assert not error_says(f"HTTPError: {code} for url: https://hub/api/500", Meaning.OUTSIDE)
 
 
 def test_a_limit_of_the_kernel_is_no_full_disk() -> None:

@@ -28,6 +28,7 @@ class AttemptHistory:
     suspects: list[int] = field(default_factory=list)  # steps whose checkpoints are not restored
     skipped: list[Skip] = field(default_factory=list)  # batches that rollbacks of this attempt have skipped
     hung: list[str] = field(default_factory=list)  # nodes blamed for a hang, once for each hang
+    hangs: int = 0  # generations that ended with one
     generations: int = 0
     new_nodes: bool = True  # since the last generation, or because there was none
     fruitless_before: int = 0  # restarts in a row that trained no new step
@@ -81,6 +82,7 @@ class AttemptHistory:
         self.generations, self.reached = self.generations + 1, 0
         if failure is not None and failure.kind is FailureKind.HANG and not failure.drill:
             self.hung += failure.nodes
+            self.hangs += 1
         if skip is not None:
             self.skipped.append(skip)
             self.rollbacks += 1

@@ -13,6 +13,7 @@ from trainer.agent.evidence.incidents import event_fields, failure_of, write_ver
 from trainer.agent.nodes.node_benchmark import NodeBenchmark, usual_speeds
 from trainer.agent.processes import detached_thread
 from trainer.agent.watch.hang_detector import HangDetector, Incident
+from trainer.agent.watch.hang_limits import after_hangs
 from trainer.agent.watch.root_cause import RankEnd
 from trainer.agent.watch.stage_waits import StageNeighbours
 from trainer.agent.watch.stragglers import coordinate
@@ -63,7 +64,8 @@ class JobMonitor:
     def _new_hang_detector(self, generation: int) -> HangDetector:
         # Of a user's own command no step is known, so nothing can be said about its standing still.
         seen = not self._config.command
-        hang, world = self._config.detection.hang, self._config.cluster.world_size
+        hang = after_hangs(self._config.detection.hang, self._state.history.hangs)
+        world = self._config.cluster.world_size
         gpus, pipeline = bool(self._config.cluster.gpus_per_node), self._config.parallel.pipeline
         sends = pipeline.ranks > 1 or self._config.parallel.cp > 1
         return HangDetector(

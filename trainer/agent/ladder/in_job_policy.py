@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from enum import Enum, auto
 
 from trainer.agent.watch.command_errors import CommandPast, command_cause
+from trainer.agent.watch.hang_limits import PATIENCE
 from trainer.agent.watch.root_cause import Cause, CommandFailure, RankEnd, find_cause, secondary_order
 from trainer.contract.failures.failure_kinds import kinds_with
 from trainer.contract.failures.outcome import AttemptResult, ExitCode, Failure, FailureKind
@@ -283,7 +284,10 @@ def _rung(now: Situation, cause: Cause, reason: str, *, doubted: bool) -> Decisi
         verb = "is" if len(again) == 1 else "are"
         reason = f"{reason}; {', '.join(again)} {verb} blamed for a hang for the second time in this attempt"
         return _replace(now, failure, reason, again) or end(reason, failure, cause.mark)
-    return _restart(now, cause, reason)
+    decision = _restart(now, cause, reason)
+    if failure.kind is FailureKind.HANG and decision.action is Action.RESTART and not now.drill:
+        return replace(decision, reason=f"{decision.reason}, with {PATIENCE:g} times the `detection.hang.least`")
+    return decision
 
 
 def _roll_back(now: Situation, cause: Cause, reason: str, *, doubted: bool) -> Decision:

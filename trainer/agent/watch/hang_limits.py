@@ -1,7 +1,7 @@
 """PURE: how long a rank may stay where it is, by its phase, by what this run has shown, and by its signs of life."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from trainer.agent.watch.rank_sample import RankSample
@@ -17,6 +17,9 @@ LIVELY = 4.0
 """What may also spin may take so many times its limit while its rank shows signs of life: a phase of a step, and a wait
 for a GPU in any phase."""
 
+PATIENCE = 4.0
+"""After a hang the next generation may stand still for so many times as long: an epoch may begin with a pause."""
+
 _AT_ONCE = 1.0
 """Seconds after the cell was written in which a last sign of life is not worth a word."""
 
@@ -25,6 +28,11 @@ LOOK_LEAST = 2.0
 
 LOOK_FACTOR = 3.0
 """Nor before so many times the 99th percentile of the step's longest phase."""
+
+
+def after_hangs(config: HangConfig, hangs: int) -> HangConfig:
+    """Return the configuration of a generation after so many hangs in this attempt."""
+    return replace(config, least=min(max(config.least, config.most), config.least * PATIENCE ** min(hangs, 20)))
 
 
 @dataclass(frozen=True, slots=True)

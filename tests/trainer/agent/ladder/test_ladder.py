@@ -24,7 +24,11 @@ SKIP = Skip(step=7, position=56, reason="loss nan")
 OTHER = Skip(step=5, position=32, reason="loss nan")
 
 HANGS = [
-    ({}, Action.RESTART, "rank 1 on n1 stopped first; restart 1 of 5 in place"),
+    (
+        {},
+        Action.RESTART,
+        "rank 1 on n1 stopped first; restart 1 of 5 in place, with 4 times the `detection.hang.least`",
+    ),
     ({"broken": NETWORK, "hung": ("n1",)}, Action.RESTART, "no rank makes progress between n1 and n2; restart 1 of 5"),
     ({"hung": ("n2",)}, Action.RESTART, "restart 1 of 5 in place"),
     ({"hung": ("n1",)}, Action.END, "n1 is blamed for a hang for the second time in this attempt"),

@@ -4,9 +4,11 @@ from typing import Any
 
 import pytest
 
-from trainer.agent.watch.hang_limits import FAST, Limits, format_seconds
+from trainer.agent.attempt_state.generation import AttemptHistory
+from trainer.agent.watch.hang_limits import FAST, Limits, after_hangs, format_seconds
 from trainer.agent.watch.rank_sample import RankSample
 from trainer.contract.config_sections.fault_detection_config import HangConfig
+from trainer.contract.failures.outcome import Failure, FailureKind
 from trainer.contract.ranks.progress import SECTIONS, Phase
 
 P99 = {"data": 0.05, "forward": 0.31, "backward": 0.9, "checkpoint": 11.0}
@@ -130,3 +132,17 @@ def test_who_spins_for_a_gpu_shows_signs_of_life_for_four_times_its_limit_only(p
     limits = Limits(HangConfig(), {})
     assert limits.of(one).seconds > 2000
     assert limits.of(one, spins=True).seconds == 480.0
+
+
+def test_what_was_taken_for_a_hang_may_last_longer_in_the_next_generation() -> None:
+    """An epoch that begins with 12 s of loading stands still at every epoch, and is no hang."""
+    past, config = AttemptHistory(), HangConfig()
+    allowed = []
+    for _ in range(3):
+        allowed.append(Limits(after_hangs(config, past.hangs), P99).of(still(12, "data")).seconds)
+        past.record_failure(Failure(kind=FailureKind.HANG, reason="rank 5 stands in data"), "broken", 0, None)
+    assert allowed == [8.0, 32.0, 128.0]
+    assert Limits(after_hangs(config, 50), P99).of(still(12, "data")).seconds == config.most
+    drilled = Failure(kind=FailureKind.HANG, reason="stopped by a drill", drill="hang")
+    past.record_failure(drilled, "broken", 0, None)
+    assert past.hangs == 3

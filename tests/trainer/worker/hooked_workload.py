@@ -79,6 +79,17 @@ class Hooked(Plane):
         return {"val_loss": error, "worst": Sum(1.0)}
 
 
+class Peaks(Hooked):
+    """The model of step `args.peak` is the best one."""
+
+    def build_scheduler(self, optimizer):
+        self.scheduler = super().build_scheduler(optimizer)
+        return self.scheduler
+
+    def validate(self, model):
+        return {"peak": -abs(self.scheduler.last_epoch - float(self.args["peak"]))}
+
+
 class HookedLlama(LlamaWorkload):
     """The built-in model, with the hooks that a layout with tensor parallelism can disturb."""
 

@@ -131,3 +131,17 @@ def test_the_best_checkpoint_is_saved_after_its_validation_and_stays(make_run):
     assert set(saved) <= set(found), "without an interval only validated steps are saved"
     assert len(saved) > 2
     assert left == {max(saved, key=lambda step: found[step]["val_loss"]), *saved[-2:]}
+
+
+def test_the_best_checkpoint_is_known_where_a_stop_left_its_validation_to_the_next_start(make_run):
+    over = hooked("Peaks", peak=9)
+    over["checkpoint"] = {"every": 1, "keep": 2, "best": {"metric": "peak", "mode": "max"}}
+    run = make_run(1, **over, drill={"events": [{"kind": "slow-rank", "rank": 0, "step": 8, "value": 0.2}]})
+    stop = {"at_step": 8, "of_rank": 0, "rank": 0, "do": "ask", "reason": "PREEMPTION"}
+    assert run.train(actions=[stop])["codes"] == [ExitCode.STOPPED_AFTER_SAVE], run.log()
+    assert max(run.losses()) == 9
+    assert run.train()["codes"] == [0], run.log()
+    left = {int(path.parent.name[5:13]): path.parent for path in sorted(run.dir.checkpoints.glob("*/COMMIT"))}
+    assert len(left) == 3, "the best one, and the two newest"
+    found = json.loads((left[9] / "manifest.json").read_text())["extra"]["metrics"]
+    assert found == {**run.metrics()[9]["metrics"], "peak": 0.0}

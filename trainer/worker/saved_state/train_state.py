@@ -255,6 +255,7 @@ class TrainState:
             self._on_other_software(restored.step, changes)
         absent = set(restored.absent)
         self.step, self.loss = restored.step, number(restored.extra["loss"])
+        self.metrics = {name: number(value) for name, value in restored.extra.get("metrics", {}).items()}
         # One of an older orch, or of another maker, owes no validation.
         self.validated = int(restored.extra.get("validated", self.step))
         self.loss_scale.restore(restored.extra.get("loss_scale", {}))

@@ -37,11 +37,8 @@ from trainer.worker.training.reduction import OwnNumbers, RankZeroMessage, Reduc
 from trainer.worker.training.save_schedule import SaveSchedule, SaveVote
 from trainer.worker.training.spikes import BadStep, SpikeDetector
 from trainer.worker.training.stop import StopFlag
-from trainer.worker.training.validation import Validation, steps_on_plateau
+from trainer.worker.training.validation import Validation, refuse_unknown_metric, steps_on_plateau
 from trainer.worker.workload import WorkloadError, hook
-
-LOSS = "loss"
-"""A number that every checkpoint has, whatever the workload returns."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,9 +102,7 @@ class Loop:
     def run(self) -> ExitCode:
         """Train; returns FINISHED or STOPPED_AFTER_SAVE, raises what went wrong."""
         total, now = self._last, self._train_state
-        # A stop leaves the validation of its step to the next start.
-        if now.validated < now.step and self._validation.is_due(now.step):
-            self._validate(now.step)
+        self._validate_owed()  # by a stop at the end of the last start
         while now.step < total:
             step = now.step + 1
             pending = self._train(step)
@@ -115,6 +110,7 @@ class Loop:
             reason = self._end_step(pending)
             if reason > StopReason.SAVE_AND_GO_ON and step < total:
                 return ExitCode.STOPPED_AFTER_SAVE
+        self._validate_owed()  # by a stop in the last step
         self._services.saver.wait()
         self._finish()
         return ExitCode.FINISHED
@@ -220,7 +216,15 @@ class Loop:
         services.drill.after_step(step)
         return reason
 
-    def _validate(self, step: int) -> None:
+    def _validate_owed(self) -> None:
+        """Validate a step that a stop has saved unvalidated; save it again if the best are chosen by what is found."""
+        state, best = self._train_state, self._config.checkpoint.best.metric
+        if state.validated < state.step and self._validation.is_due(state.step):
+            if best in self._validate(state.step):
+                self._save(StopReason.NONE)
+            self._lap()
+
+    def _validate(self, step: int) -> Mapping[str, float]:
         """Validate after `step`; all ranks get the same numbers."""
         services, state, began = self._services, self._train_state, time.perf_counter()
         services.phases.enter(Phase.EVAL)
@@ -230,13 +234,10 @@ class Loop:
         services.journal.validated(step, seconds, numbers)
         services.progress_log.validated(step, seconds, numbers)
         services.phases.enter(Phase.DATA)
+        return numbers
 
     def _check_best(self, numbers: Collection[str]) -> None:
-        """Raises WorkloadError when the best checkpoints are to be chosen by a number that does not exist."""
-        wanted, known = self._config.checkpoint.best.metric, (LOSS, *self._reducer.names, *numbers)
-        if wanted and wanted not in known:
-            names = ", ".join(dict.fromkeys(known))
-            raise WorkloadError(f"checkpoint.best.metric={wanted}: the workload has no such number, only {names}")
+        refuse_unknown_metric(self._config.checkpoint.best.metric, (*self._reducer.names, *numbers))
 
     def _first_step(self, step: int) -> None:
         self._first = False

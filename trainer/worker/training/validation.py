@@ -1,6 +1,6 @@
 """Validation: when it is due, and how training is left as it was."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import TypeGuard
 
@@ -13,7 +13,18 @@ from trainer.worker.saved_state.rng_state import pack_rng, unpack_rng
 from trainer.worker.train_objects import TrainObjects
 from trainer.worker.training.held_out import Validate, held_out_validation
 from trainer.worker.training.metric_reducer import MetricReducer
-from trainer.worker.workload import hook
+from trainer.worker.workload import WorkloadError, hook
+
+LOSS = "loss"
+"""A number that every checkpoint has, whatever the workload returns."""
+
+
+def refuse_unknown_metric(wanted: str, returned: Collection[str]) -> None:
+    """Raise WorkloadError when the best checkpoints are to be chosen by a number that does not exist."""
+    known = (LOSS, *returned)
+    if wanted and wanted not in known:
+        names = ", ".join(dict.fromkeys(known))
+        raise WorkloadError(f"checkpoint.best.metric={wanted}: the workload has no such number, only {names}")
 
 
 def steps_on_plateau(scheduler: object) -> TypeGuard[torch.optim.lr_scheduler.ReduceLROnPlateau]:

@@ -95,6 +95,45 @@ def test_a_stop_leaves_the_validation_of_its_step_to_the_next_start(one_rank: Ma
     assert run.validated() == [4, 8]
 
 
+def test_a_validation_that_a_stop_left_out_rates_the_checkpoint_of_its_step(one_rank: MakeRank) -> None:
+    best = {"every": 0, "best": {"metric": "batches"}}
+    run = one_rank(workload=own("Validated"), validation={"every": 4}, checkpoint=best)
+    ask(run, StopReason.PREEMPTION, at=4)
+    assert run.train() == ExitCode.STOPPED_AFTER_SAVE
+    assert "batches" not in run.saver.facts[4]["metrics"]
+    rated: dict[int, Any] = {}
+    workload: Any = run.session.objects.workload
+    workload.at = lambda number: rated.update(run.saver.facts) if number == 5 else None
+    run.restart()
+    assert run.train() == ExitCode.FINISHED
+    assert (run.saver.tried, run.validated()) == ([4, 4, 8], [4, 8])
+    assert (rated[4]["metrics"], rated[4]["validated"]) == ({"batches": 4.0}, 4), "before the next step"
+
+
+def test_a_validation_that_a_stop_left_out_saves_nothing_that_it_does_not_rate(one_rank: MakeRank) -> None:
+    best = {"every": 0, "best": {"metric": "loss"}}
+    run = one_rank(workload=own("Validated"), validation={"every": 4}, checkpoint=best)
+    ask(run, StopReason.PREEMPTION, at=4)
+    assert run.train() == ExitCode.STOPPED_AFTER_SAVE
+    run.restart()
+    assert run.train() == ExitCode.FINISHED
+    assert (run.saver.tried, run.validated()) == ([4, 8], [4, 8])
+
+
+def test_a_stop_in_the_last_step_leaves_its_validation_until_the_state_is_saved(one_rank: MakeRank) -> None:
+    """No start follows that could make up for it."""
+    best = {"every": 0, "best": {"metric": "batches"}}
+    run = one_rank(workload=own("Validated"), checkpoint=best)
+    saved: list[int] = []
+    workload: Any = run.session.objects.workload
+    validate = workload.validate
+    workload.validate = lambda model: saved.extend(run.saver.tried) or validate(model)
+    ask(run, StopReason.PREEMPTION, at=8)
+    assert run.train() == ExitCode.FINISHED
+    assert (saved, run.saver.tried, run.validated()) == ([8], [8, 8], [8])
+    assert run.saver.facts[8]["metrics"] == {"batches": 8.0}
+
+
 def test_a_save_that_is_asked_for_leaves_no_validation_out(one_rank: MakeRank) -> None:
     run = one_rank(workload=own("Validated"), validation={"every": 4}, checkpoint={"every": 0})
     ask(run, StopReason.SAVE_AND_GO_ON, at=4)

@@ -3,6 +3,7 @@ the data.
 """
 
 import os
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from orchestrator.submission.create_run import check_beginning
 from orchestrator.submission.resume_contract import OWN_FOLDER, Rule, config_changes, identity_changes
 from orchestrator.submission.resume_request import current_identity, trained_identity
 from orchestrator.submission.secret_values import with_webhook
+from trainer.contract import skipped_batches
 from trainer.contract.config import build
 
 
@@ -55,7 +57,23 @@ def branch(
         what = f"nothing is left to train: the checkpoint is of step {step}, and train.steps={steps}"
         raise Precondition(what, where="train.steps", hint=f"type train.steps={2 * step}")
     source = f"{chosen.run or chosen.path}@{chosen.step}"
-    return composed, {"checkpoint": chosen.path, "source": source, "step": chosen.step, "optimizer": True}
+    begins = {"checkpoint": chosen.path, "source": source, "step": chosen.step, "optimizer": True}
+    # What the positions depend on cannot differ: such changes were refused above.
+    skipped = _skipped_by_source(chosen)
+    return composed, {**begins, "skipped": skipped} if skipped else begins
+
+
+def _skipped_by_source(chosen: Target) -> list[dict[str, Any]]:
+    """The batches that the checkpoint's run has skipped."""
+    assert chosen.run_dir is not None
+    try:
+        return [asdict(skip) for skip in skipped_batches.read_all(chosen.run_dir)]
+    except (OSError, ValueError) as error:
+        raise Precondition(
+            f"the batches that its run has skipped cannot be read: {error}",
+            where=str(chosen.run_dir.path),
+            hint="restore the file, or remove it to train on all batches",
+        ) from error
 
 
 def config_of(chosen: Target, words: str) -> dict[str, Any]:

@@ -232,7 +232,9 @@ def _beginning(imported: Any) -> str:
     if not isinstance(imported, dict):
         return ""
     how = "and its optimizer state" if imported.get("optimizer") else "with a fresh optimizer"
-    return f"at step {imported.get('step')} from {imported.get('source')} {how}"
+    skipped = count(len(imported.get("skipped", ())))
+    left_out = "" if skipped == "0" else f"; skips {skipped} of its batches, as that run does"
+    return f"at step {imported.get('step')} from {imported.get('source')} {how}{left_out}"
 
 
 def _words(fields: Any) -> str:

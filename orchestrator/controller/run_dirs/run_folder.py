@@ -20,8 +20,10 @@ from orchestrator.controller.run_dirs import staged_secrets
 from orchestrator.controller.run_dirs.own_folder import foreign
 from orchestrator.errors import Precondition
 from orchestrator.registry.records import Attempt, Run
+from trainer.contract import skipped_batches
 from trainer.contract.restore_test import write_order
-from trainer.contract.run_dir import RunDir
+from trainer.contract.run_dir import AttemptDir, RunDir
+from trainer.contract.skipped_batches import Skip
 
 _DRAFT = re.compile(r"\..+\.[0-9a-f]{8}(\..+)?\.[0-9a-f]{8}\.tmp")
 _ABANDONED = 86400.0
@@ -95,6 +97,7 @@ def _make(final: RunDir, run: Run, first: Attempt, config: dict[str, Any]) -> No
             staged_secrets.copy_to_test(order, config.get("env_from", ()), draft)
         write_durably(draft.run, dump_line(_run_json(run, first)).encode())
         ensure_attempt_dir(draft, first, config)
+        _keep_skips(draft.attempt(first.number), run)
         os.rename(draft.path, final.path)
 
 
@@ -207,6 +210,12 @@ def _import_checkpoint(folder: RunDir, run: Run) -> None:
         )
     fsync_dir(target)
     fsync_dir(folder.checkpoints)
+
+
+def _keep_skips(first: AttemptDir, run: Run) -> None:
+    """Skip the batches that were skipped by the run with whose checkpoint this one begins."""
+    if skipped := (run.identity.get("imported") or {}).get("skipped"):
+        skipped_batches.add(first, [Skip(**fields) for fields in skipped])
 
 
 def _linked(source: str, target: str) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,15 @@ import pytest
 
 from checkpointing.storage.backends import LocalStorage
 from checkpointing.storage.durable import canonical
+from orchestrator.cli.runs.branch import branch
+from orchestrator.cli.terminal.render import Screen
 from orchestrator.config.compose import compose
 from orchestrator.states import Trust
 from tests.checkpointing.made_checkpoint import make
 from tests.orchestrator.cli.conftest import Seeds, Type
+from trainer.contract import skipped_batches
+from trainer.contract.run_dir import RunDir
+from trainer.contract.skipped_batches import Skip
 
 NONCE = "0123abcd"
 
@@ -100,6 +106,25 @@ def test_a_branch_trains_the_code_that_was_copied(orch: Type, seeds: Seeds, run:
     config["workload"] |= {"snapshot": True, "path": ["/moved/away"]}
     (folder / "config.json").write_bytes(canonical(config))
     assert preview(orch, "--from", f"{run}@50")["workload"]["path"] == [str(folder / "code" / "0")]
+
+
+BAD = Skip(step=60, position=59, reason="loss nan")
+
+
+def test_a_branch_skips_the_batches_that_its_run_has_skipped(seeds: Seeds, run: str) -> None:
+    def begins() -> dict[str, Any]:
+        return branch(Screen(), seeds.store, f"{run}@50", None, ())[1]
+
+    assert "skipped" not in begins()
+    skipped_batches.add(RunDir(seeds.root / run).attempt(2), [BAD])
+    assert begins()["skipped"] == [asdict(BAD)]
+
+
+def test_a_damaged_list_of_skipped_batches_is_no_empty_one(orch: Type, seeds: Seeds, run: str) -> None:
+    file = seeds.root / run / "attempts" / "002" / "skipped.json"
+    file.write_text("{}")
+    refused = orch("submit", "--from", f"{run}@50", "--dry-run")
+    assert (refused.code, str(file) in refused.err) == (4, True)
 
 
 def test_a_doubted_checkpoint_is_warned_of(orch: Type, seeds: Seeds, run: str) -> None:

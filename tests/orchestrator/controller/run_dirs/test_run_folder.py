@@ -5,6 +5,7 @@ import re
 import shutil
 import socket
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,9 @@ from orchestrator.errors import Precondition
 from orchestrator.registry.records import Attempt, Run
 from orchestrator.states import AttemptState, RunState
 from tests.checkpointing.made_checkpoint import make
+from trainer.contract import skipped_batches
+from trainer.contract.run_dir import RunDir
+from trainer.contract.skipped_batches import Skip
 
 NAME = "step-00000050.001-0123abcd"
 
@@ -30,8 +34,8 @@ def source(tmp_path: Path) -> Path:
     return tmp_path / NAME
 
 
-def begin(tmp_path: Path, source: Path) -> Path:
-    identity: dict[str, Any] = {"imported": {"checkpoint": str(source), "source": "a-1@50", "step": 50}}
+def begin(tmp_path: Path, source: Path, **more: Any) -> Path:
+    identity: dict[str, Any] = {"imported": {"checkpoint": str(source), "source": "a-1@50", "step": 50, **more}}
     run = Run(
         name="b-1", state=RunState.CREATED, reason="", cluster="local", run_dir=str(tmp_path / "b-1"),
         config_digest="d", total_steps=60, identity=identity,
@@ -43,6 +47,11 @@ def begin(tmp_path: Path, source: Path) -> Path:
 def test_the_checkpoint_is_there_when_the_folder_is(tmp_path: Path, source: Path) -> None:
     folder = begin(tmp_path, source)
     assert {path.name for path in (folder / "checkpoints" / NAME).iterdir()} == {path.name for path in source.iterdir()}
+
+
+def test_the_batches_that_its_source_has_skipped_are_skipped_from_the_start(tmp_path: Path, source: Path) -> None:
+    bad = Skip(step=60, position=59, reason="loss nan")
+    assert skipped_batches.read_all(RunDir(begin(tmp_path, source, skipped=[asdict(bad)]))) == (bad,)
 
 
 @pytest.mark.parametrize("lost", ["all", "COMMIT", "shard"])

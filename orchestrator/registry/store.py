@@ -42,6 +42,10 @@ class Store(Reads, UserWrites, LeaseWrites, ControllerWrites, RebuildWrites, Rem
         store.database.after_commit = lambda runs: write_records(store, runs)
         return store
 
+    @property
+    def path(self) -> Path:
+        return self.database.path
+
     def together(self, work: Callable[[], T]) -> T:
         """Run several verbs as one transaction; `work` must be repeatable, since a busy registry runs it again."""
         return self.database.write(lambda _: work())

@@ -15,12 +15,13 @@ from orchestrator.config.run_config import RunConfig
 from orchestrator.controller.leasing.lease import displayed_state, host_of
 from orchestrator.controller.run_dirs.ingest import ingest
 from orchestrator.controller.run_dirs.inheritable_checkpoints import committed, of_run, shared_places
+from orchestrator.controller.run_dirs.other_registry import find_serving_registry, read_leases
 from orchestrator.controller.run_view import RunView
 from orchestrator.errors import RegistryError
 from orchestrator.recovery.smaller_world import smaller_world
 from orchestrator.registry import fast_queries
 from orchestrator.registry.operations.run_record import Record
-from orchestrator.registry.records import Attempt, Checkpoint, Lease
+from orchestrator.registry.records import Attempt, Checkpoint
 from orchestrator.registry.sqlite_errors import ForeignDatabase
 from orchestrator.registry.store import Store
 from orchestrator.registry_rebuild.salvage import salvage
@@ -78,6 +79,7 @@ def rebuild(
     _remove(draft)
     try:
         with Store.open(draft) as store:
+            store.database.after_commit = lambda runs: None  # a record names its registry, and a draft's name is none
             _fill(store, found, now)
         if (aside := _set_aside(store_path, now)) is not None:
             on_aside(aside)
@@ -99,7 +101,7 @@ def _refuse_foreign(path: Path) -> None:
 
 
 def _refuse_while_served(path: Path, now: float) -> None:
-    for lease in _leases(path):  # one that cannot be read is what this is for
+    for lease in read_leases(path):  # one that cannot be read is what this is for
         if displayed_state(lease, now).may_write:
             of = f" of {lease.scheduler}" if lease.scheduler else ""
             raise RegistryError(
@@ -112,24 +114,8 @@ def _refuse_while_served(path: Path, now: float) -> None:
 def _refuse_runs_of_others(found: list[Found], path: Path, now: float) -> None:
     """Two controllers would act on one run, and neither would know of the other."""
     for item in found:
-        other = Path(item.record.registry)
-        if item.record.registry and item.record.run.state in LIVE_RUNS and other != path.absolute():
-            for lease in _leases(other):
-                if lease.scheduler == item.record.run.scheduler and displayed_state(lease, now).may_write:
-                    run, host = item.record.run, host_of(lease.holder)
-                    raise RegistryError(
-                        f"{run.name} is {run.state}, and the controller of another registry serves it: {other}",
-                        where=str(item.folder.path),
-                        hint=f"`orch controller stop` with ORCH_REGISTRY={other} on {host}, then again",
-                    )
-
-
-def _leases(path: Path) -> list[Lease]:
-    """Of a registry that may be gone, or not be one any more."""
-    try:
-        return fast_queries.leases(path, any_version=True) if path.exists() else []
-    except RegistryError:
-        return []
+        if (other := find_serving_registry(item.record, path, now)) is not None:
+            raise RegistryError(other.what, where=str(item.folder.path), hint=other.hint)
 
 
 def _refuse_twins(found: list[Found]) -> None:

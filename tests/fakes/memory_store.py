@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 from orchestrator.errors import Fenced, ForeignRun, NotFound
@@ -30,6 +31,8 @@ T = TypeVar("T")
 
 class MemoryStore:
     """Every verb is atomic, as a transaction is; it survives the controllers that use it."""
+
+    path = Path("/memory/registry.db")
 
     def __init__(self) -> None:
         self._runs: dict[str, Run] = {}

@@ -8,9 +8,12 @@ import pytest
 
 from orchestrator.controller.reconciler.reconcile import Controller
 from orchestrator.errors import Fenced, Precondition, RegistryError
+from orchestrator.registry.operations.run_record import Record
 from orchestrator.registry.records import NewRun
+from orchestrator.registry.store import Store
 from orchestrator.scheduler.interface import UNREADABLE, JobStatus
 from orchestrator.states import AttemptState, RunState
+from tests.orchestrator.registry.newer_record import record_newer_attempt
 from tests.scenarios.world import World, training
 from trainer.contract.launch_token import LaunchToken
 
@@ -187,3 +190,33 @@ def test_silence_in_the_middle_of_a_pass_is_reported_too(tmp_path: Path, monkeyp
     assert report.unreachable == ("slurm",)
     assert "Unable to contact slurm controller" in report.silence[0]
     assert world.attempts[0].state is AttemptState.INTENT
+
+
+@pytest.mark.parametrize("attempts", [1, 2], ids=["before its next attempt", "with an attempt not submitted"])
+def test_a_run_with_which_another_registry_goes_on_is_held(tmp_path: Path, attempts: int) -> None:
+    """It was stopped here, and resumed there; that attempt keeps its launch token and its configuration."""
+    (tmp_path / "runs").mkdir()
+    with Store.open(tmp_path / "registry.db") as store:
+        world = World(tmp_path / "runs", store=store)
+        training(world, 12)
+        store.add_user_request(world.name, "cancel", {}, now=1.0)
+        world.turns(100, 1.0, lambda: world.run.state is RunState.CANCELLED)
+        assert world.run.state is RunState.CANCELLED
+        stamp: dict[str, Any] = {"epoch": world.lease.epoch, "now": world.clock.wall()}
+        other = tmp_path / "other.db"
+        record_newer_attempt(store, world.name, other)
+        theirs = world.folder.attempt(2)
+        theirs.make()
+        token = LaunchToken(attempt=2, epoch=9, job_id="8", nonce="bbbbbbbb", config_digest="x", checkpoints=())
+        token.write(theirs.go)
+        if attempts == 2:
+            store.add_attempt(world.name, nonce="aaaaaaaa", excluded=(), **stamp)
+        before = sorted(world.folder.path.rglob("*"))
+        store.add_user_request(world.name, "resume", {}, now=2.0)
+        world.turns(5, 1.0)
+        assert world.run.state is RunState.HELD
+        assert f"another registry has gone on with {world.name}: {other} has attempt 2" in world.run.reason
+        assert f"`orch db rebuild --root {world.root}` takes that in" in world.run.reason
+        assert (len(world.attempts), world.folder.attempt(2).go.exists()) == (attempts, True)
+        assert sorted(world.folder.path.rglob("*")) == before
+        assert Record.read(world.folder.record).registry == str(other)

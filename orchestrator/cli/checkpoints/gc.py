@@ -10,7 +10,7 @@ may still hold it, and under the lease, because the registry must say so too.
 
 import shlex
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +30,7 @@ from orchestrator.states import ENDED_RUNS, LIVE_ATTEMPTS, AttemptState, Trust
 from trainer.contract.run_dir import RunDir
 
 if TYPE_CHECKING:
-    from orchestrator.registry.records import Lease, Run
+    from orchestrator.registry.records import Attempt, Lease, Run
     from orchestrator.registry.store import Store
 
 REFUSED = "refused"
@@ -131,19 +131,20 @@ def _half_written(store: "Store", run: "Run", tier: Tier) -> Iterator[GcCandidat
     ended = {(attempt.number, attempt.nonce) for attempt in attempts if attempt.state not in LIVE_ATTEMPTS}
     for verdict in decide_debris(folders, ended=ended):
         folder = verdict.folder
-        busy = _blocking_attempt(store, run.name, tier, folder.attempt_id[0], folder.attempt_id[1])
+        busy = _blocking_attempt(store, run, tier, folder.attempt_id[0], folder.attempt_id[1])
         yield GcCandidate(
             run=run.name, tier=tier, name=folder.name, bytes=folder.bytes, what=folder.state.value,
             deletable=verdict.collect and not busy, reason=busy or verdict.reason,
         )  # fmt: skip
 
 
-def _blocking_attempt(store: "Store", run: str, tier: Tier, number: int, nonce: str) -> str:
+def _blocking_attempt(store: "Store", run: "Run", tier: Tier, number: int, nonce: str) -> str:
     """Why what this attempt left in a tier may still be at work on; empty when nobody can be.
 
     A LOST attempt counts as over: its GO is revoked, so that nothing which it writes is ever committed.
     """
-    for attempt in store.attempts(run):
+    attempts = store.attempts(run.name)
+    for attempt in attempts:
         if attempt.state not in LIVE_ATTEMPTS:
             continue
         # Its own attempt finishes what it began, a deletion too.
@@ -151,7 +152,15 @@ def _blocking_attempt(store: "Store", run: str, tier: Tier, number: int, nonce: 
             return f"attempt {number} has not ended"
         if tier.is_copy_target:
             return f"attempt {attempt.number} has not ended, and may be copying it"
-    return ""
+    return _other_registry(store, run, attempts) if tier.is_copy_target else ""
+
+
+def _other_registry(store: "Store", run: "Run", attempts: "Sequence[Attempt]") -> str:
+    """Which other registry goes on with the run, whose attempts are not known here; empty without one."""
+    from orchestrator.controller.run_dirs.other_registry import find_other_registry
+
+    other = find_other_registry(run, attempts, store.path)
+    return other.what if other is not None else ""
 
 
 def _corrupt(store: "Store", run: "Run", tier: Tier, refused: bool) -> Iterator[GcCandidate]:
@@ -163,15 +172,16 @@ def _corrupt(store: "Store", run: "Run", tier: Tier, refused: bool) -> Iterator[
     bad.update({row.name: row.reason for row in store.checkpoints(run.name) if row.trust is Trust.CORRUPT})
     if not bad:
         return
-    live = _may_live(store, run)
+    attempts = store.attempts(run.name)
+    busy = "an attempt of the run has not ended" if _may_live(run, attempts) else _other_registry(store, run, attempts)
     pinned = pinned_names(own)
     for entry in tier.catalog.committed():
         if entry.name not in bad:
             continue
         if entry.name in pinned:
             stays = "it is pinned"
-        elif live:
-            stays = "an attempt of the run has not ended"
+        elif busy:
+            stays = busy
         else:
             stays = _still_good(tier, entry.name) if refused else f"evidence, until --refused: {bad[entry.name]}"
         yield GcCandidate(
@@ -180,12 +190,11 @@ def _corrupt(store: "Store", run: "Run", tier: Tier, refused: bool) -> Iterator[
         )  # fmt: skip
 
 
-def _may_live(store: "Store", run: "Run") -> bool:
+def _may_live(run: "Run", attempts: "Sequence[Attempt]") -> bool:
     """Whether an attempt of the run may still read its checkpoints.
 
     A LOST one may, until a later attempt was allowed or the run is over.
     """
-    attempts = store.attempts(run.name)
     if any(attempt.state in LIVE_ATTEMPTS for attempt in attempts):
         return True
     return bool(attempts) and attempts[-1].state is AttemptState.LOST and run.state not in ENDED_RUNS
@@ -227,7 +236,8 @@ def _fence(store: "Store", lease: "Lease | None", item: GcCandidate) -> Callable
     if item.what != REFUSED:
         parts = parse_name(item.name)
         assert parts is not None
-        return lambda: not _blocking_attempt(store, item.run, item.tier, parts.attempt, parts.nonce)
+        run = store.run(item.run)
+        return lambda: not _blocking_attempt(store, run, item.tier, parts.attempt, parts.nonce)
 
     def held() -> bool:
         assert lease is not None

@@ -8,8 +8,9 @@ from checkpointing.retention.pins import pinned_names
 from checkpointing.storage.backends import LocalStorage
 from orchestrator.cli.checkpoints.tiers import tiers_of
 from orchestrator.cli.removal.copies import TierCopies, find_copies
-from orchestrator.cli.removal.run_folder import bytes_below, own_folder
+from orchestrator.cli.removal.run_folder import bytes_below, foreign_folder, own_folder
 from orchestrator.controller.reconciler.ownership import never_submitted
+from orchestrator.controller.run_dirs.other_registry import find_other_registry
 from orchestrator.errors import Precondition
 from orchestrator.registry.operations.removal_writes import require_removable
 from orchestrator.registry.records import Attempt, Run
@@ -61,6 +62,8 @@ def plan_removal(store: Store, run: Run, choice: Choice) -> Plan:
     folder = own_folder(run, attempts[0], submitted=not never_submitted(attempts))
     copies: tuple[TierCopies, ...] = ()
     if folder is not None and folder == Path(run.run_dir):
+        if (other := find_other_registry(run, attempts, store.path)) is not None:
+            raise foreign_folder(run, other.what, other.hint)
         _refuse_pins(run, RunDir(folder))
         mine = {(attempt.number, attempt.nonce) for attempt in attempts}
         copies = tuple(find_copies(RunDir(folder), mine, keep=choice.keep_copies))

@@ -34,7 +34,7 @@ def own_folder(run: Run, first: Attempt, *, submitted: bool) -> Path | None:
         _require_owner(run, folder, first)
         return folder
     if submitted and run.removal != Removal.SET_ASIDE:
-        raise _foreign(run, f"the folder of {run.name} is not there", "mount its file system")
+        raise foreign_folder(run, f"the folder of {run.name} is not there", "mount its file system")
     return None
 
 
@@ -59,9 +59,9 @@ def _require_own_folder(run: Run, folder: Path) -> None:
     found = os.lstat(folder)
     if not stat.S_ISDIR(found.st_mode):
         what = "a symbolic link" if stat.S_ISLNK(found.st_mode) else "no folder"
-        raise _foreign(run, f"{folder} is {what}: orch made a folder there", "remove it yourself")
+        raise foreign_folder(run, f"{folder} is {what}: orch made a folder there", "remove it yourself")
     if found.st_uid != os.geteuid():
-        raise _foreign(run, f"{folder} belongs to another user (uid {found.st_uid})", "ask its owner")
+        raise foreign_folder(run, f"{folder} belongs to another user (uid {found.st_uid})", "ask its owner")
 
 
 def _require_owner(run: Run, folder: Path, first: Attempt) -> None:
@@ -72,10 +72,11 @@ def _require_owner(run: Run, folder: Path, first: Attempt) -> None:
     except OSError as error:
         raise _unreadable(run, error, RunDir(folder).run, f"chmod u+rwx {shlex.quote(str(folder))}") from error
     if not isinstance(owner, dict) or (owner.get("name"), owner.get("nonce")) != (run.name, first.nonce):
-        raise _foreign(run, f"the folder is not known to be that of {run.name}", "look at its run.json")
+        raise foreign_folder(run, f"the folder is not known to be that of {run.name}", "look at its run.json")
 
 
-def _foreign(run: Run, what: str, cure: str) -> Precondition:
+def foreign_folder(run: Run, what: str, cure: str) -> Precondition:
+    """The refusal to delete a folder that is not this run's alone."""
     hint = f"{cure}; to forget the run and touch no file: orch rm {run.name} --forget"
     return Precondition(what, where=run.run_dir, hint=hint)
 

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import click
@@ -187,7 +188,7 @@ def _request(store: Any, verb: str, name: str, target: RunState, here: bool, cha
     if verb == "cancel" and run.state is RunState.CANCELLED:
         return {**item, "answer": "was cancelled already"}
     if verb == "resume":
-        _require_folder(run, store.attempts(run.name))
+        _require_folder(run, store.attempts(run.name), store.path)
     moves = here and item["here"] and not (change is not None and change.overrides)
     if verb == "resume" and not moves and run.state in LIVE_RUNS:
         return _already_live(run, item, change)
@@ -218,12 +219,13 @@ def _require_cluster(verb: str, run: Run, key: str, attempts: list[Any]) -> None
         )
 
 
-def _require_folder(run: Run, attempts: list[Any]) -> None:
-    """Raise Precondition where the run's folder is not there, or has lost its `run.json`: nothing could go on in it.
+def _require_folder(run: Run, attempts: list[Any], registry: Path) -> None:
+    """Raise Precondition where the run's folder is not there, or has lost its `run.json`, or another registry uses it.
 
     The folder of a run that was never submitted may still have to be made.
     """
     from orchestrator.controller.reconciler.ownership import never_submitted
+    from orchestrator.controller.run_dirs.other_registry import refuse_other_registry
     from orchestrator.controller.run_dirs.run_folder import hidden
 
     if never_submitted(attempts) and run.state in LIVE_RUNS:
@@ -231,6 +233,7 @@ def _require_folder(run: Run, attempts: list[Any]) -> None:
     folder = existing_folder(run.name, run.run_dir)
     if not never_submitted(attempts) and (why := hidden(run, attempts[0])):
         raise Precondition(f"{why}; the folder there is not that of {run.name}", where=str(folder.path), hint=PUT_BACK)
+    refuse_other_registry(run, attempts, registry)
 
 
 def _already_live(run: Run, item: dict[str, Any], change: Change | None) -> dict[str, Any]:

@@ -34,6 +34,7 @@ from orchestrator.controller.reconciler.world_size import UsableNodes, give_up_l
 from orchestrator.controller.run_dirs.bounded_files import DirectFiles, Files, RunDirHangs
 from orchestrator.controller.run_dirs.collect_evidence import collect_evidence
 from orchestrator.controller.run_dirs.ingest import ingest
+from orchestrator.controller.run_dirs.other_registry import refuse_other_registry
 from orchestrator.controller.run_dirs.run_folder import ensure_run_dir, has_outcome, hidden
 from orchestrator.controller.run_view import RunView, stored_config
 from orchestrator.errors import Fenced, ForeignRun, Precondition, RegistryError, SlurmUnreachable
@@ -234,6 +235,7 @@ class Controller:
         elif self._is_hidden(view):
             return False
         if view.last.submitted_at is None:
+            self._refuse_other_registry(view)
             if wait_for_room(self.actor, view):
                 return False
             view = with_exclusions(self.actor, view, self.pool_size)
@@ -254,6 +256,9 @@ class Controller:
             self.observed.forget(f"{what}:{view.run.name}/{view.last.number}")
         self.actor.note(view.run, f"{why}; nothing is assumed until it is")
         return True
+
+    def _refuse_other_registry(self, view: RunView) -> None:
+        self.files.call(view.folder.path, lambda: refuse_other_registry(view.run, view.attempts, self.store.path))
 
     def _end_cancelled(self, view: RunView) -> None:
         last, stamp, why = view.last, self.actor.stamp(), "cancelled before it was submitted"
@@ -353,6 +358,7 @@ class Controller:
             return False
         if self._is_hidden(view):
             return False
+        self._refuse_other_registry(view)
         # Nobody of an older attempt may commit or delete from here on.
         for attempt in view.attempts:
             self.actor.fence(view.folder.attempt(attempt.number))

@@ -2,6 +2,7 @@
 
 import logging
 import math
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, is_dataclass
 from pathlib import Path
@@ -155,10 +156,24 @@ def write_records(
             missed(f"the change of {name} is in the registry, and not in the record in the run's folder: {why}")
 
 
+def is_other_registry(named: str, registry: Path) -> bool:
+    """Whether a record names another registry than this file; one that was put back from a backup is the same."""
+    if not named or Path(named) == registry.absolute():
+        return False
+    try:
+        return not os.path.samefile(named, registry)
+    except OSError:
+        return True
+
+
 def _is_behind(record: Record, path: Path) -> bool:
-    """Whether a faster process has written a newer record already."""
+    """Whether a faster process has written a newer record already, or another registry has gone on with the run."""
     try:
         known: Any = read_json(path)
+        theirs = {(one["number"], one["nonce"]) for one in known["attempts"]}
+        ours = {(attempt.number, attempt.nonce) for attempt in record.attempts}
+        if theirs != ours and is_other_registry(known.get("registry", ""), Path(record.registry)):
+            return not theirs <= ours
         return int(known.get("changes") or len(known["transitions"])) > record.changes
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):  # whatever was made of it
         return False

@@ -13,6 +13,7 @@ from orchestrator.registry.records import Checkpoint
 from orchestrator.states import AttemptState, RunState, Trust
 from tests.checkpointing.made_checkpoint import make
 from tests.orchestrator.cli.conftest import Seeds, Type
+from tests.orchestrator.registry.newer_record import record_newer_attempt
 
 NONCE = "0123abcd"
 
@@ -228,6 +229,19 @@ def test_a_refused_checkpoint_that_verifies_stays(orch: Type, seeds: Seeds, run:
     (row,) = orch("ckpt", "gc", run, "--refused", "--json").data
     assert (row["done"], row["reason"]) == ("left", "its bytes are as they were written")
     assert place.exists()
+
+
+def test_refused_checkpoints_stay_while_another_registry_goes_on_with_the_run(
+    orch: Type, seeds: Seeds, run: str, tmp_path: Path
+) -> None:
+    place = corrupt(seeds, run, 50)
+    (place / "__0_0.distcp").write_bytes(b"z" * 1000)
+    end(seeds, run)
+    drop_lease(seeds)
+    record_newer_attempt(seeds.store, run, tmp_path / "other.db")
+    (row,) = orch("ckpt", "gc", run, "--refused", "--json").data
+    assert (row["done"], place.exists()) == ("left", True)
+    assert row["reason"].startswith(f"another registry has gone on with {run}: ")
 
 
 def test_committed_checkpoints_are_not_deleted_beside_a_controller(orch: Type, seeds: Seeds, run: str) -> None:

@@ -17,6 +17,7 @@ from orchestrator.cli.main import redacted
 from orchestrator.states import AttemptState, RunState, Trust
 from tests.checkpointing.made_checkpoint import make
 from tests.orchestrator.cli.conftest import Seeds, Type
+from tests.orchestrator.registry.newer_record import record_newer_attempt
 
 NONCE = "0123abcd"
 NAME = f"step-00000050.001-{NONCE}"
@@ -85,6 +86,18 @@ def test_gc_leaves_what_a_later_attempt_may_be_copying(orch: Type, seeds: Seeds,
     over(seeds, run)
     assert left(orch, run)[str(tmp_path / "slow")][0] == "deleted"
     assert not copied.exists()
+
+
+def test_gc_leaves_what_an_attempt_of_another_registry_may_be_copying(
+    orch: Type, seeds: Seeds, run: str, tmp_path: Path
+) -> None:
+    tiered(seeds, run, {"path": "run"}, {"path": str(tmp_path / "slow")})
+    copied = half_written(tmp_path / "slow" / run)
+    over(seeds, run)
+    record_newer_attempt(seeds.store, run, tmp_path / "other.db")
+    done, reason = left(orch, run)[str(tmp_path / "slow")]
+    assert (done, copied.exists()) == ("left", True)
+    assert reason.startswith(f"another registry has gone on with {run}: {tmp_path / 'other.db'} has attempt 2")
 
 
 def test_the_run_s_folder_is_copied_to_when_it_is_not_the_first_tier(

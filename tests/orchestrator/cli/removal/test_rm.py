@@ -29,6 +29,7 @@ from orchestrator.states import AttemptState, RunState
 from tests.checkpointing.made_checkpoint import make
 from tests.orchestrator.cli.conftest import Seeds, Type
 from tests.orchestrator.ordinary_user import folder_of_an_ordinary_user
+from tests.orchestrator.registry.newer_record import record_newer_attempt
 
 NONCE = "0123abcd"
 NAME = f"step-00000050.001-{NONCE}"
@@ -113,6 +114,30 @@ def test_a_run_of_which_a_restore_test_is_under_way_is_refused(orch: Type, seeds
     refused = orch("rm", run, "-y")
     assert (refused.code, f"a restore test of {run} is under way: {test}" in refused.err) == (4, True)
     assert (seeds.root / run / "run.json").exists()
+
+
+def test_a_run_with_which_another_registry_goes_on_keeps_its_folder(orch: Type, seeds: Seeds, run: str) -> None:
+    other = seeds.root.parent / "other" / "registry.db"
+    record_newer_attempt(seeds.store, run, other)
+    refused = orch("rm", run, "-y")
+    assert refused.code == 4
+    assert f"another registry has gone on with {run}: {other} has attempt 2" in refused.err
+    assert f"`orch db rebuild --root {seeds.root}` takes that in" in refused.err
+    assert (seeds.store.run(run).removal, (seeds.root / run / "run.json").exists()) == ("", True)
+    assert orch("rm", run, "-y", "--forget").code == 0
+    assert (rows_of(seeds, run), (seeds.root / run / "checkpoints" / NAME).is_dir()) == ({}, True)
+
+
+@pytest.mark.parametrize("content", [None, "{", "[]"])
+def test_a_run_whose_record_is_missing_or_damaged_can_go(
+    orch: Type, seeds: Seeds, run: str, content: str | None
+) -> None:
+    record = seeds.root / run / "record.json"
+    record.unlink(missing_ok=True)
+    if content is not None:
+        record.write_text(content)
+    assert orch("rm", run, "-y").code == 0
+    assert os.listdir(seeds.root) == []
 
 
 def test_a_pinned_checkpoint_keeps_its_run_until_it_is_unpinned(orch: Type, seeds: Seeds, run: str) -> None:

@@ -12,6 +12,7 @@ import pytest
 from orchestrator.cli.runs import cancel_resume
 from orchestrator.states import RunState
 from tests.orchestrator.cli.conftest import Seeds, Type
+from tests.orchestrator.registry.newer_record import record_newer_attempt
 
 
 @pytest.mark.parametrize(
@@ -117,6 +118,20 @@ def test_what_cannot_be_cancelled_or_resumed_is_refused(orch: Type, seeds: Seeds
         assert "is SUCCEEDED" in refused.err
     assert seeds.store.user_requests() == []
     assert orch("resume", seeds.run()).out.startswith("tiny-2: is going on already")
+
+
+@pytest.mark.parametrize("state", [RunState.CANCELLED, RunState.RECOVERING])
+@pytest.mark.parametrize("changes", [(), ("train.steps=300",)])
+def test_a_run_with_which_another_registry_goes_on_is_not_resumed(
+    orch: Type, seeds: Seeds, service: SimpleNamespace, state: RunState, changes: tuple[str, ...]
+) -> None:
+    run, other = seeds.run(state=state), seeds.root.parent / "other" / "registry.db"
+    record_newer_attempt(seeds.store, run, other)
+    refused = orch("resume", run, *changes)
+    assert refused.code == 4
+    assert f"another registry has gone on with {run}: {other} has attempt 2" in refused.err
+    assert f"`orch db rebuild --root {seeds.root}` takes that in" in refused.err
+    assert (seeds.store.user_requests(), service.knocks) == ([], [])
 
 
 @pytest.mark.parametrize("verb", ["cancel", "resume"])

@@ -1,0 +1,86 @@
+"""Whether another registry goes on with a run: two controllers would act on one folder without a common lease."""
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from checkpointing.storage.durable import only_own_files
+from orchestrator.controller.leasing.lease import displayed_state, host_of
+from orchestrator.errors import Precondition, RegistryError
+from orchestrator.registry import fast_queries
+from orchestrator.registry.operations.run_record import Record, is_other_registry
+from orchestrator.registry.records import Attempt, Lease, Run
+from orchestrator.states import LIVE_RUNS
+from trainer.contract.run_dir import RunDir
+
+
+@dataclass(frozen=True, kw_only=True)
+class OtherRegistry:
+    """Another registry that goes on with a run."""
+
+    what: str
+    hint: str  # what to type
+
+
+def find_other_registry(run: Run, attempts: Sequence[Attempt], registry: Path) -> OtherRegistry | None:
+    """The registry, other than `registry` with its `attempts`, that goes on with the run by the run's record.
+
+    A record that is missing, damaged or of another run names none.
+    """
+    folder = Path(run.run_dir)
+    try:
+        with only_own_files():
+            record = Record.read(RunDir(folder).record)
+    except (OSError, ValueError):
+        return None
+    if not (record.attempts and attempts) or record.attempts[0].nonce != attempts[0].nonce:
+        return None
+    known = {(attempt.number, attempt.nonce) for attempt in attempts}
+    unknown = [one.number for one in record.attempts if (one.number, one.nonce) not in known]
+    if unknown and is_other_registry(record.registry, registry):
+        has = f"attempt{'' if len(unknown) == 1 else 's'} {', '.join(map(str, unknown))}"
+        return OtherRegistry(
+            what=f"another registry has gone on with {run.name}: {record.registry} has {has}, unknown to {registry}",
+            hint=f"`orch db rebuild --root {folder.parent}` takes that in; "
+            f"or use the other one: `export ORCH_REGISTRY={record.registry}`",
+        )
+    return find_serving_registry(record, registry, time.time()) if _is_at(record.run, folder) else None
+
+
+def find_serving_registry(record: Record, registry: Path, now: float) -> OtherRegistry | None:
+    """The registry, other than `registry`, whose live controller serves the run of this record."""
+    run = record.run
+    if run.state not in LIVE_RUNS or not is_other_registry(record.registry, registry):
+        return None
+    for lease in read_leases(Path(record.registry)):
+        if lease.scheduler == run.scheduler and displayed_state(lease, now).may_write:
+            there = f"ORCH_REGISTRY={record.registry} on {host_of(lease.holder)}"
+            return OtherRegistry(
+                what=f"{run.name} is {run.state}, and the controller of another registry serves it: {record.registry}",
+                hint=f"`orch controller stop` with {there}, then again",
+            )
+    return None
+
+
+def refuse_other_registry(run: Run, attempts: Sequence[Attempt], registry: Path) -> None:
+    """Raise Precondition where another registry goes on with the run."""
+    if (other := find_other_registry(run, attempts, registry)) is not None:
+        raise Precondition(other.what, where=run.run_dir, hint=other.hint)
+
+
+def read_leases(path: Path) -> list[Lease]:
+    """The leases of a registry; empty for one that is gone or cannot be read."""
+    try:
+        return fast_queries.leases(path, any_version=True) if path.exists() else []
+    except (OSError, RegistryError):
+        return []
+
+
+def _is_at(run: Run, folder: Path) -> bool:
+    """Whether a record was made of this folder, and not of one that it was copied from."""
+    try:
+        return os.path.samefile(run.run_dir, folder)
+    except OSError:
+        return False

@@ -11,6 +11,7 @@ from orchestrator.config.run_config import RunConfig
 from orchestrator.config.yaml_text import format_list_items
 from orchestrator.errors import ConfigError
 from orchestrator.submission.launchers import refuse_launcher
+from orchestrator.submission.shell_text import refuse_lost_exit_code
 from trainer.contract.config_sections.scheduler_kinds import traits
 from trainer.contract.user_command.command_folder import FOLDER_VARIABLE
 
@@ -29,7 +30,9 @@ def check_command(config: RunConfig, beside: Path) -> None:
     `beside`: the folder from which the run is submitted.
     """
     _refuse_one_text(config.command, beside)
-    refuse_launcher(config, _shell_text(config.command, beside))
+    script_text = _shell_text(config.command, beside)
+    refuse_launcher(config, script_text)
+    refuse_lost_exit_code(config.command, script_text)
     for word in config.command[1:]:
         if word.endswith(".py") and word.startswith("/") and not Path(word).is_file():
             raise _missing(config.command, word, Path(word))

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from orchestrator.config.run_config import RunConfig
 from orchestrator.config.yaml_text import format_list_items
 from orchestrator.errors import ConfigError
+from orchestrator.submission.shell_text import SHELL, inline_text, lines_of_words
 
 _PYTHON = re.compile(r"(?:.*/)?python[\d.]*")
-_SHELL = re.compile(r"(?:.*/)?(?:bash|sh|dash|zsh|ksh)")
 _MODULES = {
     "torch.distributed.run": "torchrun",
     "torch.distributed.launch": "torchrun",
@@ -61,7 +61,7 @@ def refuse_launcher(config: RunConfig, script: str = "") -> None:
     if config.cluster.world_size == 1:
         return
     found = _launch(config.command)
-    text = _inline(config.command) or script
+    text = inline_text(_strip_wrappers(list(config.command))) or script
     if found is None and text and not _OWN_RANKS.search(text):
         found = next(filter(None, map(_launch, _simple_commands(text))), None)
     if found is None or (config.cluster.ranks_per_node == 1 and _joins_nodes(found)):
@@ -117,7 +117,7 @@ def _may_start(word: str) -> bool:
     """Whether this word is a program that matters here, and not the value of an option before it."""
     name = word.rpartition("/")[2]
     known = {*_PROGRAMS, *_VERBS, *_WRAPPERS}
-    return name in known or any(form.fullmatch(word) for form in (_PYTHON, _SHELL))
+    return name in known or any(form.fullmatch(word) for form in (_PYTHON, SHELL))
 
 
 def _read(name: str, words: list[str]) -> Launch:
@@ -141,28 +141,14 @@ def _is_program(word: str) -> bool:
     return word.endswith((".py", ".sh")) or _PYTHON.fullmatch(word) is not None
 
 
-def _inline(command: Sequence[str]) -> str:
-    """The text of `bash -c TEXT`; empty for any other command."""
-    words = _strip_wrappers(list(command))
-    if not words or not _SHELL.fullmatch(words[0]):
-        return ""
-    at = next((place for place, word in enumerate(words) if re.fullmatch(r"-\w*c", word)), 0)
-    return words[at + 1] if 0 < at < len(words) - 1 else ""
-
-
 def _simple_commands(text: str) -> Iterator[list[str]]:
     """The simple commands of a shell text, roughly: words between separators and ends of lines."""
-    for line in text.replace("\\\n", " ").splitlines():
-        lexer = shlex.shlex(line, posix=True, punctuation_chars=";&|()")
-        lexer.whitespace_split = True
+    for line in lines_of_words(text):
         words: list[str] = []
-        try:
-            for word in lexer:
-                if word in _SEPARATORS:
-                    yield words
-                    words = []
-                else:
-                    words.append(word)
-        except ValueError:  # a quote that is closed in another line
-            continue
+        for word in line:
+            if word in _SEPARATORS:
+                yield words
+                words = []
+            else:
+                words.append(word)
         yield words

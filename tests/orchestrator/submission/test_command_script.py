@@ -64,3 +64,43 @@ def test_a_container_or_a_script_of_ones_own_may_bring_it(template: str, refused
     config = RunConfig(command=("python", "gone.py"), cluster=ClusterConfig(kind="slurm", templates=(template,)))
     with pytest.raises(ConfigError) if refused else nullcontext():
         user_code.check(config)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "python train.py | tee -a out.log",
+        "source env.sh && python train.py 2>&1 | tee out.log",
+        "python train.py |& grep -v warning | tee out.log",
+        "python train.py; echo finished",
+        "python train.py\necho finished",
+    ],
+)
+def test_a_shell_that_hides_the_failure_of_its_program_is_refused(here: Path, text: str) -> None:
+    (here / "run.sh").write_text(f"#!/bin/bash\n{text}\n")
+    for command in (("bash", "-c", text), ("bash", "run.sh"), ("bash", "-u", "run.sh")):
+        with pytest.raises(ConfigError, match=r"would count as done"):
+            user_code.check(RunConfig(name="x", command=command), here)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "set -o pipefail; python train.py | tee -a out.log",
+        "nvidia-smi | tee gpus.log; python train.py",
+        "head=$(scontrol show hostnames | head -n 1)\npython train.py",
+        "python show.py | tee seen.log\npython train.py",
+        "cat list | python train.py",
+        "python train.py '--separator=|' tee",
+        "python train.py || exit 3; echo finished",
+        "set -e\npython train.py\necho finished",
+        "set -euo pipefail\npython train.py | tee a\necho finished",
+        "python train.py\ncode=$?\necho finished\nexit $code",
+        "echo only words",
+    ],
+)
+def test_a_shell_that_ends_with_the_code_of_its_program_is_taken(here: Path, text: str) -> None:
+    (here / "run.sh").write_text(f"#!/bin/bash\n{text}\n")
+    for command in (("bash", "-c", text), ("bash", "run.sh")):
+        user_code.check(RunConfig(name="x", command=command), here)
+    user_code.check(RunConfig(name="x", command=("bash", "-e", "-o", "pipefail", "run.sh")), here)

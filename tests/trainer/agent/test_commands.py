@@ -103,7 +103,9 @@ import json, sys
 from pathlib import Path
 folder = Path(sys.argv[1])
 steps = sorted(int(path.name.partition("-")[2]) for path in folder.glob("checkpoint-*"))
-step = json.loads((folder / f"checkpoint-{steps[-1]}" / sys.argv[2]).read_text())["step"] if steps else 0
+def load_checkpoint(path):
+    return json.loads(path.read_text())["step"]
+step = load_checkpoint(folder / f"checkpoint-{steps[-1]}" / sys.argv[2]) if steps else 0
 print("from step", step, flush=True)
 for step in range(step + 10, 50, 10):
     (folder / f"checkpoint-{step}").mkdir(exist_ok=True)

@@ -17,9 +17,9 @@ _MOST = 1 << 20
 """Bytes of a log that are read; of a program that wrote more, only these are known."""
 _ESCAPES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(\x07|\x1b\\)|\x1b.")
 _CONTROLS = {number: None for number in (*range(9), *range(11, 32), *range(127, 160))} | {9: " "}
-_RANK = re.compile(r"^\[rank\d+\]: ?")
+RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?")
 """What torch puts before every line of a traceback."""
-_TRACEBACK = "Traceback (most recent call last):"
+TRACEBACK = "Traceback (most recent call last):"
 _RAISED = re.compile(r"^(?:[A-Za-z_]\w*\.)*([A-Za-z_]\w*)(?:: (.*))?$")
 _NOT_COMPILED = re.compile(r"^(SyntaxError|IndentationError|TabError): (.*)$")
 """Of a main script Python says so without a traceback."""
@@ -58,8 +58,8 @@ def _plain(line: str) -> str:
 
 def _raised(lines: list[str]) -> tuple[str, str | None] | None:
     """The final line of the last traceback."""
-    lines = [_RANK.sub("", line) for line in lines]
-    starts = [at for at, line in enumerate(lines) if line.startswith(_TRACEBACK)]
+    lines = [RANK_PREFIX.sub("", line) for line in lines]
+    starts = [at for at, line in enumerate(lines) if line.startswith(TRACEBACK)]
     for line in lines[starts[-1] + 1 :] if starts else ():
         if line and not line[0].isspace():
             found = _RAISED.match(line)

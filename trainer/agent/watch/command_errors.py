@@ -10,9 +10,9 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from trainer.agent.watch.loading_errors import is_loading_error
 from trainer.agent.watch.root_cause import VARYING, Cause, CommandFailure, RankEnd, find_cause, is_outside, root_of
 from trainer.contract.failures.failure_kinds import kinds_with
-from trainer.contract.failures.failure_patterns import Meaning, error_says
 from trainer.contract.failures.outcome import FailureKind
 from trainer.contract.user_command.command_progress import PROGRESS_SECONDS
 
@@ -103,7 +103,8 @@ def command_cause(ends: Sequence[RankEnd], past: CommandPast, seconds: float) ->
         return cause
     mine = CommandFailure(
         mark=_mark(early or root), seconds=seconds, written=root.written, exception=root.exception, crashed=not own,
-        saved=past.saved, trained=past.saved or seconds > START_SECONDS, loading=_loading(root, past),
+        saved=past.saved, trained=past.saved or seconds > START_SECONDS,
+        loading=_loading(root, past, doubt=bool(past.newest and past.newest.damage and not past.newest.lacking)),
         began_from=past.newest.identity if past.newest else "",
     )  # fmt: skip
     judgement = judge([*past.failures, mine], past)
@@ -248,13 +249,13 @@ def _of_its_checkpoint(root: RankEnd, past: CommandPast) -> bool:
     """Whether not the code but what it loads has to be fixed."""
     if past.newest is not None and past.newest.damage:
         return True
-    return _loading(root, past) and (past.trained or past.newest is not None)
+    return _loading(root, past, doubt=True) and (past.trained or past.newest is not None)
 
 
-def _loading(root: RankEnd, past: CommandPast) -> bool:
-    """Whether it failed while it loaded something, by what it said last."""
-    said = "\n".join((*root.lines, _said(root)))
-    return error_says(said, Meaning.LOADING) or (past.newest is not None and past.newest.name in said)
+def _loading(root: RankEnd, past: CommandPast, *, doubt: bool) -> bool:
+    """Whether it failed while it loaded its newest checkpoint, or anything where that is not known."""
+    newest = past.newest.name if past.newest else ""
+    return is_loading_error(_said(root), root.lines, newest, raised=root.exception is not None, doubt=doubt)
 
 
 def _said(root: RankEnd) -> str:

@@ -22,6 +22,8 @@ class Meaning(StrEnum):
     MISMATCH = "mismatch"  # ranks called different collectives
     OUTSIDE = "outside"  # what a program only meets: the network, a file server, the end of a process beside it
     LOADING = "loading"  # what programs raise, and where, when they load a file that was cut off
+    CUT_OFF = "cut_off"  # what a file that was cut off raises where it is read, and also an answer of a server
+    NO_CHECKPOINT = "no_checkpoint"  # of a GPU, its driver or the training data: no checkpoint causes it
     NO_SECRETS = "no_secrets"  # an agent cannot read the run's secrets
     TIME_LIMIT = "time_limit"
     PREEMPTED = "preempted"
@@ -121,9 +123,13 @@ TABLE = tuple(
         (Meaning.OUTSIDE, _ERROR, r"Too Many Requests|Bad Gateway|Service (Temporarily )?Unavailable"),
         (Meaning.OUTSIDE, _ERROR, r"DataLoader worker .{0,200}(killed|exited unexpectedly)"),
         (Meaning.LOADING, _ERROR, r"SafetensorError|deserializing header|PytorchStreamReader|central directory"),
-        (Meaning.LOADING, _ERROR, r"UnpicklingError|invalid load key|EOFError|unexpected EOF|BadZipFile"),
-        (Meaning.LOADING, _ERROR, r"loading state_dict|storage has wrong byte size|JSONDecodeError"),
-        (Meaning.LOADING, _ERROR, r"torch\.load\(|load_state_dict\(|load_file\(|load_checkpoint"),
+        (Meaning.LOADING, _ERROR, r"UnpicklingError|invalid load key|unexpected EOF|BadZipFile"),
+        (Meaning.LOADING, _ERROR, r"loading state_dict|storage has wrong byte size"),
+        (Meaning.LOADING, _ERROR, r"torch\.load\(|load_state_dict\(|load_file\(|load_(from_)?checkpoint"),
+        (Meaning.LOADING, _ERROR, r"torch/serialization\.py\", line \d+, in \w*load"),
+        (Meaning.CUT_OFF, _ERROR, r"EOFError|JSONDecodeError"),
+        (Meaning.NO_CHECKPOINT, _ERROR, r"(CUDA|HIP|cuDNN|NCCL)( driver)? error|CUBLAS_STATUS|CUDNN_STATUS"),
+        (Meaning.NO_CHECKPOINT, _ERROR, r"on (a )?CUDA device|NVIDIA driver|torch/utils/data/|in DataLoader worker"),
         (Meaning.REQUEUED, _LOG, r"DUE TO JOB REQUEUE"),
         (Meaning.CANCELLED, _LOG, r"CANCELLED AT .{0,500} \*\*\*$"),
         (Meaning.TEARDOWN, _LOG, r"srun: (Job step aborted|forcing job termination|Force Terminated)"),

@@ -24,6 +24,7 @@ from trainer.contract.user_command.command_checkpoints import CommandCheckpoints
 
 TORN = RankEnd(
     rank=0, node="n0", at=0.0, step=None, exit_code=1, exception="EOFError", message="Ran out of input",
+    lines=("Traceback (most recent call last):", "    state = torch.load(path)", "EOFError: Ran out of input"),
 )  # fmt: skip
 
 

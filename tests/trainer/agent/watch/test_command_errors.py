@@ -169,13 +169,19 @@ OLDER = NewestCheckpoint(identity="checkpoint-40.1e", name="checkpoint-40")
 LOADING = raised("SafetensorError", "Error while deserializing header: incomplete metadata")
 
 
+def traceback(code: str, *said: str, file: str = "/work/train.py") -> tuple[str, ...]:
+    """As most programs end that had printed what they resume from."""
+    frames = "Traceback (most recent call last):", f'  File "{file}", line 50, in <module>', f"    {code}"
+    return ("Resuming training from out/checkpoint-50", *frames, *said)
+
+
 @pytest.mark.parametrize(
     ("newest", "failing", "aside"),
     [
         (TORN, raised(), True),
         (TORN, end(exit_code=None, signal=int(signal.SIGBUS)), True),
         (SOUND, LOADING, True),
-        (SOUND, raised("KeyError", lines=("  load(path / 'checkpoint-50')",)), True),
+        (SOUND, raised("KeyError", lines=traceback("load(path / 'checkpoint-50')", "KeyError: bad")), True),
         (SOUND, raised(), False),  # nothing says that it was loading anything
         (SOUND, end(exit_code=None, signal=int(signal.SIGBUS)), False),
         (TORN, end(exit_code=None, signal=int(signal.SIGKILL)), False),  # somebody else's doing
@@ -240,6 +246,79 @@ def test_failures_with_another_cause_do_not_count_against_a_checkpoint_without_a
     assert not program.fails(raised("ConnectionError", "the data server is away")).set_aside
     assert not program.fails(LOADING).set_aside
     assert program.fails(LOADING).set_aside
+
+
+SHARD = "[Errno 2] No such file or directory: '/mnt/data/imagenet/shard-00017.bin'"
+UNZIPPED = "PytorchStreamReader failed reading zip archive: failed finding central directory"
+NOT_OF_THE_CHECKPOINT = {
+    "file": raised("FileNotFoundError", SHARD, lines=traceback("open(shard, 'rb')")),
+    "file-loaded": raised("FileNotFoundError", SHARD, lines=traceback("torch.load(shard)")),
+    "file-here": raised("FileNotFoundError", "[Errno 2] No such file or directory: 'base.pt'",
+                        lines=traceback("torch.load(base)")),
+    "literal": raised("RuntimeError", UNZIPPED, lines=traceback("torch.load('/models/base.pt')")),
+    "hub": raised("OSError", "cannot load from https://hub/gpt", lines=traceback("self.load_checkpoint(name)")),
+    "gpu-memory": raised("OutOfMemoryError", "CUDA out of memory. Tried to allocate 20.00 MiB",
+                         lines=traceback("return torch.load(p)")),
+    "memory": raised("MemoryError", "", lines=traceback("state = torch.load('out/checkpoint-50/state.pt')")),
+    "http": raised("JSONDecodeError", "Expecting value: line 1 column 1 (char 0)",
+                   lines=traceback("json.loads(answer)")),
+    "pipe": raised("EOFError", "", lines=traceback("connection.recv()")),
+    "ecc": raised("RuntimeError", "CUDA error: uncorrectable ECC error encountered",
+                  lines=("step 54/90 loss=0.1", *traceback("model(batch)"))),
+    "driver": raised("RuntimeError", "CUDA error: unspecified launch failure",
+                     lines=traceback("torch.load(path, map_location='cuda')")),
+    "no-gpu": raised("RuntimeError", "Attempting to deserialize object on a CUDA device but there is none",
+                     lines=traceback("torch.load(path)")),
+    "sample": raised("UnpicklingError", "pickle data was truncated",
+                     lines=traceback("data = self._next_data()", file="/lib/torch/utils/data/dataloader.py")),
+    "worker": raised("RuntimeError", "Caught UnpicklingError in DataLoader worker process 0."),
+    "another": raised("RuntimeError", "cannot read checkpoint-500", lines=traceback("evaluate(batch)")),
+    "handled": raised("ValueError", "bad", lines=("    torch.load(p)", "EOFError: x", *traceback("model(batch)"))),
+    "after": raised("ValueError", "bad", lines=(*traceback("model(b)", "ValueError: bad"), "see checkpoint-50")),
+    "printed": end(lines=("Resuming training from out/checkpoint-50",)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("failing", NOT_OF_THE_CHECKPOINT.values(), ids=NOT_OF_THE_CHECKPOINT)
+def test_a_checkpoint_that_was_only_printed_before_an_error_stays(failing):
+    assert not Program(newest=SOUND).times(2, failing).set_aside
+
+
+OF_THE_CHECKPOINT = {
+    "file": raised("FileNotFoundError", "[Errno 2] No such file or directory: '/out/checkpoint-50/optimizer.pt'"),
+    "zip": raised("RuntimeError", UNZIPPED),
+    "source": raised("RuntimeError", f"[enforce fail at /src/caffe2/inline_container.cc:145] . {UNZIPPED}"),
+    "torch": raised("EOFError", "Ran out of input", lines=traceback("state = torch.load(f'{out}/state.pt')")),
+    "ranks": raised("EOFError", "x", lines=tuple(f"[rank0]: {line}" for line in traceback("torch.load(p + '/s.pt')"))),
+    "deep": raised("OSError", "[Errno 22] Invalid argument", lines=(
+        '  File "/lib/torch/serialization.py", line 1462, in load', "    with _open_zipfile_reader(opened_file) as f:",
+    )),
+    "json": raised("JSONDecodeError", "Expecting value", lines=traceback("read('out/checkpoint-50/state.json')")),
+    "words": raised("RuntimeError", "loader.cc: checkpoint-50 has a bad checksum"),
+    "line": end(lines=("Resuming from out/checkpoint-50", "error: cannot read out/checkpoint-50/model.bin")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("failing", OF_THE_CHECKPOINT.values(), ids=OF_THE_CHECKPOINT)
+def test_an_error_that_names_the_checkpoint_or_what_loads_it_counts_against_it(failing):
+    assert Program(newest=SOUND).times(2, failing).set_aside
+
+
+@pytest.mark.parametrize("what", ["EOFError", "JSONDecodeError"])
+def test_what_ended_too_early_is_the_checkpoint_where_that_has_a_sign_of_damage(what):
+    """The first of all, which is moved only if the program could not load it."""
+    ended = raised(what, "x", lines=traceback("json.load(file)"))
+    assert Program(newest=TORN, older="", ever_saved=False).times(2, ended).set_aside
+    assert not Program(newest=SOUND).times(2, ended).set_aside
+    assert Program(newest=SOUND).times(3, ended).failure.kind is FailureKind.STORAGE  # somebody has to look at it
+
+
+@pytest.mark.parametrize(("name", "path"), [("50", "out/50/state.pt"), ("latest", "out/latest/state.pt")])
+def test_a_plain_number_or_word_names_a_checkpoint_only_in_a_path(name, path):
+    newest = replace(SOUND, name=name)
+    unrelated = raised("ValueError", f"use the latest version; index {name} of 60", lines=traceback("model(batch)"))
+    assert not Program(newest=newest).times(2, unrelated).set_aside
+    assert Program(newest=newest).times(2, raised("ValueError", f"cannot read {path}")).set_aside
 
 
 def test_a_program_that_ran_on_from_its_checkpoint_keeps_it():

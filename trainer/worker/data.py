@@ -76,14 +76,38 @@ def unwrapped(data: Data) -> Data | StatefulData:
     return data.data if isinstance(data, CountedData) else data
 
 
-def take(data: Data, skip: Collection[int]) -> tuple[int, Sequence[Any]]:
-    """The next batch that is not skipped, and where it begins.
+class Positions:
+    """Positions of batches in the data: `consumed`, counted on where that begins anew with each epoch.
 
-    Skipped ones are taken and dropped, which works for any data, whatever its positions count.
+    No two batches of a run have the same position: a skipped one is one batch.
     """
-    while data.consumed in skip:
-        data.take()
-    return data.consumed, data.take()
+
+    def __init__(self, data: Data) -> None:
+        self._data, self._offset = data, 0
+
+    @property
+    def next(self) -> int:
+        """The position of the next batch."""
+        return self._offset + self._data.consumed
+
+    def seek(self, position: int) -> None:
+        """Make this the position of the next batch, wherever the data stands."""
+        self._offset = position - self._data.consumed
+
+    def take(self, skip: Collection[int]) -> tuple[int, Sequence[Any]]:
+        """Return the position of the next batch that is not skipped, and this batch.
+
+        Skipped ones are taken and dropped, which works for any data, whatever its positions count.
+        """
+        while self.next in skip:
+            self._take()
+        return self.next, self._take()
+
+    def _take(self) -> Sequence[Any]:
+        before, batches = self.next, self._data.take()
+        if self.next <= before:
+            self.seek(before + 1)
+        return batches
 
 
 def mix(value: int) -> int:

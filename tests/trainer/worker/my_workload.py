@@ -43,6 +43,43 @@ class Plane(BaseWorkload):
         return nn.functional.mse_loss(model(x), y)
 
 
+class Epochs:
+    """`consumed` is the place in an epoch of four batches; it begins anew before or after the batch is taken."""
+
+    def __init__(self, *, early: bool = True, length: int = 4) -> None:
+        self.early, self.length, self.epoch, self.consumed = early, length, 0, 0
+
+    def take(self) -> list[tuple[int, int]]:
+        self._begin(self.early)
+        batch = (self.epoch, self.consumed)
+        self.consumed += 1
+        self._begin(not self.early)
+        return [batch]
+
+    def _begin(self, now: bool) -> None:
+        if now and self.consumed == self.length:
+            self.epoch, self.consumed = self.epoch + 1, 0
+
+    def seek(self, consumed: int) -> None:
+        self.consumed = consumed
+
+    def state_dict(self):
+        return {"epoch": self.epoch, "at": self.consumed}
+
+    def load_state_dict(self, state):
+        self.epoch, self.consumed = state["epoch"], state["at"]
+
+
+class InEpochs(Plane):
+    def build_data(self, layout):
+        return Epochs()
+
+    def loss(self, model, batch):
+        epoch, place = batch
+        x = torch.randn(16, 4, generator=torch.Generator().manual_seed(100 * epoch + place))
+        return super().loss(model, (x, x.sum(dim=1, keepdim=True)))
+
+
 class Uneven(Plane):
     """A parameter that never gets a gradient, and statistics that every rank gathers from its own data."""
 

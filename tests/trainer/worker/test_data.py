@@ -7,10 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.trainer.worker.my_workload import Points
+from tests.trainer.worker.my_workload import Epochs, Points
 from trainer.contract import token_shards
 from trainer.contract.config import TrainConfig
-from trainer.worker.data import Permutation, TokenData, TokenStream, take
+from trainer.worker.data import Permutation, Positions, TokenData, TokenStream
 
 
 def reader(folder: Path, dp_rank: int = 0, dp_size: int = 1, **over) -> TokenData:
@@ -52,7 +52,8 @@ def test_seek_goes_on_where_another_reader_stood(text_tokens):
 def test_what_is_left_out_is_exactly_the_batch_at_its_position(text_tokens):
     whole, partial = reader(text_tokens), reader(text_tokens)
     batches = {position: whole.take()[0] for position in range(0, 48, 8)}
-    taken = [take(partial, {8, 16, 40, 99}) for _ in range(3)]
+    positions = Positions(partial)
+    taken = [positions.take({8, 16, 40, 99}) for _ in range(3)]
     assert [position for position, _ in taken] == [0, 24, 32]
     assert all(torch.equal(batch[0], batches[position]) for position, batch in taken)
     assert partial.consumed == 40
@@ -60,8 +61,31 @@ def test_what_is_left_out_is_exactly_the_batch_at_its_position(text_tokens):
 
 def test_data_of_a_users_own_is_left_out_by_its_own_positions():
     data = Points(rank=1, of=3)
-    position, _ = take(data, {0, 3})
+    position, _ = Positions(data).take({0, 3})
     assert (position, data.consumed) == (6, 9)
+
+
+@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize("length", [1, 4])
+def test_a_position_is_one_batch_where_consumed_begins_anew_with_each_epoch(early, length):
+    whole = Positions(Epochs(early=early, length=length))
+    batches = dict(whole.take(()) for _ in range(12))
+    assert list(batches) == sorted(batches)
+    assert len(batches) == 12
+    skip = list(batches)[3:10:3]
+    partial = Positions(Epochs(early=early, length=length))
+    assert dict(partial.take(skip) for _ in range(9)) == {at: one for at, one in batches.items() if at not in skip}
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_positions_go_on_after_a_restart(early):
+    first = Positions(whole := Epochs(early=early))
+    for _ in range(6):
+        first.take(())
+    again = Positions(data := Epochs(early=early))
+    data.load_state_dict(whole.state_dict())
+    again.seek(first.next)
+    assert [again.take(()) for _ in range(6)] == [first.take(()) for _ in range(6)]
 
 
 def test_every_epoch_sees_every_sequence_once_in_another_order(text_tokens):

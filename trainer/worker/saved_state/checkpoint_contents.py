@@ -75,11 +75,11 @@ def of_each_rank(buffers: Mapping[str, torch.Tensor], saved: Mapping[str, Any]) 
 
 
 def facts(
-    *, step: int, consumed: int, loss: float, config_digest: str, seed: int, fingerprint: str | None,
+    *, step: int, consumed: int, position: int, loss: float, config_digest: str, seed: int, fingerprint: str | None,
     software: Mapping[str, Any], validated: int, metrics: Mapping[str, float],
     loss_scale: Mapping[str, Any], accepted_losses: Iterable[float], ranks: int,
 ) -> dict[str, Any]:  # fmt: skip
-    """Return the plain part of a checkpoint; `fingerprint`: that of the data, or None.
+    """Return the plain part of a checkpoint; `position`: as in `Positions`. `fingerprint`: that of the data, or None.
 
     `validated`: the newest step with a validation. `metrics`: the workload's metrics of this step. `loss_scale`: state
     of float16 loss scaling. `accepted_losses`: the window by which spikes are judged.
@@ -87,6 +87,7 @@ def facts(
     return {
         "step": step,
         "consumed": consumed,
+        "position": position,
         "loss": loss,
         "config_digest": config_digest,
         "seed": seed,

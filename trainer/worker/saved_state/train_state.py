@@ -10,7 +10,7 @@ import torch
 from checkpointing.errors import SaveFailed
 from checkpointing.storage.durable import number
 from trainer.worker import optimizer as optimizers
-from trainer.worker.data import unwrapped
+from trainer.worker.data import Positions, unwrapped
 from trainer.worker.saved_state import checkpoint_contents
 from trainer.worker.saved_state.buffer_state import BufferState
 from trainer.worker.saved_state.checkpoint_contents import buffers_name
@@ -138,6 +138,7 @@ class TrainState:
         self.loss_scale = loss_scale or LossScale("float32")
         self.accepted_losses = deque[float]()
         """Those of the newest steps that were no spikes, by which the next ones are judged. All ranks have the same."""
+        self.positions = Positions(objects.data)
         self.metrics: dict[str, float] = {}
         """The workload's metrics of this step."""
 
@@ -164,6 +165,7 @@ class TrainState:
         extra = checkpoint_contents.facts(
             step=self.step,
             consumed=self._data.consumed,
+            position=self.positions.next,
             loss=self.loss,
             config_digest=self._config_digest,
             seed=self._seed,
@@ -262,6 +264,8 @@ class TrainState:
         # A checkpoint of an older orch, or of another maker, has none.
         self.accepted_losses.extend(float(loss) for loss in restored.extra.get("accepted_losses", ()))
         self._data_state.restore(restored.extra["consumed"])
+        # An older orch, or another maker, took `consumed` for the position.
+        self.positions.seek(restored.extra.get("position", restored.extra["consumed"]))
         self._buffers.restore(absent)
         self._inventory.forget()
         self._restore_rest(self._rank_facts(restored.extra), absent)

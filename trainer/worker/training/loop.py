@@ -14,7 +14,6 @@ from trainer.contract.events import EventKind
 from trainer.contract.failures.outcome import ExitCode
 from trainer.contract.failures.save_trouble import short_reason
 from trainer.contract.ranks.progress import Phase, ProgressCell, StopReason
-from trainer.worker.data import take
 from trainer.worker.optimizer import set_learning_rate
 from trainer.worker.parallel.gradient_facts import GradientFacts
 from trainer.worker.pipeline.pipelined_llama import balance_of
@@ -120,7 +119,7 @@ class Loop:
         objects = self._objects
         self._services.phases.enter(Phase.DATA)
         self._services.drill.in_data(step)
-        position, batches = self._loader_draws.take(lambda: take(objects.data, self._services.skip))
+        position, batches = self._loader_draws.take(lambda: self._train_state.positions.take(self._services.skip))
         self._services.cell.add_input_bytes(sum(batch.nbytes for batch in batches if isinstance(batch, torch.Tensor)))
         loss = self._passes.run(step, batches, self._train_state.loss_scale.scale)
         self._train_state.report_incomplete(self._loader_draws.restored, self._loader_draws.reason())
@@ -385,7 +384,7 @@ class Loop:
         Only of the built-in workload: data of the user's own may end with the last step. It costs one step of the run.
         """
         step, objects = self._train_state.step + 1, self._objects
-        _, batches = take(objects.data, self._services.skip)
+        _, batches = self._train_state.positions.take(self._services.skip)
         loss = self._passes.run(step, batches, self._train_state.loss_scale.scale)
         gradients = [p.grad for p in objects.model.parameters() if p.grad is not None]
         reduction.unscale(gradients, self._train_state.loss_scale.scale)

@@ -118,6 +118,20 @@ def test_accepted_losses_are_those_of_the_checkpoint_if_it_has_any(
     assert list(state.accepted_losses) == losses
 
 
+@pytest.mark.parametrize(
+    ("facts", "position"), [({"consumed": 7}, 7), ({"consumed": 3, "position": 43}, 43)], ids=["older release", "now"]
+)
+def test_positions_go_on_from_that_of_the_checkpoint(layout: mesh.Layout, facts: dict[str, Any], position: int) -> None:
+    model = nn.Linear(2, 2)
+    objects = TrainObjects(
+        workload=SimpleNamespace(), model=model, optimizer=torch.optim.AdamW(model.parameters()), data=NoData(),
+        layout=layout,
+    )  # fmt: skip
+    state = TrainState(objects, config_digest="", seed=1)
+    state.restore(SaverWith(5, **facts))
+    assert state.positions.next == position
+
+
 def test_further_names_of_shared_tensors_are_saved(layout: mesh.Layout) -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, bias=False))
     model[1].weight = model[0].weight

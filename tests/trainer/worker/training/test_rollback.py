@@ -112,3 +112,16 @@ def test_a_users_own_data_is_left_out_too(make_run):
     skipped_batches.add(told.attempt, [Skip(step=4, position=6, reason="")])
     told.train()
     assert digest(run) == digest(told)
+
+
+def test_data_whose_position_begins_anew_with_each_epoch_loses_the_bad_batches_alone(make_run):
+    target = {"target": "tests.trainer.worker.my_workload:InEpochs", "args": {"width": 8}}
+    run = make_run(
+        1, workload=target, train={"steps": 14}, drill={"events": [drill("nan", 4), drill("nan", 11, generation=2)]}
+    )
+    for bad in (3, 11):  # the fourth batch of two epochs
+        assert run.train()["codes"] == [ExitCode.ERROR], run.log()
+        assert roll_back(run).position == bad
+    assert run.train()["codes"] == [0], run.log()
+    positions = [line["position"] for _, line in sorted(run.metrics().items())]
+    assert positions == [place for place in range(16) if place not in (3, 11)]

@@ -26,7 +26,7 @@ def test_a_gpu_that_hangs_is_waited_for_in_the_step_and_not_in_the_next_ones_dat
     services: Any = MagicMock(cell=cell)
     services.saver.committed_step = 0
     services.save_schedule.save_seconds = 0.0
-    loop = Loop(JobConfig(), MagicMock(), MagicMock(), services)
+    loop = Loop(JobConfig(), MagicMock(), MagicMock(step=6, loss=1.0), services)
 
     def wait_for_the_gpu() -> None:
         seen.append((cell.read().phase, cell.read().step))

@@ -190,9 +190,10 @@ def _without_return(failure: Failure, run: str) -> Decision:
     return Decision(action=Action.HOLD, reason=f"{what}: {cure}: `orch resume {run} KEY=VALUE`")
 
 
-def after_cancel(step: int | None) -> Decision:
-    """The decision once a person has cancelled the run and its job is gone."""
+def after_cancel(step: int | None, missing: str = "") -> Decision:
+    """The decision once a person has cancelled the run and its job is gone; `missing`: why its checkpoint is unseen."""
     saved = f"; the newest checkpoint is of step {step}" if step is not None else "; no checkpoint of it is known"
+    saved = f"; the newest checkpoint was of step {step}, and {missing}" if missing else saved
     return Decision(action=Action.CANCEL, reason=f"cancelled by `orch cancel`{saved}")
 
 

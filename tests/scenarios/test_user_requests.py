@@ -1,5 +1,7 @@
 """Stories of people who ask: cancel, resume, and what makes no sense."""
 
+import shutil
+import socket
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,23 @@ def test_cancel_saves_first_and_is_answered_when_the_job_is_gone(tmp_path: Path)
     assert world.attempts[0].saved_step == world.slurm.agents_of[world.name][0].step_done
     assert f"newest checkpoint is of step {world.attempts[0].saved_step}" in world.run.reason
     assert world.store.user_requests() == []
+
+
+@pytest.mark.parametrize("lost", ["", "checkpoints"])
+def test_cancel_promises_no_checkpoint_that_is_gone(tmp_path: Path, lost: str) -> None:
+    """The whole folder was deleted, or what lies in it."""
+    world = World(tmp_path)
+    training(world, 12)
+    world.slurm.preempt(world.slurm.running()[0])
+    world.turns(100, 1.0, lambda: world.run.state is RunState.RECOVERING)
+    assert world.run.state is RunState.RECOVERING
+    for path in (world.folder.path / lost).iterdir():
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    world.store.add_user_request(world.name, "cancel", {}, world.clock.now)
+    assert world.finish().state is RunState.CANCELLED
+    step = max(attempt.saved_step or 0 for attempt in world.attempts)
+    said = "its folder is gone" if lost else f"the run directory is not visible on {socket.gethostname()}"
+    assert f"the newest checkpoint was of step {step}, and {said}" in world.run.reason
 
 
 def test_cancel_does_not_wait_for_ever(tmp_path: Path) -> None:

@@ -2,12 +2,15 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from random import Random
 
 from orchestrator.config.run_config import RunConfig
 from orchestrator.controller import failpoints
 from orchestrator.controller.reconciler.actor import Actor
+from orchestrator.controller.run_dirs.bounded_files import RunDirHangs
 from orchestrator.controller.run_dirs.collect_evidence import forget
+from orchestrator.controller.run_dirs.run_folder import hidden
 from orchestrator.controller.run_view import RunView
 from orchestrator.recovery import node_failure_rate
 from orchestrator.recovery.classify_failure import End, Verdict
@@ -59,7 +62,7 @@ def conclude(
     pool = pool_of(actor.store, view, now, pool_size, gone)
     held = None if failure is None or failure.drill else failure  # a drill is held against no node
     blamed = [one for one in nodes_to_exclude(held, pool, view.config.recovery, now) if one.node is not None]
-    decision = _decision(view, verdict, now, rng, blamed)
+    decision = _decision(actor, view, verdict, now, rng, blamed)
 
     def write() -> None:
         stamp = actor.stamp()
@@ -113,13 +116,14 @@ def apply(actor: Actor, run: Run, decision: Decision, now: float) -> None:
     )
 
 
-def _decision(view: RunView, verdict: Verdict, now: float, rng: Random, blamed: Sequence[Blame]) -> Decision:
+def _decision(
+    actor: Actor, view: RunView, verdict: Verdict, now: float, rng: Random, blamed: Sequence[Blame]
+) -> Decision:
     if verdict.end is End.FINISHED:
         return Decision(action=Action.SUCCEED, reason=verdict.reason)
     assert verdict.failure is not None
     if view.cancel is not None:
-        saved = [attempt.saved_step for attempt in view.attempts if attempt.saved_step is not None]
-        return after_cancel(max(saved, default=None))
+        return cancel_decision(actor, view)
     if is_restore_test(run := view.run):
         return Decision(action=Action.FAIL, reason=f"not finished, and not tried again as {run.name}: {verdict.reason}")
     return decide(
@@ -132,6 +136,31 @@ def _decision(view: RunView, verdict: Verdict, now: float, rng: Random, blamed: 
         exclude=tuple(one.node for one in blamed if one.node is not None),
         run=view.run.name,
     )
+
+
+def cancel_decision(actor: Actor, view: RunView) -> Decision:
+    """The decision once a person has cancelled the run; it promises no checkpoint that is gone from its folder."""
+    step = max((attempt.saved_step for attempt in view.attempts if attempt.saved_step is not None), default=None)
+    return after_cancel(step, "" if step is None else _missing(actor, view, step))
+
+
+def _missing(actor: Actor, view: RunView, step: int) -> str:
+    """Why the checkpoint of a step is not seen; empty where it is, or lies outside the run's folder."""
+    name, own = view.run.name, str(view.folder.checkpoints)
+    rows = [row for row in actor.store.checkpoints(name) if row.step == step and row.trust is not Trust.DELETED]
+    copies = [copy for copy in actor.store.copies(name) if copy.name in {row.name for row in rows}]
+    paths = [*(Path(row.path) for row in rows), *(Path(copy.path) for copy in copies)]
+
+    def look() -> str:
+        if why := hidden(view.run, view.attempts[0]):
+            return why
+        inside = bool(paths) and all(str(path.parent) == own for path in paths)
+        return "its folder is gone" if inside and not any(path.is_dir() for path in paths) else ""
+
+    try:
+        return actor.files.call(view.folder.path, look)
+    except RunDirHangs as error:
+        return error.what
 
 
 def is_restore_test(run: Run) -> bool:

@@ -8,6 +8,7 @@ from orchestrator.controller import failpoints
 from orchestrator.controller.jobs.job_spec import is_live
 from orchestrator.controller.jobs.scheduler_snapshot import SchedulerSnapshot
 from orchestrator.controller.reconciler.actor import Actor
+from orchestrator.controller.reconciler.conclude import cancel_decision
 from orchestrator.controller.reconciler.ownership import is_addressed_to, is_ours, never_submitted
 from orchestrator.controller.run_dirs.bounded_files import RunDirHangs
 from orchestrator.controller.run_view import RunView, stored_config
@@ -312,12 +313,10 @@ def cancel_without_folder(actor: Actor, view: RunView, snapshot: SchedulerSnapsh
     return True
 
 
-def mark_cancelled(actor: Actor, view: RunView, reason: str = "") -> None:
+def mark_cancelled(actor: Actor, view: RunView) -> None:
     """Write that a run without a job is cancelled, and answer who asked."""
     assert view.cancel is not None
-    cancel = view.cancel
-    saved = [attempt.saved_step for attempt in view.attempts if attempt.saved_step is not None]
-    reason = reason or after_cancel(max(saved, default=None)).reason
+    cancel, reason = view.cancel, cancel_decision(actor, view).reason
 
     def write() -> None:
         stamp = actor.stamp()

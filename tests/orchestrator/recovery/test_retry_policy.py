@@ -280,6 +280,8 @@ def test_what_is_saved_is_known_unless_it_is_said_otherwise() -> None:
 def test_a_cancel_says_what_was_saved() -> None:
     assert after_cancel(None).reason == "cancelled by `orch cancel`; no checkpoint of it is known"
     assert after_cancel(40).reason == "cancelled by `orch cancel`; the newest checkpoint is of step 40"
+    lost = "cancelled by `orch cancel`; the newest checkpoint was of step 40, and its folder is gone"
+    assert after_cancel(40, "its folder is gone").reason == lost
     assert after_cancel(None).action is Action.CANCEL
 
 

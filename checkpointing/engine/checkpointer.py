@@ -154,6 +154,10 @@ class Checkpointer:
         self.stall_seconds = time.perf_counter() - start
         return parts is not None
 
+    def all_gather(self, value: Any) -> list[Any]:
+        """Collective, on the caller's thread: return every rank's plain value, in rank order, on every rank."""
+        return self._ranks.all_gather(value)
+
     def _admitted(
         self, step: int, tensors: Mapping[str, Tensor], facts: dict[str, Any], own: dict[str, Any]
     ) -> list[Tensor] | None:

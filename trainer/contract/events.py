@@ -48,7 +48,7 @@ class EventKind(StrEnum):
     CHECKPOINT_REFUSED = "checkpoint.refused"  # step, name, reason, damaged (bool: its bytes) (, tier)
     CHECKPOINT_RESTORED = "checkpoint.restored"  # step, name, seconds, tier (`memory` or the tier's path)
     CHECKPOINT_INCOMPLETE = "checkpoint.incomplete"  # step, reason: state that training changes and that is not in it
-    CHECKPOINT_SOFTWARE = "checkpoint.software"  # step, changes {name: [before, now]}: it was made with other software
+    CHECKPOINT_SOFTWARE = "checkpoint.software"  # step, changes {name: [before, now]}, ranks {name: rank} if not 0
     CHECKPOINT_DELETED = "checkpoint.deleted"  # step, name (, tier)
     CHECKPOINT_SKIPPED = "checkpoint.skipped"  # step, reason: both copies are still being written
     CHECKPOINT_RETRIED = "checkpoint.retried"  # step, reason, bytes: the save failed and is tried again

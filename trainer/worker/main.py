@@ -35,7 +35,6 @@ from trainer.worker.reporting.stderr_best_effort import write_stderr
 from trainer.worker.reporting.ticker import Ticker
 from trainer.worker.saved_state.data_state import require_resharding
 from trainer.worker.saved_state.rng_state import seed_generators
-from trainer.worker.saved_state.train_state import Saver
 from trainer.worker.session import Session, new_train_state, skipped_positions, train_on
 from trainer.worker.shutdown_budget import seconds_left
 from trainer.worker.startup import device as devices
@@ -44,6 +43,7 @@ from trainer.worker.startup.data_loader_workers import protect_data_loader_worke
 from trainer.worker.train_objects import TrainObjects
 
 if TYPE_CHECKING:
+    from checkpointing.engine.checkpointer import Checkpointer
     from checkpointing.writer.link import WriterLink
     from trainer.worker.pipeline.pipelined_llama import PipelinedLlama
 
@@ -148,6 +148,7 @@ def _train_from_newest(session: Session, journal: Journal) -> ExitCode:
     skip = skipped_positions(session.spec, session.run_dir)
     state = new_train_state(session, journal)
     state.restore(saver)
+    state.compare_ranks(saver.all_gather)
     code = train_on(session, state, saver, journal, token, skip)
     session.cell.update(phase=Phase.CHECKPOINT)
     saver.close(seconds_left(session.cell, finished=code is ExitCode.FINISHED))
@@ -155,7 +156,9 @@ def _train_from_newest(session: Session, journal: Journal) -> ExitCode:
     return code
 
 
-def _checkpointer(session: Session, token: LaunchToken, on_event: Callable[[str, dict[str, Any]], None]) -> Saver:
+def _checkpointer(
+    session: Session, token: LaunchToken, on_event: Callable[[str, dict[str, Any]], None]
+) -> "Checkpointer":
     """The run's checkpointer, fenced by the attempt's GO."""
     spec, config, run_dir = session.spec, session.config, session.run_dir
     from checkpointing.engine.checkpointer import Checkpointer

@@ -35,7 +35,7 @@ from trainer.worker.training.save_schedule import SaveSchedule
 from trainer.worker.training.spikes import SpikeDetector
 from trainer.worker.workload import WorkloadError
 
-OnSoftware = Callable[[int, dict[str, Any]], None]
+OnSoftware = Callable[[int, dict[str, Any], dict[str, int]], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +139,7 @@ def _progress_log(session: Session) -> ProgressLog:
 
 
 def _warner(journal: Journal, rank: int) -> Callable[[int, str], None]:
-    """Rank 0 reports what no rank could restore."""
+    """Rank 0 reports what any rank could not restore."""
 
     def warn(step: int, reason: str) -> None:
         if rank == 0:
@@ -148,12 +148,13 @@ def _warner(journal: Journal, rank: int) -> Callable[[int, str], None]:
     return warn
 
 
-def _on_other_software(journal: Journal, rank: int) -> Callable[[int, dict[str, Any]], None]:
+def _on_other_software(journal: Journal, rank: int) -> OnSoftware:
     """Rank 0 reports what the checkpoint was made with that is different now."""
 
-    def report(step: int, changes: dict[str, Any]) -> None:
+    def report(step: int, changes: dict[str, Any], ranks: dict[str, int]) -> None:
         if rank == 0:
-            journal.event(EventKind.CHECKPOINT_SOFTWARE, step=step, changes=changes)
+            numbers = {"ranks": ranks} if ranks else {}
+            journal.event(EventKind.CHECKPOINT_SOFTWARE, step=step, changes=changes, **numbers)
 
     return report
 

@@ -154,7 +154,9 @@ def _source(data: dict[str, Any]) -> str:
 
 
 def _software(data: dict[str, Any]) -> str:
-    changes = ", ".join(f"{name} {before} -> {now}" for name, (before, now) in data["changes"].items())
+    ranks = {name: f" (rank {rank})" for name, rank in data.get("ranks", {}).items()}
+    pairs = data["changes"].items()
+    changes = ", ".join(f"{name} {before} -> {now}{ranks.get(name, '')}" for name, (before, now) in pairs)
     return f"checkpoint {data['step']} was made with other software, numbers may differ: {changes}"
 
 

@@ -80,6 +80,21 @@ class InEpochs(Plane):
         return super().loss(model, (x, x.sum(dim=1, keepdim=True)))
 
 
+class Forgetful(Plane):
+    """Rank 1 alone changes an attribute of its own in every step, and one of its model in the fourth."""
+
+    def build_data(self, layout):
+        self.rank, self.count = layout.rank, 0
+        return super().build_data(layout)
+
+    def loss(self, model, batch):
+        if self.rank == 1:
+            self.count += 1
+            if self.count == 4:
+                model[2].p = 0.2
+        return super().loss(model, batch)
+
+
 class Uneven(Plane):
     """A parameter that never gets a gradient, and statistics that every rank gathers from its own data."""
 

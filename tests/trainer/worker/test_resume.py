@@ -67,6 +67,25 @@ def test_a_checkpoint_that_was_made_with_other_software_is_reported(make_run):
     assert event.data == {"step": 4, "changes": {"threads": [1, 2]}}
 
 
+def test_attributes_that_another_rank_has_lost_are_reported(make_run):
+    workload = {"target": "tests.trainer.worker.my_workload:Forgetful", "args": {"width": 8}}
+    run = make_run(2, workload=workload, parallel={"dp_shard": 2}, train={"steps": 4})
+    assert run.train()["codes"] == [0, 0], run.log()
+    config = json.loads(run.dir.config.read_text())
+    config["train"]["steps"] = 8
+    run.dir.config.write_text(json.dumps(config))
+    assert run.train()["codes"] == [0, 0], run.log()
+    found = [(event.data["step"], event.data["reason"]) for event in events(run, EventKind.CHECKPOINT_INCOMPLETE)]
+    assert found == [
+        (4, "rank 1: workload.count had changed and is not saved: return it in the workload's state_dict()"),
+        (
+            4,
+            "rank 1: model.2.p had changed in the model and is not saved: set it in the workload's load_state_dict(), "
+            "or make it a buffer",
+        ),
+    ]
+
+
 def test_a_killed_peer_is_a_secondary_failure_and_the_drill_is_reported(make_run):
     run = make_run(2, parallel={"dp_shard": 2}, drill=kill(1, after=2))
     answer = run.train()

@@ -101,8 +101,8 @@ class RestoreTestRun:
         }  # fmt: skip
         self._software: dict[str, Any] = {}
 
-    def other_software(self, step: int, changes: dict[str, Any]) -> None:
-        """Remember the software of the checkpoint that differs from the present one."""
+    def other_software(self, step: int, changes: dict[str, Any], ranks: dict[str, int]) -> None:
+        """Remember the software of the checkpoint that differs from the present one on any rank; the same on all."""
         self._software = changes
 
     def run(self, state: TrainState, train: Callable[[int], ExitCode]) -> ExitCode:
@@ -136,10 +136,8 @@ class RestoreTestRun:
         device, made, config = self._objects.layout.device, self._objects.workload, self._config
         deterministic = bool(getattr(made, "strictly_deterministic", False))
         known_data = getattr(unwrapped(self._objects.data), "fingerprint", None) is not None
-        mine = [drawn, keeps, device.type == "cpu" or deterministic, deterministic and known_data, self._software]
-        drawn_by, kept_by, repeats, promises, software = zip(*self._ranks.all_gather(mine), strict=True)
-        for changes in reversed(software):
-            self._software |= changes
+        mine = [drawn, keeps, device.type == "cpu" or deterministic, deterministic and known_data]
+        drawn_by, kept_by, repeats, promises = zip(*self._ranks.all_gather(mine), strict=True)
         return Conditions(
             same_layout=self._order.same_layout, repeats=all(repeats),
             built_in=config.trains_built_in_workload, promises_equality=all(promises),
@@ -176,6 +174,7 @@ class RestoreTestRun:
         refused = next((each for each in self._ranks.all_gather(reason) if each), "")
         if refused:
             return Outcome.NOT_COMPARABLE, f"the program cannot go on from it: {refused}"
+        state.compare_ranks(self._ranks.all_gather)
         restored = self.source.restored
         assert restored is not None
         seconds, read = time.monotonic() - started, restored.bytes_read

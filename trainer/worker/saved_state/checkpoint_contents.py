@@ -81,8 +81,8 @@ def facts(
 ) -> dict[str, Any]:  # fmt: skip
     """Return the plain part of a checkpoint; `position`: as in `Positions`. `fingerprint`: that of the data, or None.
 
-    `validated`: the newest step with a validation. `metrics`: the workload's metrics of this step. `loss_scale`: state
-    of float16 loss scaling. `accepted_losses`: the window by which spikes are judged.
+    `software`: `software_facts`. `validated`: the newest step with a validation. `metrics`: the workload's metrics of
+    this step. `loss_scale`: state of float16 loss scaling. `accepted_losses`: the window by which spikes are judged.
     """
     return {
         "step": step,
@@ -92,7 +92,7 @@ def facts(
         "config_digest": config_digest,
         "seed": seed,
         "fingerprint": fingerprint,
-        "software": dict(software),
+        **software,
         "validated": validated,
         "metrics": dict(metrics),
         "accepted_losses": list(accepted_losses),

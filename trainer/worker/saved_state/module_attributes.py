@@ -11,7 +11,7 @@ from torch import nn
 _PLAIN = (bool, int, float, str, type(None))
 _MOST = 100
 """Attributes that a save notes, and characters of each."""
-_OBSERVED = 3
+OBSERVED_STEPS = 3
 """Steps after a restart before the report: an attribute that takes turns between two values has changed by then."""
 
 
@@ -43,7 +43,7 @@ class ModuleAttributes:
         if not self._saved:
             return []
         self._seen.append(self._texts())
-        if len(self._seen) <= _OBSERVED:
+        if len(self._seen) <= OBSERVED_STEPS:
             return []
         found = [name for name, text in self._saved.items() if self._is_lost(name, text)]
         self._saved, self._seen = {}, []

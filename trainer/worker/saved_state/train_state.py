@@ -17,7 +17,7 @@ from trainer.worker.saved_state.checkpoint_contents import buffers_name
 from trainer.worker.saved_state.data_state import FACTS, DataState
 from trainer.worker.saved_state.loss_scale import LossScale
 from trainer.worker.saved_state.model_entries import ModelEntries
-from trainer.worker.saved_state.module_attributes import ModuleAttributes
+from trainer.worker.saved_state.module_attributes import OBSERVED_STEPS, ModuleAttributes
 from trainer.worker.saved_state.module_extra_state import ModuleExtraState, extra_prefix
 from trainer.worker.saved_state.module_modes import ModuleModes
 from trainer.worker.saved_state.object_state import ObjectState
@@ -25,9 +25,10 @@ from trainer.worker.saved_state.optimizer_state import OptimizerState
 from trainer.worker.saved_state.parameter_forms import ParameterForms, nan_weights
 from trainer.worker.saved_state.rng_state import pack_rng, rng_name, seed_by_data, set_origin, unpack_rng
 from trainer.worker.saved_state.scheduler_state import SchedulerState
+from trainer.worker.saved_state.software_of_ranks import FIRST, RANKS, changed_software, software_facts
 from trainer.worker.saved_state.state_inventory import StateInventory
 from trainer.worker.saved_state.unsaved_attributes import UnsavedAttributes
-from trainer.worker.startup.software import differences, software
+from trainer.worker.startup.software import software
 from trainer.worker.train_objects import TrainObjects
 from trainer.worker.workload import BaseWorkload, WorkloadError
 
@@ -69,8 +70,13 @@ _COMPLETE = ("model/", "optimizer/", "groups/", "entries/", "workload:", buffers
 """Key prefixes whose keys in a checkpoint must all be loaded by some rank."""
 
 
-def _ignore_warning(step: int, reason: Any) -> None:
+def _ignore_warning(step: int, *reason: Any) -> None:
     """The caller does not want it."""
+
+
+def _alone(value: Any, /) -> list[Any]:
+    """Return what a gather gives where there is one rank."""
+    return [value]
 
 
 def _require_load(workload: object) -> None:
@@ -91,12 +97,13 @@ class TrainState:
         self, objects: TrainObjects, *, config_digest: str, seed: int, lazy: bool = False,
         loss_scale: LossScale | None = None,
         warn: Callable[[int, str], None] = _ignore_warning,
-        on_other_software: Callable[[int, dict[str, Any]], None] = _ignore_warning,
+        on_other_software: Callable[[int, dict[str, Any], dict[str, int]], None] = _ignore_warning,
     ) -> None:  # fmt: skip
         """Make it when model and optimizer are new.
 
-        `on_other_software` gets the step of a restored checkpoint and what it was made with that is different now.
-        `warn` gets a step and a reason, once each: what of its state is not saved, or could not be restored.
+        `on_other_software` gets the step of a restored checkpoint, what it was made with that is different now, and
+        the numbers of the ranks, as `changed_software` returns them; all ranks get the same. `warn` gets a step and a
+        reason, once each: what of its state is not saved, or could not be restored. Rank 0 gets those of all ranks.
         """
         model, optimizer, rank, device = objects.model, objects.optimizer, objects.layout.rank, objects.layout.device
         self._model, self._optimizer, self._data = model, optimizer, objects.data
@@ -105,6 +112,9 @@ class TrainState:
         self._generator_rank = objects.layout.generator_rank
         self._config_digest, self._seed = config_digest, seed
         self._software, self._on_other_software = software(device), on_other_software
+        self._software_facts = software_facts([self._software])
+        self._saved_software, self._gather = dict[str, Any](), _alone
+        self._late_step: int | None = None
         self._parameters = ParameterForms(model)
         self._entries = ModelEntries(model)
         self._buffers = BufferState(model, rank, device)
@@ -127,6 +137,8 @@ class TrainState:
         )
         self._set_initial_weights = objects.set_initial_weights
         self._warn, self._warned = warn, set[str]()
+        self._unshared: list[list[Any]] = []
+        """Steps and reasons that the other ranks do not know yet."""
         self._nan = frozenset[str]()
         self._inventory = StateInventory(
             model, optimizer, rank=rank, device=device, lazy=lazy,
@@ -170,7 +182,7 @@ class TrainState:
             config_digest=self._config_digest,
             seed=self._seed,
             fingerprint=getattr(self._data, "fingerprint", None),
-            software=self._software,
+            software=self._software_facts,
             validated=self.validated,
             metrics=self.metrics,
             loss_scale=self.loss_scale.facts(),
@@ -183,9 +195,40 @@ class TrainState:
         set_origin(tensors[self._rng], self._rank, self.step)
         facts, trained = self._facts(tensors), self._inventory.trained_keys() - self._nan
         try:
-            return saver.save(self.step, tensors, extra, facts, trained)
+            accepted = saver.save(self.step, tensors, extra, facts, trained)
         except (NotImplementedError, TypeError, ValueError) as error:
             raise WorkloadError(f"step {self.step} cannot be saved: {error}") from error
+        if self._late_step is not None and self.step >= self._late_step:
+            self._late_step = None
+            self._share_reasons(self._gather(self._unshared))
+        return accepted
+
+    def compare_ranks(self, gather: Callable[[Any], list[Any]]) -> None:
+        """Collective, after `restore`: learn every rank's software, and report what any of them has otherwise or lost.
+
+        `gather` returns every rank's value on every rank. What ranks find out in their first steps is gathered once
+        more, in a save.
+        """
+        answers = gather([self._software, self._unshared])
+        of_ranks = [each for each, _ in answers]
+        self._software_facts = software_facts(of_ranks)
+        changes, ranks = changed_software(self._saved_software, of_ranks)
+        if changes:
+            self._on_other_software(self.step, changes, ranks)
+        self._share_reasons([reasons for _, reasons in answers])
+        self._gather, self._late_step = gather, self.step + OBSERVED_STEPS
+
+    def _share_reasons(self, of_ranks: Sequence[Sequence[Sequence[Any]]]) -> None:
+        """Report on rank 0 what other ranks alone have lost."""
+        self._unshared = []
+        found: dict[tuple[int, str], list[int]] = {}
+        for rank, reasons in enumerate(of_ranks):
+            for step, reason in reasons:
+                found.setdefault((step, reason), []).append(rank)
+        for (step, reason), ranks in found.items():
+            if self._rank == 0 and reason not in self._warned:
+                more = f" and {len(ranks) - 1} more" if len(ranks) > 1 else ""
+                self._warn_once(f"rank {ranks[0]}{more}: {reason}", step)
 
     def step_ended(self) -> None:
         """Raise WorkloadError when the optimizer got groups that a restart would not have; report lost attributes."""
@@ -222,7 +265,10 @@ class TrainState:
     def _warn_once(self, reason: str, step: int | None = None) -> None:
         if reason not in self._warned:
             self._warned.add(reason)
-            self._warn(self.step if step is None else step, reason)
+            step = self.step if step is None else step
+            self._warn(step, reason)
+            if self._rank:
+                self._unshared.append([step, reason])
 
     def _rank_facts(self, extra: Mapping[str, Any]) -> dict[str, Any]:
         """This rank's facts in a checkpoint; the first rank's for one that the saving world did not have."""
@@ -253,8 +299,7 @@ class TrainState:
             self._nan = nan_weights(self._model)
             return
         self._check_identity(restored.extra)
-        if changes := differences(restored.extra.get("software"), self._software):
-            self._on_other_software(restored.step, changes)
+        self._saved_software = {key: restored.extra[key] for key in (FIRST, RANKS) if key in restored.extra}
         absent = set(restored.absent)
         self.step, self.loss = restored.step, number(restored.extra["loss"])
         self.metrics = {name: number(value) for name, value in restored.extra.get("metrics", {}).items()}

@@ -24,6 +24,8 @@ SAID: list[tuple[EventKind, dict[str, Any], str]] = [
      "checkpoint 20 does not hold everything: workload.k is not saved"),
     (EventKind.CHECKPOINT_SOFTWARE, {"step": 20, "changes": {"torch": ["2.12", "2.13"], "nccl": [None, "2.27"]}},
      "checkpoint 20 was made with other software, numbers may differ: torch 2.12 -> 2.13, nccl None -> 2.27"),
+    (EventKind.CHECKPOINT_SOFTWARE, {"step": 20, "changes": {"driver": ["1", "2"]}, "ranks": {"driver": 8}},
+     "checkpoint 20 was made with other software, numbers may differ: driver 1 -> 2 (rank 8)"),
     (EventKind.CHECKPOINT_SKIPPED, {"step": 20, "reason": "no free copy"}, "step 20 is not saved: no free copy"),
     (EventKind.CHECKPOINT_RETRIED, {"step": 20, "reason": "disk full"}, "saving step 20 is tried again: disk full"),
     (EventKind.CHECKPOINT_RETRIED,

@@ -100,3 +100,12 @@ def test_all_ranks_judge_alike_where_one_has_another_cpu(make_run: Any, tmp_path
     found = verdict_on(subject, ["a", "b"], scale=1.5)
     assert (found.outcome, found.evidence["exact"]) == (Outcome.NOT_COMPARABLE, False), found
     assert "no bound is known" in found.reason
+
+
+def test_each_rank_is_compared_with_the_rank_of_its_number(make_run: Any, tmp_path: Path) -> None:
+    subject = on_nodes(make_run, tmp_path, ["a", "b"])
+    same = verdict_on(subject, ["a", "b"])
+    assert (same.outcome, same.evidence["exact"], same.evidence["other_software"]) == (Outcome.RESTORED, True, {}), same
+    other = verdict_on(subject, ["a", "a"], scale=1.5)
+    assert (other.outcome, other.evidence["exact"]) == (Outcome.NOT_COMPARABLE, False), other
+    assert list(other.evidence["other_software"]) == ["kernel_settings"]

@@ -12,7 +12,9 @@ from torch import nn
 from trainer.contract.config_sections.parallel_config import ParallelConfig
 from trainer.worker.parallel import mesh
 from trainer.worker.saved_state import checkpoint_contents, nested_state
+from trainer.worker.saved_state.software_of_ranks import changed_software, software_facts
 from trainer.worker.saved_state.train_state import TrainState
+from trainer.worker.startup.software import software
 from trainer.worker.train_objects import TrainObjects
 
 
@@ -189,3 +191,44 @@ def test_numbers_and_tensors_of_a_state_are_parts_of_one_answer(layout: mesh.Lay
         assert [tensor.tolist() for tensor in saved["ahead"]] == [[saved["read"]] * 2] * saved["read"]
         numbers.append(saved["read"])
     assert numbers[0] < numbers[1]
+
+
+def with_peer(layout: mesh.Layout, saver: SaverWith, peer: tuple[dict[str, Any], list[Any]]) -> list[Any]:
+    """What a rank 0 reports after its restore, beside a rank 1 with other software and these lost attributes."""
+    model, found = nn.Linear(2, 2), list[Any]()
+    objects = TrainObjects(
+        workload=SimpleNamespace(), model=model, optimizer=torch.optim.SGD(model.parameters()), data=NoData(),
+        layout=layout,
+    )  # fmt: skip
+    state = TrainState(
+        objects, config_digest="", seed=1, warn=lambda *what: found.append(what),
+        on_other_software=lambda *what: found.append(what),
+    )  # fmt: skip
+    state.restore(saver)
+    state.compare_ranks(lambda mine: [mine, [{**mine[0], **peer[0]}, peer[1]]])
+    return found
+
+
+def test_other_software_of_any_rank_is_reported(layout: mesh.Layout) -> None:
+    now = software(torch.device("cpu"))
+    facts = software_facts([now, {**now, "torch": "1"}])
+    assert with_peer(layout, SaverWith(5, **facts), ({"torch": "1"}, [])) == []
+    assert with_peer(layout, SaverWith(5, **facts), ({"torch": "2"}, [])) == [(5, {"torch": ["1", "2"]}, {"torch": 1})]
+    old = {"software": now}
+    assert with_peer(layout, SaverWith(5, **old), ({}, [])) == []
+    assert with_peer(layout, SaverWith(5, **old), ({"torch": "1"}, [])) == [(5, {"torch": [None, "1"]}, {"torch": 1})]
+
+
+def test_what_another_rank_has_lost_is_reported_with_its_number(layout: mesh.Layout) -> None:
+    assert with_peer(layout, SaverWith(5), ({}, [[5, "workload.k had changed"]])) == [
+        (5, "rank 1: workload.k had changed")
+    ]
+
+
+def test_equal_software_is_saved_once() -> None:
+    many = [{"torch": "1"}, {"torch": "2"}, {"torch": "1"}, {"torch": "2"}]
+    assert software_facts(many) == {
+        "software": {"torch": "1"}, "rank_software": {"others": [{"torch": "2"}], "ranks": [0, 1, 0, 1]}
+    }  # fmt: skip
+    assert software_facts([{"torch": "1"}] * 3)["rank_software"] == {"others": [], "ranks": []}
+    assert changed_software(software_facts(many), many[:3]) == ({}, {})

@@ -54,7 +54,7 @@ for step in range(start + 1, 9):
 """
 
 DEEPSPEED = """
-import os, sys
+import os, sys, time
 import torch
 folder = sys.argv[1]
 rank = os.environ["RANK"]
@@ -70,7 +70,9 @@ for step in range(start + 1, 9):
     os.makedirs(os.path.join(folder, tag), exist_ok=True)
     state = {"step": step, "optimizer": torch.ones(999)}
     torch.save(state, os.path.join(folder, tag, f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"))
-    if rank == "0":
+    if rank == "0":  # a barrier stands before this in DeepSpeed: each rank has its file
+        while not os.path.exists(os.path.join(folder, tag, "zero_pp_rank_1_mp_rank_00_optim_states.pt")):
+            time.sleep(0.02)
         with open(latest, "w") as file:
             file.write(tag)
 """

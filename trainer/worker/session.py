@@ -100,7 +100,9 @@ def train_on(
         drill=_drill(session.spec, config, journal, cell),
         save_schedule=_save_schedule(config, token, saved, journal),
         phases=phase_tracker(cell, objects.model, objects.layout.device),
-        spike_detector=SpikeDetector(config.detection.spike, state.accepted_losses),
+        spike_detector=SpikeDetector(
+            config.detection.spike, state.accepted_losses, _on_new_level(journal, session.spec.rank)
+        ),
         started=session.started,
         progress_log=progress_log,
         figures=_figures(session),
@@ -146,6 +148,16 @@ def _warner(journal: Journal, rank: int) -> Callable[[int, str], None]:
             journal.event(EventKind.CHECKPOINT_INCOMPLETE, step=step, reason=reason)
 
     return warn
+
+
+def _on_new_level(journal: Journal, rank: int) -> Callable[[int, str], None]:
+    """Rank 0 reports that spikes in a row are no longer taken for bad batches."""
+
+    def report(step: int, reason: str) -> None:
+        if rank == 0:
+            journal.event(EventKind.LOSS_LEVEL, step=step, reason=reason)
+
+    return report
 
 
 def _on_other_software(journal: Journal, rank: int) -> OnSoftware:

@@ -10,7 +10,7 @@ from trainer.agent.watch.command_errors import CommandPast, command_cause
 from trainer.agent.watch.hang_limits import PATIENCE
 from trainer.agent.watch.root_cause import Cause, CommandFailure, RankEnd, find_cause, secondary_order
 from trainer.contract.failures.failure_kinds import kinds_with
-from trainer.contract.failures.outcome import AttemptResult, ExitCode, Failure, FailureKind
+from trainer.contract.failures.outcome import LOSS_SPIKE, AttemptResult, ExitCode, Failure, FailureKind
 from trainer.contract.failures.suspect_checkpoints import FailedGeneration, failed_generation, suspect_steps
 from trainer.contract.ranks.progress import StopReason
 from trainer.contract.skipped_batches import Skip
@@ -297,8 +297,8 @@ def _roll_back(now: Situation, cause: Cause, reason: str, *, doubted: bool) -> D
     assert failure.step is not None
     if cause.position in {skip.position for skip in now.skipped}:
         return end(f"{reason}; that batch was to be skipped already", failure, cause.mark)
-    # It was not the batch; from an older checkpoint it may not come back.
-    if not doubted and failure.step in {skip.step for skip in now.skipped}:
+    # It was not the batch; from an older checkpoint it may not come back. Bad batches with high losses come in rows.
+    if not (doubted or failure.exception == LOSS_SPIKE) and failure.step in {skip.step for skip in now.skipped}:
         reason = f"{reason}; step {failure.step} was bad before, and the batch it had then was skipped"
         return end(reason, failure, cause.mark)
     if used >= now.spike_budget:

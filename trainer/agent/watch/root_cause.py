@@ -15,7 +15,7 @@ from checkpointing.errors import (
 )
 from trainer.contract.cut_text import cut
 from trainer.contract.failures.failure_patterns import Meaning, error_says
-from trainer.contract.failures.outcome import MORE_MEMORY, ExitCode, Failure, FailureKind
+from trainer.contract.failures.outcome import LOSS_SPIKE, MORE_MEMORY, ExitCode, Failure, FailureKind
 from trainer.contract.messages.agents import RankExit
 
 _NOT_STARTED = (126, 127)
@@ -25,8 +25,8 @@ _OF_CODE = frozenset(
     {"AssertionError", "AttributeError", "IndexError", "KeyError", "NameError", "TypeError", "ValueError"}
 )
 """What code raises about itself, whatever its text speaks of: no disk raises it."""
-_BAD_STEP = "BadStep"
-"""The exception of all ranks alike when they have read a loss that is none to go on from."""
+_BAD_STEPS = ("BadStep", LOSS_SPIKE)
+"""The exceptions of all ranks alike when they have read a loss that is none to go on from."""
 _RESERVED = (ExitCode.STORAGE, ExitCode.RETRY, ExitCode.NODE_SUSPECT, ExitCode.NEVER_RETRY)
 _LESS_OF_A_GPU = (
     "use less of the GPU (train.micro_batch_size, train.activation_checkpointing=true), or share the model among more "
@@ -183,7 +183,7 @@ def _classify(end: RankEnd) -> tuple[FailureKind, bool, str]:
         return FailureKind.USER_ERROR, False, f"asked never to be retried (exit code 78){_after(said)}"
     if end.exit_code == ExitCode.NODE_SUSPECT:
         return FailureKind.NODE_SUSPECT, False, f"suspects its node (exit code 77){_after(said)}"
-    if end.exception == _BAD_STEP and end.position is not None:
+    if end.exception in _BAD_STEPS and end.position is not None:
         return FailureKind.NUMERIC, True, _short(end.message or "")
     if end.exception == NothingFits.__name__:
         way = "put the code and the model's sizes back as they were, or submit a new run"

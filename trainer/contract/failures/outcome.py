@@ -11,6 +11,8 @@ from trainer.contract.secrets.secret_redaction import in_use
 
 MOST_BYTES = 16 << 20
 """Beyond this nothing is an outcome."""
+LOSS_SPIKE = "LossSpike"
+"""The exception of all ranks alike when a loss is far above those before it."""
 
 
 class ExitCode(IntEnum):

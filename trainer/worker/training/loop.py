@@ -34,7 +34,7 @@ from trainer.worker.training.metric_reducer import MetricReducer
 from trainer.worker.training.passes import passes_of
 from trainer.worker.training.reduction import OwnNumbers, RankZeroMessage, Reduced, StepResult
 from trainer.worker.training.save_schedule import SaveSchedule, SaveVote
-from trainer.worker.training.spikes import BadStep, SpikeDetector
+from trainer.worker.training.spikes import SpikeDetector
 from trainer.worker.training.stop import StopFlag
 from trainer.worker.training.validation import Validation, refuse_unknown_metric, steps_on_plateau
 from trainer.worker.workload import WorkloadError, hook
@@ -64,6 +64,7 @@ class PendingStep:
 
     reduced: Reduced
     position: int
+    replaced: int  # batches that this step would have trained on, had they not been skipped
     rate: float
     loss_scale: float
     work: Sequence[int]  # nanoseconds in each of them
@@ -119,7 +120,9 @@ class Loop:
         objects = self._objects
         self._services.phases.enter(Phase.DATA)
         self._services.drill.in_data(step)
+        before = self._train_state.positions.next
         position, batches = self._loader_draws.take(lambda: self._train_state.positions.take(self._services.skip))
+        replaced = sum(before <= skipped < position for skipped in self._services.skip)
         self._services.cell.add_input_bytes(sum(batch.nbytes for batch in batches if isinstance(batch, torch.Tensor)))
         loss = self._passes.run(step, batches, self._train_state.loss_scale.scale)
         self._train_state.report_incomplete(self._loader_draws.restored, self._loader_draws.reason())
@@ -145,7 +148,8 @@ class Loop:
             objects.scheduler.step()
         self._services.phases.step_ended(step)
         self._services.figures.step_ended()
-        return PendingStep(reduced, position, rate, scale, self._services.phases.last_step, overflowed, self._exposed())
+        work = self._services.phases.last_step
+        return PendingStep(reduced, position, replaced, rate, scale, work, overflowed, self._exposed())
 
     def _exposed(self) -> dict[str, float]:
         """Seconds of communication that nothing hid, by its kind, in the step before."""
@@ -266,14 +270,9 @@ class Loop:
         self._save_vote, self._committed = result.message.save_vote, max(self._committed, result.message.committed)
         self._services.cell.update(loss=result.loss, grad_norm=result.grad_norm)
         self._report(result, pending, own)
-        bad = (
-            None
-            if self._is_excused(pending, result)
-            else self._services.spike_detector.check(result.loss, result.grad_norm)
-        )
-        if bad is not None:
-            # Before any save of it: every rank reads the same sums, so all of them end here.
-            raise BadStep(result.step, pending.position, bad)
+        if not self._is_excused(pending, result):
+            # Before any save of it: every rank reads the same sums, so a bad step ends all of them here.
+            self._services.spike_detector.judge(result, pending.position, pending.replaced)
         return result.stop
 
     def _is_excused(self, pending: PendingStep, result: StepResult) -> bool:

@@ -3,8 +3,10 @@
 import math
 from bisect import bisect_left, insort
 from collections import deque
+from collections.abc import Callable
 
 from trainer.contract.config_sections.fault_detection_config import SpikeConfig
+from trainer.worker.training.reduction import StepResult
 
 _NORMAL = 1.4826
 """Median absolute deviation to standard deviation, of normally distributed values."""
@@ -15,6 +17,9 @@ _AS_A_FACTOR = 0.5
 being as usual as the lowest just below it."""
 _HIGH = 0.5
 """A spike is so much above the median, as a share of it: what is rare in a quiet run need not be harmful."""
+
+_LEVEL = 10.0
+"""A new level of the losses is at most so many times the old one."""
 
 
 class BadStep(ArithmeticError):
@@ -28,15 +33,50 @@ class BadStep(ArithmeticError):
         self.step, self.position, self.reason = step, position, reason
 
 
+class LossSpike(BadStep):
+    """A loss that is a number, and far above those before it."""
+
+
 class SpikeDetector:
     """Judges each loss by those of the newest accepted steps."""
 
-    def __init__(self, config: SpikeConfig, window: deque[float]) -> None:
-        """`window`: the newest accepted losses, which the training state owns and checkpoints keep."""
-        self._config, self._window = config, window
+    def __init__(
+        self,
+        config: SpikeConfig,
+        window: deque[float],
+        on_new_level: Callable[[int, str], None] = lambda step, why: None,
+    ) -> None:
+        """`window`: the newest accepted losses, which the training state owns and checkpoints keep.
+
+        `on_new_level` is called with the step from which on the losses are higher for good, and the reason.
+        """
+        self._config, self._window, self._on_new_level = config, window, on_new_level
         while len(window) > config.window:
             window.popleft()
         self._sorted = sorted(window)
+
+    def judge(self, result: StepResult, position: int, replaced: int) -> None:
+        """Raise BadStep for a step that is none to go on from; `replaced`: batches skipped in its favour."""
+        reason = self.check(result.loss, result.grad_norm)
+        if reason is None:
+            return
+        if not math.isfinite(result.loss) or not math.isfinite(result.grad_norm):
+            raise BadStep(result.step, position, reason)
+        if not self._is_new_level(result.loss, replaced):
+            raise LossSpike(result.step, position, reason)
+        self._window.clear()
+        self._sorted.clear()
+        self._accept(result.loss)
+        self._on_new_level(result.step, f"{reason}, like those of {replaced} skipped batches before it")
+
+    def _is_new_level(self, loss: float, replaced: int) -> bool:
+        """Whether other data or another task explains a spike better than one more bad batch."""
+        # As many batches in a row as may be skipped were no better.
+        if replaced < max(1, self._config.roll_backs):
+            return False
+        # Bad bytes raise a loss without a bound by orders of magnitude, and training on them does harm.
+        median = _median(self._sorted)
+        return loss - median <= (_LEVEL - 1) * abs(median)
 
     def check(self, loss: float, grad_norm: float) -> str | None:
         """Why a step with these is a bad one; None when it is accepted."""
@@ -64,7 +104,8 @@ class SpikeDetector:
             return None
         return (
             f"loss {loss:.6g} is {deviations:.0f} robust standard deviations above {median:.6g}, the median of the "
-            f"{len(self._window)} steps before it (detection.spike.deviations={limit:g})"
+            f"{len(self._window)} steps before it (detection.spike.deviations={limit:g}; "
+            "if losses rise on purpose: detection.spike.deviations=0)"
         )
 
     def _is_usual_factor(self, loss: float, median: float, limit: float) -> bool:

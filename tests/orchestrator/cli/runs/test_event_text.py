@@ -98,6 +98,8 @@ NOTICED: list[tuple[EventKind, dict[str, Any], str]] = [
      "other code trains: mine changed since attempt 1"),
     (EventKind.BATCH_SKIPPED, {"step": 7, "position": 96, "reason": "loss nan"},
      "the batch of step 7 is skipped from now on: loss nan"),
+    (EventKind.LOSS_LEVEL, {"step": 7, "reason": "loss 9 is high"},
+     "the losses have a new level from step 7 on: loss 9 is high"),
     (EventKind.SPARE_USED, {"node": 2, "name": "n3", "instead": "n2", "reason": "gone"},
      "n3 takes the place of n2: gone"),
     (EventKind.STOP_REQUESTED, {"reason": "an agent got SIGTERM"}, "asked to stop: an agent got SIGTERM"),

@@ -108,6 +108,14 @@ def test_a_spare_takes_the_place_of_a_lost_or_suspect_node(fields, action, words
     assert words in decision.reason
 
 
+def test_bad_batches_with_high_losses_are_skipped_in_a_row():
+    earlier = tuple(Skip(step=7, position=position, reason="loss 9") for position in (32, 40, 48))
+    spikes = tuple(replace(bad_step(rank), exception="LossSpike") for rank in range(4))
+    found = [decide(situation(*spikes, skipped=earlier[:count], rollbacks=count, spike_budget=3)) for count in range(4)]
+    assert [one.action for one in found] == [*[Action.ROLL_BACK] * 3, Action.END]
+    assert "3 rollbacks used up without a new checkpoint" in found[-1].reason
+
+
 BAD = [
     ({}, Action.ROLL_BACK, "rollback 1 of 3, skipping that batch"),
     ({"skipped": (OTHER,), "rollbacks": 1}, Action.ROLL_BACK, "rollback 2 of 3"),

@@ -14,7 +14,7 @@ from trainer.worker.training.loop import Loop, PendingStep
 
 def pending(step: int, result: Callable[[], object] | None = None) -> PendingStep:
     reduced: Any = SimpleNamespace(step=step, result=result)
-    return PendingStep(reduced, step - 1, 0.1, 1.0, (), False, {})
+    return PendingStep(reduced, step - 1, 0, 0.1, 1.0, (), False, {})
 
 
 class Hung(Exception):

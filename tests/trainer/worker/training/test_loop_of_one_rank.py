@@ -15,7 +15,7 @@ from tests.trainer.worker.training.one_rank import KeptSaves, OneRank
 from trainer.contract.failures.outcome import ExitCode
 from trainer.contract.ranks.progress import Phase, StopReason
 from trainer.worker.training.drill import DrillError
-from trainer.worker.training.spikes import BadStep
+from trainer.worker.training.spikes import BadStep, LossSpike
 from trainer.worker.workload import WorkloadError
 
 MakeRank = Callable[..., OneRank]
@@ -219,6 +219,25 @@ def test_a_loss_that_is_no_number_ends_the_rank_before_a_save_of_it(one_rank: Ma
         run.train()
     assert run.saver.tried == []
     assert not math.isfinite(float(run.lines()[4]["loss"]))
+
+
+@pytest.mark.parametrize("skip", [(0,), (0, 1), (1, 2), (0, 1, 5)])
+def test_a_new_level_of_the_losses_is_accepted_once_enough_batches_were_skipped_for_it(
+    one_rank: MakeRank, skip: tuple[int, ...]
+) -> None:
+    spike = {"window": 8, "roll_backs": 2}
+    run = one_rank(workload=own("Numbered"), train={"steps": 3}, detection={"spike": spike}, skip=skip)
+    run.state.accepted_losses.extend([1.0] * 8)  # that of each step is 2.5
+    if skip[:2] != (0, 1):
+        with pytest.raises(LossSpike, match="^step 1: loss 2.5 is 150 robust standard deviations above 1"):
+            run.train()
+        assert run.events("loss.level") == []
+        return
+    assert run.train() == ExitCode.FINISHED
+    (event,) = run.events("loss.level")
+    assert event.data["step"] == 1
+    assert "detection.spike.deviations=0" in event.data["reason"]
+    assert run.saver.facts[3]["accepted_losses"] == [2.5] * 3
 
 
 def test_a_loss_that_is_no_number_counts_before_a_restart_as_after_it(one_rank: MakeRank) -> None:

@@ -12,7 +12,9 @@ from torch import nn
 from torch.nn import functional
 
 from trainer.contract.config_sections.fault_detection_config import SpikeConfig
-from trainer.worker.training.spikes import BadStep, SpikeDetector
+from trainer.contract.ranks.progress import StopReason
+from trainer.worker.training.reduction import RankZeroMessage, StepResult
+from trainer.worker.training.spikes import BadStep, LossSpike, SpikeDetector
 
 
 def detector_with(*losses: float, **config: float) -> SpikeDetector:
@@ -56,7 +58,8 @@ def test_the_reason_gives_the_figures():
     reason = full(QUIET).check(2000.0, 1.0)
     assert reason is not None
     assert reason.startswith("loss 2000 is ")
-    assert "above 2.02, the median of the 50 steps before it (detection.spike.deviations=20)" in reason
+    assert "above 2.02, the median of the 50 steps before it (detection.spike.deviations=20; if losses" in reason
+    assert reason.endswith("if losses rise on purpose: detection.spike.deviations=0)")
 
 
 def test_a_noisy_run_needs_more():
@@ -147,6 +150,42 @@ def test_a_restored_window_judges_as_the_one_that_was_saved():
     assert losses.check(2.5, 1.0) is None
     assert list(window) == [*QUIET[1:], 2.5], "the training state has the accepted losses, and no more of them"
     assert detector_with(*QUIET[1:]).check(500.0, 1.0) is None, "one too few"
+
+
+def result(loss: float, step: int = 60) -> StepResult:
+    return StepResult(step=step, loss=loss, grad_norm=1.0, stop=StopReason.NONE, message=RankZeroMessage())
+
+
+@pytest.mark.parametrize(
+    ("loss", "replaced", "raised"),
+    [
+        (8.0, 0, LossSpike),
+        (8.0, 2, LossSpike),
+        (8.0, 3, None),
+        (8.0, 4, None),
+        (20.3, 3, LossSpike),  # more than ten times 2.02
+        (1e6, 30, LossSpike),
+        (math.nan, 30, BadStep),
+    ],
+)
+def test_as_many_spikes_as_may_be_skipped_show_a_new_level_if_they_are_of_its_order(loss, replaced, raised):
+    levels: list[tuple[int, str]] = []
+    detector = SpikeDetector(SpikeConfig(), window := deque(QUIET), lambda *level: levels.append(level))
+    if raised is not None:
+        with pytest.raises(raised) as caught:
+            detector.judge(result(loss), 59, replaced)
+        assert (type(caught.value), caught.value.position, levels) == (raised, 59, [])
+        return
+    detector.judge(result(loss), 59, replaced)
+    assert list(window) == [loss], "the new level is known by its own losses"
+    ((step, reason),) = levels
+    assert (step, reason.endswith(f"deviations=0), like those of {replaced} skipped batches before it")) == (60, True)
+    detector.judge(result(900.0, 61), 60, 0)
+
+
+def test_without_rollbacks_no_level_is_accepted_before_a_batch_was_skipped():
+    with pytest.raises(LossSpike):
+        SpikeDetector(SpikeConfig(roll_backs=0), deque(QUIET)).judge(result(8.0), 59, 0)
 
 
 @pytest.mark.parametrize("seed", range(5))

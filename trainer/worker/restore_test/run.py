@@ -72,8 +72,19 @@ class ComparedCheckpoint(ReadOnlyCheckpoint):
         optional_folders: tuple[str, ...] = (),
         complete: tuple[str, ...] = (),
     ) -> Restored:
+        def make_targets(extra: dict[str, Any]) -> Mapping[str, Tensor]:
+            """A rank that refuses the checkpoint must not leave the others in the exchange that follows."""
+            made, reason = dict[str, Tensor](), ""
+            try:
+                made = dict(tensors(extra) if callable(tensors) else tensors)
+            except WorkloadError as error:
+                reason = str(error)
+            if refused := next((each for each in self._ranks.all_gather(reason) if each), ""):
+                raise WorkloadError(refused)
+            return made
+
         restored = super().restore(
-            tensors, optional_prefixes=optional_prefixes, optional_folders=optional_folders, complete=complete
+            make_targets, optional_prefixes=optional_prefixes, optional_folders=optional_folders, complete=complete
         )
         self.faults = self.fingerprint_faults()
         return restored

@@ -109,3 +109,10 @@ def test_each_rank_is_compared_with_the_rank_of_its_number(make_run: Any, tmp_pa
     other = verdict_on(subject, ["a", "a"], scale=1.5)
     assert (other.outcome, other.evidence["exact"]) == (Outcome.NOT_COMPARABLE, False), other
     assert list(other.evidence["other_software"]) == ["kernel_settings"]
+
+
+def test_what_one_rank_refuses_ends_the_test_on_all(make_run: Any, tmp_path: Path) -> None:
+    subject = on_nodes(make_run, tmp_path, ["a", "a"])
+    found = verdict_on(subject, ["a", "a"], odd=1)
+    assert found.outcome == Outcome.NOT_COMPARABLE, found
+    assert "the program cannot go on from it: " in found.reason

@@ -55,11 +55,24 @@ class WithDropout(Unusual):
 
 
 class OnNodes(LlamaWorkload):
-    """Trains on nodes with the CPU settings `args["cpus"]`, by rank; `args["scale"]` multiplies the loss."""
+    """Trains on nodes with the CPU settings `args["cpus"]`, by rank; `args["scale"]` multiplies the loss.
+
+    The optimizer of rank `args["odd"]` has two groups.
+    """
 
     def __init__(self, config: Any, **args: Any) -> None:
         super().__init__(config)
         self.args = args
+
+    def parallelize(self, model: nn.Module, layout: Any) -> Any:
+        self.rank = layout.rank
+        return super().parallelize(model, layout)
+
+    def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        groups: list[Any] = list(model.parameters())
+        if self.rank == self.args.get("odd"):
+            groups = [{"params": groups[:1]}, {"params": groups[1:]}]
+        return OwnScaler(groups)
 
     def build_data(self, layout: Any) -> Any:
         os.environ["ONEDNN_CPU"] = self.args["cpus"][layout.rank]

@@ -10,7 +10,6 @@ from typing import Any
 import hypothesis
 import pytest
 from xdist.scheduler import LoadScopeScheduling
-from xdist.workermanage import WorkerController
 
 from tests.checkpointing.proofs.mounts import hide_mounts
 from tests.open_databases import watch
@@ -44,18 +43,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: [item.get_closest_marker(name) is None for name in ("slurm", "multi")])
 
 
-# Tests that mostly wait for processes: half of the workers begin with them, the others with tests that compute.
-_MOSTLY_WAIT = ("slurm", "tests/end_to_end/", "tests/trainer/agent/", "the run that was not disturbed")
-
-
 class TestsByFile(LoadScopeScheduling):
     """Gives a worker one file at a time: its tests share what it sets up. Files that share a lab or a run are one."""
-
-    def _assign_work_unit(self, node: WorkerController) -> None:
-        waits = node.gateway.id.endswith(("0", "2", "4", "6", "8"))
-        of_this_kind = (scope for scope in self.workqueue if scope.startswith(_MOSTLY_WAIT) == waits)
-        self.workqueue.move_to_end(next(of_this_kind, next(iter(self.workqueue))), last=False)
-        super()._assign_work_unit(node)
 
     def _split_scope(self, nodeid: str) -> str:
         path = nodeid.partition("::")[0]

@@ -31,8 +31,13 @@ def test_it_stands_still_while_the_lock_is_held(library: type[ctypes.CDLL], *, h
     ticker = Ticker(cast(ProgressCell, cell), seconds=0.001)
     sleep = library(None).usleep  # a PyDLL keeps the lock over its calls
     ticker.start()
-    before = len(ticks)
-    sleep(300_000)
-    after = len(ticks)
+
+    def stands_still() -> bool:
+        before = len(ticks)
+        sleep(300_000)
+        return len(ticks) - before <= 2
+
+    # On a busy machine it may tick before the lock is taken, or not get to tick at all: not time after time.
+    found = any(stands_still() is held for _ in range(10))
     ticker.stop()
-    assert (after - before <= 2) is held
+    assert found

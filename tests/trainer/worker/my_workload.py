@@ -375,3 +375,22 @@ class OverflowsForGood(Overflows):
 
     def loss(self, model, batch):
         return super().loss(model, batch) * (1.0 if self.data.consumed < 3 else float("nan"))
+
+
+class Validated(Plane):
+    """Calls `at` with the number of each batch; a validation finds how many batches there were."""
+
+    def __init__(self, config, **args):
+        super().__init__(config, **args)
+        self.at = lambda number: None
+
+    def build_data(self, layout):
+        self.data = super().build_data(layout)
+        return self.data
+
+    def loss(self, model, batch):
+        self.at(self.data.consumed)
+        return super().loss(model, batch)
+
+    def validate(self, model):
+        return {"batches": float(self.data.consumed)}

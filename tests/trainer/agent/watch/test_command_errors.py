@@ -169,7 +169,7 @@ OLDER = NewestCheckpoint(identity="checkpoint-40.1e", name="checkpoint-40")
 LOADING = raised("SafetensorError", "Error while deserializing header: incomplete metadata")
 
 
-def traceback(code: str, *said: str, file: str = "/work/train.py") -> tuple[str, ...]:
+def traceback(code: str, *said: str, file: str = "/home/ml/train.py") -> tuple[str, ...]:
     """As most programs end that had printed what they resume from."""
     frames = "Traceback (most recent call last):", f'  File "{file}", line 50, in <module>', f"    {code}"
     return ("Resuming training from out/checkpoint-50", *frames, *said)

@@ -74,6 +74,15 @@ def restored(layout: mesh.Layout, step: int | None) -> tuple[list[str], nn.Linea
     return called, model
 
 
+def state_of(layout: mesh.Layout, model: nn.Module) -> TrainState:
+    """That of a model without data."""
+    objects = TrainObjects(
+        workload=SimpleNamespace(), model=model, optimizer=torch.optim.AdamW(model.parameters()), data=NoData(),
+        layout=layout,
+    )  # fmt: skip
+    return TrainState(objects, config_digest="", seed=1)
+
+
 def test_weights_that_no_checkpoint_has_are_set(layout: mesh.Layout) -> None:
     called, model = restored(layout, None)
     assert called == ["set"]
@@ -97,11 +106,7 @@ def test_a_counter_is_read_from_where_the_checkpoint_has_it(
     layout: mesh.Layout, facts: dict[str, Any], key: str
 ) -> None:
     model, saver = nn.BatchNorm1d(2), SaverWith(5, **facts)
-    objects = TrainObjects(
-        workload=SimpleNamespace(), model=model, optimizer=torch.optim.AdamW(model.parameters()), data=NoData(),
-        layout=layout,
-    )  # fmt: skip
-    TrainState(objects, config_digest="", seed=1).restore(saver)
+    state_of(layout, model).restore(saver)
     assert [name for name in saver.read if name.endswith("num_batches_tracked")] == [key]
     assert model.num_batches_tracked == 1
 
@@ -110,12 +115,7 @@ def test_a_counter_is_read_from_where_the_checkpoint_has_it(
 def test_accepted_losses_are_those_of_the_checkpoint_if_it_has_any(
     layout: mesh.Layout, facts: dict[str, Any], losses: list[float]
 ) -> None:
-    model = nn.Linear(2, 2)
-    objects = TrainObjects(
-        workload=SimpleNamespace(), model=model, optimizer=torch.optim.AdamW(model.parameters()), data=NoData(),
-        layout=layout,
-    )  # fmt: skip
-    state = TrainState(objects, config_digest="", seed=1)
+    state = state_of(layout, nn.Linear(2, 2))
     state.restore(SaverWith(5, **facts))
     assert list(state.accepted_losses) == losses
 
@@ -124,12 +124,7 @@ def test_accepted_losses_are_those_of_the_checkpoint_if_it_has_any(
     ("facts", "position"), [({"consumed": 7}, 7), ({"consumed": 3, "position": 43}, 43)], ids=["older release", "now"]
 )
 def test_positions_go_on_from_that_of_the_checkpoint(layout: mesh.Layout, facts: dict[str, Any], position: int) -> None:
-    model = nn.Linear(2, 2)
-    objects = TrainObjects(
-        workload=SimpleNamespace(), model=model, optimizer=torch.optim.AdamW(model.parameters()), data=NoData(),
-        layout=layout,
-    )  # fmt: skip
-    state = TrainState(objects, config_digest="", seed=1)
+    state = state_of(layout, nn.Linear(2, 2))
     state.restore(SaverWith(5, **facts))
     assert state.positions.next == position
 
@@ -137,10 +132,6 @@ def test_positions_go_on_from_that_of_the_checkpoint(layout: mesh.Layout, facts:
 def test_further_names_of_shared_tensors_are_saved(layout: mesh.Layout) -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, bias=False))
     model[1].weight = model[0].weight
-    objects = TrainObjects(
-        workload=SimpleNamespace(), model=model, optimizer=torch.optim.AdamW(model.parameters()), data=NoData(),
-        layout=layout,
-    )  # fmt: skip
     given: list[dict[str, Any]] = []
 
     class Saver(SaverWith):
@@ -150,7 +141,7 @@ def test_further_names_of_shared_tensors_are_saved(layout: mesh.Layout) -> None:
             given.append(extra)
             return True
 
-    state = TrainState(objects, config_digest="", seed=1)
+    state = state_of(layout, model)
     state.restore(Saver(None))
     assert state.save(Saver(None))
     assert given[0][checkpoint_contents.SHARED_NAMES] == {"1.weight": "0.weight"}

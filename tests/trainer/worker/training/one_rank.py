@@ -18,7 +18,7 @@ from trainer.contract.config import JobConfig, build
 from trainer.contract.events import Event, read_events
 from trainer.contract.failures.outcome import ExitCode
 from trainer.contract.launch_token import LaunchToken
-from trainer.contract.ranks.progress import ProgressCell
+from trainer.contract.ranks.progress import ProgressCell, StopReason
 from trainer.contract.ranks.rank_messages import RankSpec
 from trainer.contract.run_dir import RunDir
 from trainer.worker import main, workload
@@ -28,7 +28,15 @@ from trainer.worker.saved_state.train_state import TrainState
 from trainer.worker.session import Session, new_train_state, train_on
 
 CPU = torch.device("cpu")
-PLANE = {"target": "tests.trainer.worker.my_workload:Plane", "args": {"width": 8}}
+
+
+def workload_of(module: str, name: str, **args: object) -> dict[str, object]:
+    """The configuration of a workload that is a small plane."""
+    return {"target": f"{module}:{name}", "args": {"width": 8, **args}}
+
+
+PLANE = workload_of("tests.trainer.worker.my_workload", "Plane")
+VALIDATED = workload_of("tests.trainer.worker.my_workload", "Validated")
 
 
 @dataclass
@@ -170,3 +178,9 @@ def _new_rank(folder: Path, saver: KeptSaves, skip: frozenset[int], over: dict[s
     if objects.set_initial_weights is not None:
         objects.set_initial_weights()
     return OneRank(session, journal, saver, state, skip)
+
+
+def ask(run: OneRank, reason: StopReason, *, at: int) -> None:
+    """Ask for a stop as the agent does it, during this step of `Validated`."""
+    workload: Any = run.session.objects.workload
+    workload.at = lambda number: number == at and run.cell.ask_stop(reason)

@@ -11,7 +11,7 @@ import torch
 
 from checkpointing.errors import SaveFailed
 from tests.trainer.worker.my_workload import Overflows, Plane
-from tests.trainer.worker.training.one_rank import KeptSaves, OneRank
+from tests.trainer.worker.training.one_rank import VALIDATED, KeptSaves, OneRank, ask, workload_of
 from trainer.contract.failures.outcome import ExitCode
 from trainer.contract.ranks.progress import Phase, StopReason
 from trainer.worker.training.drill import DrillError
@@ -22,33 +22,8 @@ MakeRank = Callable[..., OneRank]
 HERE = "tests.trainer.worker.training.test_loop_of_one_rank"
 
 
-class Validated(Plane):
-    """Calls `at` with the number of each batch; a validation finds how many batches there were."""
-
-    def __init__(self, config, **args):
-        super().__init__(config, **args)
-        self.at = lambda number: None
-
-    def build_data(self, layout):
-        self.data = super().build_data(layout)
-        return self.data
-
-    def loss(self, model, batch):
-        self.at(self.data.consumed)
-        return super().loss(model, batch)
-
-    def validate(self, model):
-        return {"batches": float(self.data.consumed)}
-
-
 def own(name: str, **args: object) -> dict[str, object]:
-    return {"target": f"{HERE}:{name}", "args": {"width": 8, **args}}
-
-
-def ask(run: OneRank, reason: StopReason, *, at: int) -> None:
-    """As the agent does it during this step."""
-    workload: Any = run.session.objects.workload
-    workload.at = lambda number: number == at and run.cell.ask_stop(reason)
+    return workload_of(HERE, name, **args)
 
 
 def test_the_experts_biases_stay_where_they_are_in_a_step_that_float16_could_not_hold(
@@ -83,62 +58,6 @@ def test_a_schedule_stays_where_it_is_in_a_step_that_float16_could_not_hold(one_
     for _, line in sorted(lines.items()):
         assert line["lr"] == rate
         rate *= 1.0 if line["overflowed"] else 0.5
-
-
-def test_a_stop_leaves_the_validation_of_its_step_to_the_next_start(one_rank: MakeRank) -> None:
-    run = one_rank(workload=own("Validated"), validation={"every": 4}, checkpoint={"every": 0})
-    ask(run, StopReason.PREEMPTION, at=4)
-    assert run.train() == ExitCode.STOPPED_AFTER_SAVE
-    assert (run.state.step, run.saver.tried, run.validated()) == (4, [4], [])
-    run.restart()
-    assert run.train() == ExitCode.FINISHED
-    assert run.validated() == [4, 8]
-
-
-def test_a_validation_that_a_stop_left_out_rates_the_checkpoint_of_its_step(one_rank: MakeRank) -> None:
-    best = {"every": 0, "best": {"metric": "batches"}}
-    run = one_rank(workload=own("Validated"), validation={"every": 4}, checkpoint=best)
-    ask(run, StopReason.PREEMPTION, at=4)
-    assert run.train() == ExitCode.STOPPED_AFTER_SAVE
-    assert "batches" not in run.saver.facts[4]["metrics"]
-    rated: dict[int, Any] = {}
-    workload: Any = run.session.objects.workload
-    workload.at = lambda number: rated.update(run.saver.facts) if number == 5 else None
-    run.restart()
-    assert run.train() == ExitCode.FINISHED
-    assert (run.saver.tried, run.validated()) == ([4, 4, 8], [4, 8])
-    assert (rated[4]["metrics"], rated[4]["validated"]) == ({"batches": 4.0}, 4), "before the next step"
-
-
-def test_a_validation_that_a_stop_left_out_saves_nothing_that_it_does_not_rate(one_rank: MakeRank) -> None:
-    best = {"every": 0, "best": {"metric": "loss"}}
-    run = one_rank(workload=own("Validated"), validation={"every": 4}, checkpoint=best)
-    ask(run, StopReason.PREEMPTION, at=4)
-    assert run.train() == ExitCode.STOPPED_AFTER_SAVE
-    run.restart()
-    assert run.train() == ExitCode.FINISHED
-    assert (run.saver.tried, run.validated()) == ([4, 8], [4, 8])
-
-
-def test_a_stop_in_the_last_step_leaves_its_validation_until_the_state_is_saved(one_rank: MakeRank) -> None:
-    """No start follows that could make up for it."""
-    best = {"every": 0, "best": {"metric": "batches"}}
-    run = one_rank(workload=own("Validated"), checkpoint=best)
-    saved: list[int] = []
-    workload: Any = run.session.objects.workload
-    validate = workload.validate
-    workload.validate = lambda model: saved.extend(run.saver.tried) or validate(model)
-    ask(run, StopReason.PREEMPTION, at=8)
-    assert run.train() == ExitCode.FINISHED
-    assert (saved, run.saver.tried, run.validated()) == ([8], [8, 8], [8])
-    assert run.saver.facts[8]["metrics"] == {"batches": 8.0}
-
-
-def test_a_save_that_is_asked_for_leaves_no_validation_out(one_rank: MakeRank) -> None:
-    run = one_rank(workload=own("Validated"), validation={"every": 4}, checkpoint={"every": 0})
-    ask(run, StopReason.SAVE_AND_GO_ON, at=4)
-    assert run.train() == ExitCode.FINISHED
-    assert (run.saver.tried, run.validated()) == ([4, 8], [4, 8])
 
 
 class Numbered(Plane):
@@ -304,7 +223,7 @@ def test_too_many_steps_without_a_checkpoint_end_the_run(one_rank: MakeRank) -> 
 
 def test_saves_that_can_never_succeed_end_the_run_at_once(one_rank: MakeRank) -> None:
     saver = KeptSaves(commits=False)
-    run = one_rank(saver, workload=own("Validated"), checkpoint={"every": 2})
+    run = one_rank(saver, workload=VALIDATED, checkpoint={"every": 2})
     workload: Any = run.session.objects.workload
     workload.at = lambda number: number == 3 and setattr(saver, "lasting", SaveFailed(2, "it never can"))
     with pytest.raises(SaveFailed, match="it never can"):
@@ -322,23 +241,10 @@ def test_best_checkpoints_need_a_number_that_exists(one_rank: MakeRank) -> None:
     text = r"^checkpoint.best.metric=accuracy: the workload has no such number, only loss, batch$"
     with pytest.raises(WorkloadError, match=text):
         run.train()
-    validated = one_rank(
-        workload=own("Validated"), validation={"every": 3}, checkpoint={"best": {"metric": "accuracy"}}
-    )
+    validated = one_rank(workload=VALIDATED, validation={"every": 3}, checkpoint={"best": {"metric": "accuracy"}})
     with pytest.raises(WorkloadError, match="only loss, batches$"):
         validated.train()
     assert validated.state.step == 3
-
-
-def test_each_validation_is_saved_where_the_best_are_kept(one_rank: MakeRank) -> None:
-    run = one_rank(
-        workload=own("Validated"), validation={"every": 3}, checkpoint={"every": 0, "best": {"metric": "batches"}}
-    )
-    assert run.train() == ExitCode.FINISHED
-    assert run.saver.tried == [3, 6, 8]
-    assert {step: facts["metrics"] for step, facts in run.saver.facts.items()} == {
-        step: {"batches": float(step)} for step in (3, 6, 8)
-    }
 
 
 def test_a_restore_test_trains_to_its_step_and_saves_nothing(one_rank: MakeRank) -> None:
@@ -349,7 +255,7 @@ def test_a_restore_test_trains_to_its_step_and_saves_nothing(one_rank: MakeRank)
 
 
 def test_a_stop_is_agreed_and_saved(one_rank: MakeRank) -> None:
-    run = one_rank(workload=own("Validated"), checkpoint={"every": 0})
+    run = one_rank(workload=VALIDATED, checkpoint={"every": 0})
     ask(run, StopReason.CANCEL, at=3)
     assert run.train() == ExitCode.STOPPED_AFTER_SAVE
     (agreed,) = run.events("stop.agreed")
@@ -379,66 +285,6 @@ def test_the_built_in_model_probes_one_step_more_and_changes_nothing(one_rank: M
     assert (probe["loss"], probe["grad_norm"]) == (fifth["loss"], fifth["grad_norm"])
     assert run.final()["probe"]["lr"] == run.lines()[4]["lr"], "the rate of the last step goes on"
     assert all(parameter.grad is None for parameter in run.session.objects.model.parameters())
-
-
-class Averaging(torch.optim.SGD):
-    """As optimizers without a schedule: weights are averages in evaluation mode."""
-
-    mode = "train"
-
-    def eval(self):
-        self.mode = "eval"
-
-    def train(self):
-        self.mode = "train"
-
-    def step(self, closure=None):
-        assert self.mode == "train"
-        return super().step(closure)
-
-
-class Averaged(Validated):
-    def build_model(self):
-        made = super().build_model()
-        made[2].eval()
-        return made
-
-    def build_optimizer(self, model):
-        self.optimizer = Averaging(model.parameters(), lr=0.1)
-        return self.optimizer
-
-    def validate(self, model):
-        self.seen = (self.optimizer.mode, model.training, torch.is_grad_enabled(), float(torch.rand(1)))
-        return {}
-
-
-def test_a_validation_leaves_modes_generators_and_the_optimizer_as_they_were(one_rank: MakeRank) -> None:
-    run = one_rank(workload=own("Averaged"), validation={"every": 2})
-    workload: Any = run.session.objects.workload
-    assert run.train() == ExitCode.FINISHED
-    assert workload.seen[:3] == ("eval", False, False)
-    assert workload.optimizer.mode == "train"
-    modes = {name: module.training for name, module in run.session.objects.model.named_modules()}
-    assert modes.pop("2") is False
-    assert all(modes.values())
-    calm = one_rank(workload=own("Averaged"), validation={"every": 0})
-    calm.train()
-    assert [line["loss"] for line in run.lines().values()] == [line["loss"] for line in calm.lines().values()]
-
-
-class Plateau(Validated):
-    def build_scheduler(self, optimizer):
-        return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.5)
-
-    def validate(self, model):
-        return {"first": 1.0, "second": float(self.data.consumed)}
-
-
-def test_a_scheduler_on_a_plateau_steps_with_the_first_number_of_each_validation(one_rank: MakeRank) -> None:
-    run = one_rank(workload=own("Plateau"), validation={"every": 2}, train={"steps": 6})
-    assert run.train() == ExitCode.FINISHED
-    rates = [line["lr"] for _, line in sorted(run.lines().items())]
-    assert rates == pytest.approx([0.1, 0.1, 0.1, 0.1, 0.05, 0.05])
 
 
 def test_votes_of_rank_0_are_followed_one_step_later(one_rank: MakeRank) -> None:

@@ -1,0 +1,140 @@
+"""When the loop validates, and what it saves for that: one rank, in this process."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tests.trainer.worker.my_workload import Validated
+from tests.trainer.worker.training.one_rank import VALIDATED, OneRank, ask, workload_of
+from trainer.contract.failures.outcome import ExitCode
+from trainer.contract.ranks.progress import StopReason
+
+MakeRank = Callable[..., OneRank]
+HERE = "tests.trainer.worker.training.test_validation_of_one_rank"
+
+
+def test_a_stop_leaves_the_validation_of_its_step_to_the_next_start(one_rank: MakeRank) -> None:
+    run = one_rank(workload=VALIDATED, validation={"every": 4}, checkpoint={"every": 0})
+    ask(run, StopReason.PREEMPTION, at=4)
+    assert run.train() == ExitCode.STOPPED_AFTER_SAVE
+    assert (run.state.step, run.saver.tried, run.validated()) == (4, [4], [])
+    run.restart()
+    assert run.train() == ExitCode.FINISHED
+    assert run.validated() == [4, 8]
+
+
+def test_a_validation_that_a_stop_left_out_rates_the_checkpoint_of_its_step(one_rank: MakeRank) -> None:
+    best = {"every": 0, "best": {"metric": "batches"}}
+    run = one_rank(workload=VALIDATED, validation={"every": 4}, checkpoint=best)
+    ask(run, StopReason.PREEMPTION, at=4)
+    assert run.train() == ExitCode.STOPPED_AFTER_SAVE
+    assert "batches" not in run.saver.facts[4]["metrics"]
+    rated: dict[int, Any] = {}
+    workload: Any = run.session.objects.workload
+    workload.at = lambda number: rated.update(run.saver.facts) if number == 5 else None
+    run.restart()
+    assert run.train() == ExitCode.FINISHED
+    assert (run.saver.tried, run.validated()) == ([4, 4, 8], [4, 8])
+    assert (rated[4]["metrics"], rated[4]["validated"]) == ({"batches": 4.0}, 4), "before the next step"
+
+
+def test_a_validation_that_a_stop_left_out_saves_nothing_that_it_does_not_rate(one_rank: MakeRank) -> None:
+    best = {"every": 0, "best": {"metric": "loss"}}
+    run = one_rank(workload=VALIDATED, validation={"every": 4}, checkpoint=best)
+    ask(run, StopReason.PREEMPTION, at=4)
+    assert run.train() == ExitCode.STOPPED_AFTER_SAVE
+    run.restart()
+    assert run.train() == ExitCode.FINISHED
+    assert (run.saver.tried, run.validated()) == ([4, 8], [4, 8])
+
+
+def test_a_stop_in_the_last_step_leaves_its_validation_until_the_state_is_saved(one_rank: MakeRank) -> None:
+    """No start follows that could make up for it."""
+    best = {"every": 0, "best": {"metric": "batches"}}
+    run = one_rank(workload=VALIDATED, checkpoint=best)
+    saved: list[int] = []
+    workload: Any = run.session.objects.workload
+    validate = workload.validate
+    workload.validate = lambda model: saved.extend(run.saver.tried) or validate(model)
+    ask(run, StopReason.PREEMPTION, at=8)
+    assert run.train() == ExitCode.FINISHED
+    assert (saved, run.saver.tried, run.validated()) == ([8], [8, 8], [8])
+    assert run.saver.facts[8]["metrics"] == {"batches": 8.0}
+
+
+def test_a_save_that_is_asked_for_leaves_no_validation_out(one_rank: MakeRank) -> None:
+    run = one_rank(workload=VALIDATED, validation={"every": 4}, checkpoint={"every": 0})
+    ask(run, StopReason.SAVE_AND_GO_ON, at=4)
+    assert run.train() == ExitCode.FINISHED
+    assert (run.saver.tried, run.validated()) == ([4, 8], [4, 8])
+
+
+def test_each_validation_is_saved_where_the_best_are_kept(one_rank: MakeRank) -> None:
+    run = one_rank(workload=VALIDATED, validation={"every": 3}, checkpoint={"every": 0, "best": {"metric": "batches"}})
+    assert run.train() == ExitCode.FINISHED
+    assert run.saver.tried == [3, 6, 8]
+    assert {step: facts["metrics"] for step, facts in run.saver.facts.items()} == {
+        step: {"batches": float(step)} for step in (3, 6, 8)
+    }
+
+
+class Averaging(torch.optim.SGD):
+    """As optimizers without a schedule: weights are averages in evaluation mode."""
+
+    mode = "train"
+
+    def eval(self):
+        self.mode = "eval"
+
+    def train(self):
+        self.mode = "train"
+
+    def step(self, closure=None):
+        assert self.mode == "train"
+        return super().step(closure)
+
+
+class Averaged(Validated):
+    def build_model(self):
+        made = super().build_model()
+        made[2].eval()
+        return made
+
+    def build_optimizer(self, model):
+        self.optimizer = Averaging(model.parameters(), lr=0.1)
+        return self.optimizer
+
+    def validate(self, model):
+        self.seen = (self.optimizer.mode, model.training, torch.is_grad_enabled(), float(torch.rand(1)))
+        return {}
+
+
+def test_a_validation_leaves_modes_generators_and_the_optimizer_as_they_were(one_rank: MakeRank) -> None:
+    run = one_rank(workload=workload_of(HERE, "Averaged"), validation={"every": 2})
+    workload: Any = run.session.objects.workload
+    assert run.train() == ExitCode.FINISHED
+    assert workload.seen[:3] == ("eval", False, False)
+    assert workload.optimizer.mode == "train"
+    modes = {name: module.training for name, module in run.session.objects.model.named_modules()}
+    assert modes.pop("2") is False
+    assert all(modes.values())
+    calm = one_rank(workload=workload_of(HERE, "Averaged"), validation={"every": 0})
+    calm.train()
+    assert [line["loss"] for line in run.lines().values()] == [line["loss"] for line in calm.lines().values()]
+
+
+class Plateau(Validated):
+    def build_scheduler(self, optimizer):
+        return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.5)
+
+    def validate(self, model):
+        return {"first": 1.0, "second": float(self.data.consumed)}
+
+
+def test_a_scheduler_on_a_plateau_steps_with_the_first_number_of_each_validation(one_rank: MakeRank) -> None:
+    run = one_rank(workload=workload_of(HERE, "Plateau"), validation={"every": 2}, train={"steps": 6})
+    assert run.train() == ExitCode.FINISHED
+    rates = [line["lr"] for _, line in sorted(run.lines().items())]
+    assert rates == pytest.approx([0.1, 0.1, 0.1, 0.1, 0.05, 0.05])

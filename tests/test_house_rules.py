@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -72,8 +73,14 @@ FEW_PARAMETERS = ("orchestrator/",)
 
 SOURCES = {str(path.relative_to(ROOT)): path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))}
 TEXTS = {name: path.read_text() for name, path in SOURCES.items()}
-TREES = {name: ast.parse(text) for name, text in TEXTS.items()}
+
 IN_ROOMS = {name for name in SOURCES if name.startswith(TORCH_ROOMS)}
+
+
+@cache
+def trees() -> dict[str, ast.Module]:
+    """Every file of the packages, parsed."""
+    return {name: ast.parse(text) for name, text in TEXTS.items()}
 
 
 def none_of(violations: Iterable[str]) -> None:
@@ -114,7 +121,7 @@ def module_name(name: str) -> str:
 
 def test_imports_go_one_way() -> None:
     def violations() -> Iterator[str]:
-        for name, tree in TREES.items():
+        for name, tree in trees().items():
             relative = [module for module in imported_modules(tree) if module.startswith(".")]
             yield from (f"{name} imports {module}: relative, which hides the way it goes" for module in relative)
             foreign = (imported_roots(tree) & set(PACKAGES)) - MAY_IMPORT[name.split("/")[0]]
@@ -128,9 +135,11 @@ def test_torch_is_imported_in_its_rooms_only_and_these_are_entered_late() -> Non
 
     def violations() -> Iterator[str]:
         for name in SOURCES.keys() - IN_ROOMS:
-            if "torch" in imported_roots(TREES[name]):
+            if "torch" in imported_roots(trees()[name]):
                 yield f"{name} imports torch"
-            body = [node for node in TREES[name].body if not isinstance(node, ast.FunctionDef) and not for_types(node)]
+            body = [
+                node for node in trees()[name].body if not isinstance(node, ast.FunctionDef) and not for_types(node)
+            ]
             for module in imported_modules(ast.Module(body=body, type_ignores=[])):
                 if module.startswith(rooms):
                     yield f"{name} imports {module} when it is imported"
@@ -153,7 +162,7 @@ def test_torch_free_packages_import_without_torch() -> None:
 def test_the_contract_needs_the_standard_library_only() -> None:
     known = set(sys.stdlib_module_names) | {"trainer", "checkpointing"}
     contract = [name for name in SOURCES if name.startswith(STANDARD_ONLY)]
-    none_of(f"{name} imports {root}" for name in contract for root in sorted(imported_roots(TREES[name]) - known))
+    none_of(f"{name} imports {root}" for name in contract for root in sorted(imported_roots(trees()[name]) - known))
 
 
 def test_rooms_of_the_agent_are_entered_one_way() -> None:
@@ -162,7 +171,7 @@ def test_rooms_of_the_agent_are_entered_one_way() -> None:
             if not name.startswith("trainer/agent/") or name.endswith("__init__.py"):
                 continue
             own = AGENT_ROOMS.index(name.split("/")[2].removesuffix(".py"))
-            modules = [module for module in imported_modules(TREES[name]) if module.startswith("trainer.agent.")]
+            modules = [module for module in imported_modules(trees()[name]) if module.startswith("trainer.agent.")]
             entered = {module.split(".")[2] for module in modules} - set(AGENT_ROOMS[: own + 1])
             yield from (f"{name} enters {room}" for room in sorted(entered))
 
@@ -174,7 +183,7 @@ def test_the_login_node_imports_nothing_of_the_agent() -> None:
     modules = {module_name(name) for name in SOURCES}
     none_of(
         f"{name} imports {module}"
-        for name, tree in TREES.items()
+        for name, tree in trees().items()
         if name.startswith(("orch/", "orchestrator/"))
         for module in sorted(set(_edges(tree, modules)))
         if module.startswith("trainer.agent")
@@ -182,7 +191,7 @@ def test_the_login_node_imports_nothing_of_the_agent() -> None:
 
 
 def test_no_import_cycles() -> None:
-    modules = {module_name(name): tree for name, tree in TREES.items()}
+    modules = {module_name(name): tree for name, tree in trees().items()}
     graph = {name: set(_edges(tree, modules.keys())) - {name} for name, tree in modules.items()}
     done: set[str] = set()
     cycles: list[str] = []
@@ -217,7 +226,7 @@ def test_files_and_functions_are_short() -> None:
             lines = len(text.splitlines())
             if lines > LONGEST_FILE:
                 yield f"{name} has {lines} lines: it holds more than one concept"
-            for node in functions(TREES[name]):
+            for node in functions(trees()[name]):
                 if length(node) > LONGEST_FUNCTION:
                     yield f"{name}:{node.lineno} {node.name} has {length(node)} lines"
 
@@ -225,7 +234,7 @@ def test_files_and_functions_are_short() -> None:
 
 
 def test_functions_are_short_on_the_whole() -> None:
-    lengths = sorted(length(node) for tree in TREES.values() for node in functions(tree))
+    lengths = sorted(length(node) for tree in trees().values() for node in functions(tree))
     median, ninth_decile = lengths[len(lengths) // 2], lengths[len(lengths) * 9 // 10]
     assert median <= 10, f"median function length {median}"
     assert ninth_decile <= 25, f"90th percentile of function length {ninth_decile}"
@@ -235,7 +244,7 @@ def test_names_are_the_fields_own() -> None:
     """File names say what they hold, and no word that was replaced comes back."""
 
     def violations() -> Iterator[str]:
-        for name, tree in TREES.items():
+        for name, tree in trees().items():
             stem = set(Path(name).stem.split("_"))
             yield from (f"{name}: name the concept, not {word}" for word in sorted(stem & BANNED_NAMES))
             for part in Path(name).parts:
@@ -267,7 +276,7 @@ def _defined(tree: ast.AST) -> Iterator[tuple[int, str]]:
 def test_functions_take_few_parameters() -> None:
     def violations() -> Iterator[str]:
         for name in SOURCES:
-            for node in functions(TREES[name]) if name.startswith(FEW_PARAMETERS) else ():
+            for node in functions(trees()[name]) if name.startswith(FEW_PARAMETERS) else ():
                 if any("command(" in ast.unparse(item) for item in node.decorator_list):
                     continue  # a verb's options are its parameters
                 arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
@@ -280,7 +289,7 @@ def test_functions_take_few_parameters() -> None:
 
 def test_only_render_prints() -> None:
     def violations() -> Iterator[str]:
-        for name, tree in TREES.items():
+        for name, tree in trees().items():
             if Path(name).stem.startswith("render") and Path(name).parent.name == "terminal":
                 continue
             for node in ast.walk(tree):
@@ -294,7 +303,7 @@ def test_broad_excepts_stand_at_an_edge_and_say_so() -> None:
     def violations() -> Iterator[str]:
         for name, text in TEXTS.items():
             lines = text.splitlines()
-            for node in ast.walk(TREES[name]):
+            for node in ast.walk(trees()[name]):
                 if isinstance(node, ast.ExceptHandler):
                     caught = ast.unparse(node.type) if node.type else "everything"
                     broad = caught in ("everything", "Exception", "BaseException")
@@ -306,7 +315,7 @@ def test_broad_excepts_stand_at_an_edge_and_say_so() -> None:
 
 def test_configs_are_small_frozen_and_explained() -> None:
     def violations() -> Iterator[str]:
-        for name, tree in TREES.items():
+        for name, tree in trees().items():
             for node in ast.walk(tree):
                 if isinstance(node, ast.ClassDef) and node.name.endswith("Config"):
                     yield from (f"{name} {node.name}{fault}" for fault in _config_faults(node))
@@ -335,7 +344,7 @@ def test_processes_send_each_other_no_pickles() -> None:
     """Whoever can write to a socket or a store would run code in every rank."""
 
     def violations() -> Iterator[str]:
-        for name, tree in TREES.items():
+        for name, tree in trees().items():
             if name not in UNPICKLERS:
                 yield from (f"{name} imports {root}" for root in sorted(imported_roots(tree) & PICKLE_MODULES))
             for node in ast.walk(tree):
@@ -351,7 +360,7 @@ def test_messages_between_processes_are_dataclasses() -> None:
 
     def violations() -> Iterator[str]:
         for name in SOURCES.keys() - {CODEC}:
-            for node in ast.walk(TREES[name]) if name.startswith("trainer/") else ():
+            for node in ast.walk(trees()[name]) if name.startswith("trainer/") else ():
                 if isinstance(node, ast.Constant) and node.value in MESSAGE_TAGS:
                     yield f"{name}:{node.lineno} has the tag {node.value!r}"
                 if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in SENDERS:

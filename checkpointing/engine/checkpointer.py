@@ -14,20 +14,16 @@ from typing import Any
 from torch import Tensor
 
 from checkpointing.config import BY_NODE, CheckpointConfig
-from checkpointing.engine.ranks.background_thread import start_background_thread
-from checkpointing.engine.ranks.failure import Failed, explain, result_or_failed
-from checkpointing.engine.ranks.group import World
-from checkpointing.engine.restore.committed_step import agree_on_committed_step
+from checkpointing.engine.ranks.group import Failed, World, explain, result_or_failed, start_background_thread
 from checkpointing.engine.restore.memory_tier import Memory
-from checkpointing.engine.restore.restorer import Restored, RestoreOptions, Restorer
+from checkpointing.engine.restore.restorer import Restored, RestoreOptions, Restorer, agree_on_committed_step
 from checkpointing.engine.restore.source import OptionalKeys, Targets, TensorsFor
-from checkpointing.engine.save.save_agreement import SaveAgreement, SaveReadiness, agree_on_save
-from checkpointing.engine.save.save_queue import RETRY_PAUSES, SaveQueue
+from checkpointing.engine.save.flusher import Flusher
+from checkpointing.engine.save.save_queue import RETRY_PAUSES, SaveAgreement, SaveQueue, SaveReadiness, agree_on_save
 from checkpointing.engine.save.saver import Job, Saved, Saver, Writer
 from checkpointing.engine.state.plausibility import PlausibilityJudge
 from checkpointing.engine.state.save_plan import Plan, agree_on_plan, budgeted
 from checkpointing.engine.state.staging import Stager, Structure
-from checkpointing.engine.tiers.flusher import Flusher
 from checkpointing.errors import SaveFailed, Unsavable
 from checkpointing.event_sink import EmitEvent, EventSink, emit_nothing
 from checkpointing.owner import Owner

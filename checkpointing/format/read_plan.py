@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from checkpointing.format.index import Piece
+from checkpointing.format.manifest import Piece
 
 Numbers = tuple[int, ...]
 

@@ -19,8 +19,8 @@ from checkpointing.retention.garbage import (
     delete,
     delete_debris,
     find_debris,
+    pinned_names,
 )
-from checkpointing.retention.pins import pinned_names
 from checkpointing.storage.backends import Storage
 from checkpointing.storage.durable import number
 from checkpointing.tiers.catalog import Entry

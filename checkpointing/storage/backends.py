@@ -11,7 +11,7 @@ from typing import Any, BinaryIO, Protocol, cast
 
 from checkpointing.storage.digests import Bytes, Sink
 from checkpointing.storage.durable import fsync_dir, fsync_file, make_folder, naming, write_durably
-from checkpointing.storage.remote_errors import as_oserror
+from checkpointing.storage.storage_errors import as_oserror
 
 _BUFFER_BYTES = 1 << 20
 _OBJECT_STORES = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oci", "oss", "r2"})

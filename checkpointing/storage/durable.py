@@ -1,9 +1,23 @@
-"""Files that survive a crash: write, fsync, rename, fsync the folder; JSON whose floats read back exactly."""
+"""Folders under construction: gone at the end, and when their maker was killed, gone once the next one is made.
+
+A maker holds a lock on its draft, which the kernel lets go of however the maker ends. Locks may be known to one machine
+only, where several share a file system, so a draft bears its machine's name and is nobody else's to take away.
+
+Files that survive a crash: write, fsync, rename, fsync the folder; JSON whose floats read back exactly.
+Small files that must be written even when the disk is full: their room is taken beforehand.
+
+A file system that never overwrites in place (btrfs, ZFS) may refuse all the same; then the error is raised as ever.
+"""
 
 import errno
+import fcntl
 import json
 import math
 import os
+import re
+import secrets
+import shutil
+import socket
 import stat
 import threading
 from collections.abc import Iterator
@@ -12,7 +26,63 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from checkpointing.storage.storage_errors import FULL
 from checkpointing.storage.trusted_path import is_trusted, user_name
+
+
+@contextmanager
+def temporary_folder(parent: Path, stem: str, *, mode: int = 0o777) -> Iterator[Path]:
+    """A new folder in `parent`; what is still there under its name at the end goes."""
+    beginning = f".{stem}.{re.sub(r'[^A-Za-z0-9-]', '-', socket.gethostname())}."
+    _sweep(parent, beginning)
+    folder, descriptor = _create(parent, beginning, mode)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(descriptor)
+
+
+def _create(parent: Path, beginning: str, mode: int) -> tuple[Path, int]:
+    """A draft, and the descriptor that holds its lock."""
+    while True:
+        folder = parent / f"{beginning}{secrets.token_hex(4)}.tmp"
+        folder.mkdir(mode)
+        try:
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            continue  # somebody swept it before it was locked
+        if _locked(descriptor, without_locks=True) and folder.exists():
+            return folder, descriptor
+        os.close(descriptor)
+
+
+def _sweep(parent: Path, beginning: str) -> None:
+    """Take away what makers of this machine have left whose end came too early."""
+    ours = re.compile(re.escape(beginning) + r"[0-9a-f]{8}\.tmp")
+    for folder in parent.iterdir():
+        if not ours.fullmatch(folder.name):
+            continue
+        try:
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError:
+            continue  # another user's, or gone already
+        try:
+            if _locked(descriptor, without_locks=False):
+                shutil.rmtree(folder, ignore_errors=True)
+        finally:
+            os.close(descriptor)
+
+
+def _locked(descriptor: int, *, without_locks: bool) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return without_locks  # a file system without locks: drafts are made there, and none is swept
+    return True
+
 
 _NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
@@ -193,3 +263,68 @@ def read_json(path: Path, most: int = MOST_JSON) -> Any:
         return json.loads(data)
     except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
+
+
+RESERVED_BYTES = 32 << 10
+
+
+def reserve(path: Path, size: int = RESERVED_BYTES) -> None:
+    """Take room for `write_reserved(path, ...)`; raises OSError when there is none."""
+    write_durably(_reserve_of(path), os.urandom(size))  # a file system that compresses must not shrink it
+
+
+def write_reserved(path: Path, data: bytes) -> None:
+    """Replace `path` durably; on a full disk in the room that was reserved for it. Raises OSError."""
+    room = _reserve_of(path)
+    try:
+        write_durably(path, data)
+    except OSError as error:
+        if error.errno not in FULL or not _overwrite(room, data):
+            raise
+        os.replace(room, path)
+        fsync_dir(path.parent)
+        return
+    room.unlink(missing_ok=True)
+
+
+def replace_or_overwrite(path: Path, data: bytes) -> None:
+    """Replace a file of JSON for readers, without waiting for the disk; a full disk has it overwritten in place.
+
+    Raises OSError. A reader may then see a torn file, which it takes for none.
+    """
+    try:
+        write_atomically(path, data)
+    except OSError as error:
+        # Filled up with spaces: the old content's end must not follow the new one.
+        if error.errno not in FULL or not _overwrite(path, data.ljust(_size(path)), shrink=False):
+            raise
+
+
+def _reserve_of(path: Path) -> Path:
+    return path.with_name(f".{path.name}.reserve")
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
+def _overwrite(path: Path, data: bytes, *, shrink: bool = True) -> bool:
+    """Write over a file that is there; False when there is none, or it cannot hold the data. Raises OSError."""
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        if shrink and os.fstat(descriptor).st_size < len(data):
+            return False
+        if os.pwrite(descriptor, data, 0) < len(data):
+            return False
+        if shrink:
+            os.ftruncate(descriptor, len(data))
+            os.fsync(descriptor)
+        return True
+    finally:
+        os.close(descriptor)

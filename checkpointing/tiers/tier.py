@@ -1,12 +1,27 @@
-"""The tiers of a run: from the fastest place for its checkpoints to the most durable one."""
+"""The tiers of a run: from the fastest place for its checkpoints to the most durable one.
+Lustre: over how many storage targets the files of a checkpoint's folder are spread.
+Checks before a submit that this machine can use the tiers of a run.
 
+`python -P -m checkpointing.tiers.tier ANSWER` reads `{tiers: [path ...]}` from stdin. It writes JSON objects, a
+line each, to the descriptor ANSWER: `trying` before each tier, `refused` (tier, reason, remedy) for an unusable tier,
+and `done`.
+"""
+
+import json
+import os
 import re
+import shutil
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
+from secrets import token_hex
+from typing import Any, TextIO
 
 from checkpointing.config import RUN, CheckpointConfig, TierConfig
 from checkpointing.errors import TierUnavailable
-from checkpointing.storage.backends import Storage, storage_at
+from checkpointing.storage.backends import LocalStorage, Storage, storage_at, without_secrets
+from checkpointing.storage.durable import make_folder
 from checkpointing.tiers.catalog import Catalog
 
 _FOLDER = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,254}")
@@ -90,3 +105,98 @@ def _root(tier: TierConfig, run_checkpoints: Path, run_name: str, node_name: str
     except RuntimeError as error:  # a home that nobody knows
         raise ValueError(f"checkpoint.tiers: {tier.path}: {error}; write the whole path") from error
     return str(folder if tier.shared else folder / node_name)
+
+
+MOUNTS = Path("/proc/self/mounts")
+_SECONDS = 20.0
+
+
+def make_striped_folder(place: ResolvedTier, name: str, mounts: Path = MOUNTS) -> str | None:
+    """Make the folder of a checkpoint, before anybody writes into it, with the tier's stripe count.
+
+    Once, by one rank. Elsewhere than on Lustre with `lfs` nothing is done: folders come with their first file. Returns
+    a warning when `lfs` did not do what it was asked for: the checkpoint is then striped as the site does by default.
+    """
+    storage = place.storage
+    lfs = shutil.which("lfs") if place.stripes and isinstance(storage, LocalStorage) else None
+    if lfs is None or not isinstance(storage, LocalStorage) or not on_lustre(storage.root, mounts):
+        return None
+    folder = storage.root / name
+    make_folder(folder)
+    return _set_stripes(lfs, folder, place.stripes)
+
+
+def _set_stripes(lfs: str, folder: Path, count: int) -> str | None:
+    command = [lfs, "setstripe", "-c", str(count), str(folder)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"{' '.join(command)}: {error}"
+    if done.returncode:
+        return f"{' '.join(command)} failed ({done.returncode}): {done.stderr.strip() or done.stdout.strip()}"
+    return None
+
+
+def on_lustre(folder: Path, mounts: Path = MOUNTS) -> bool:
+    """Whether a folder, which need not exist yet, lies on Lustre by the mount table; an unreadable one says no."""
+    try:
+        lines = mounts.read_text(errors="surrogateescape").splitlines()
+    except OSError:
+        return False
+    table = [fields for line in lines if len(fields := line.split()) >= 3]
+    place = Path(os.path.realpath(folder))
+    above = [(Path(_unescaped(point)), kind) for _, point, kind, *_ in table]
+    # The longest mount point wins, of two on the same point the later one.
+    covering = [(len(point.parts), at, kind) for at, (point, kind) in enumerate(above) if place.is_relative_to(point)]
+    return max(covering, default=(0, 0, ""))[2] == "lustre"
+
+
+def _unescaped(point: str) -> str:
+    """Blanks in the mount table are octal."""
+    for code, letter in (("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\")):
+        point = point.replace(code, letter)
+    return point
+
+
+_EXTRAS = {"s3": "pip install 'orch[s3]'", "s3a": "pip install 'orch[s3]'"}
+
+HINT = "check its name, the network, and the credentials: a job has those of files, and of variables in env_from"
+
+
+def main(arguments: list[str]) -> None:
+    """Try the tiers in order and stop at the first unusable one."""
+    with os.fdopen(int(arguments[0]), "w", encoding="utf-8") as answer:
+        for path in json.load(sys.stdin)["tiers"]:
+            _write_line(answer, trying=path)
+            if refused := refusal(path):
+                _write_line(answer, refused=[path, *refused])
+                break
+        _write_line(answer, done=True)
+
+
+def _write_line(answer: TextIO, **found: Any) -> None:
+    answer.write(f"{json.dumps(found)}\n")
+    answer.flush()
+
+
+def refusal(url: str) -> tuple[str, str] | None:
+    """Return why listing, writing or deleting fails there, and the remedy; None if all three work."""
+    probe = f".orch-probe-{token_hex(6)}"
+    kind = url.partition("://")[0]
+    try:
+        storage = storage_at(url)
+        storage.list("")
+        storage.publish(probe, b"orch")
+        storage.delete(probe)
+    except ImportError as error:
+        return f"a library is missing: {error}", _EXTRAS.get(kind, "install it for this interpreter")
+    except ValueError as error:
+        return without_secrets(str(error)), f"`{kind}://` must be a kind of place that fsspec knows"
+    except OSError as error:
+        reason = error.strerror or str(error) or type(error).__name__
+        return without_secrets(reason), HINT
+    return None
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,4 +1,5 @@
-"""Verdicts on checkpoints, by verifications and restore tests: small files in the folder `verdicts` beside them.
+"""How far one tensor is apart in two checkpoints.
+Verdicts on checkpoints, by verifications and restore tests: small files in the folder `verdicts` beside them.
 
 A bad one counts: retention takes that copy for nobody's substitute. A good one is only shown, because bytes may rot
 afterwards; but retention keeps the newest copy that a restore test has passed. A verdict is about one copy in one
@@ -7,14 +8,46 @@ place, and about the manifest that it had then.
 
 import contextlib
 import json
+import math
 from collections.abc import Collection, Iterable
 from dataclasses import asdict, dataclass
 
 from checkpointing.errors import ManifestError
 from checkpointing.format.commit import parse_name, read_commit
+from checkpointing.format.manifest import TensorInfo
 from checkpointing.storage.backends import Storage
 from checkpointing.storage.digests import digest
 from checkpointing.storage.durable import canonical
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorDiff:
+    """One tensor in two checkpoints; a side that lacks it is None, numbers are None where nothing can be compared.
+
+    `largest` is the largest absolute difference of a value, `relative` the norm of the difference over the larger of
+    the two norms, `changed` the share of values whose bits differ. `by_fingerprint`: only fingerprints were compared.
+    """
+
+    key: str
+    first: TensorInfo | None
+    second: TensorInfo | None
+    equal: bool = False
+    by_fingerprint: bool = False
+    largest: float | None = None
+    relative: float | None = None
+    changed: float | None = None
+
+    @property
+    def comparable(self) -> bool:
+        return self.first is not None and self.first == self.second
+
+    @property
+    def weight(self) -> float:
+        """By what differences are sorted: what cannot be compared, or gives no number, first."""
+        if self.relative is None:
+            return 0.0 if self.equal else math.inf
+        return math.inf if math.isnan(self.relative) else self.relative
+
 
 VERDICTS = "verdicts"
 SCHEMA = "orch.verdict/1"

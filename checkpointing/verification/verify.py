@@ -8,11 +8,10 @@ from pathlib import Path
 
 from checkpointing.errors import ManifestError
 from checkpointing.format.commit import DELETED, parse_name, read_commit
-from checkpointing.format.index import INDEX, Index, parse_index
-from checkpointing.format.manifest import COMMIT, MANIFEST, FileEntry, Manifest, parse
+from checkpointing.format.manifest import COMMIT, INDEX, MANIFEST, FileEntry, Index, Manifest, parse, parse_index
 from checkpointing.storage.backends import LocalStorage, Storage
 from checkpointing.storage.digests import digest
-from checkpointing.storage.disk_errors import error_words
+from checkpointing.storage.storage_errors import error_words
 from checkpointing.verification.digest_scan import DigestScan, PageCacheState, digester_of
 
 Progress = Callable[[int, int], None]

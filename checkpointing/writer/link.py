@@ -16,9 +16,17 @@ from checkpointing.format.manifest import FileEntry
 from checkpointing.storage.backends import Storage, storage_at
 from checkpointing.tiers.copy_files import Copied, CopyOrder, copy_files
 from checkpointing.writer.arena import Arena
-from checkpointing.writer.ipc_codec import MessageStream, decode_entry, decode_error, decode_write_result
-from checkpointing.writer.order_threads import OrderThreads
-from checkpointing.writer.write_orders import WriteOrder, WriteResult, put_file, write_files
+from checkpointing.writer.write_orders import (
+    MessageStream,
+    OrderThreads,
+    WriteOrder,
+    WriteResult,
+    decode_entry,
+    decode_error,
+    decode_write_result,
+    put_file,
+    write_files,
+)
 
 T = TypeVar("T")
 

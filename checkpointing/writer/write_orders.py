@@ -1,21 +1,142 @@
-"""One order to write: the files of a rank's buffer, digested while they are written, vouched for in the arena."""
+"""Orders that run beside each other, each in a thread of its own, and the token that stops one.
+One order to write: the files of a rank's buffer, digested while they are written, vouched for in the arena.
+What a rank and its writer say to each other over a stream socket: a JSON header, and bytes beside it.
+
+A message is a 4-byte length, the header, and as many bytes as the header's `blob` says.
+"""
 
 import contextlib
 import errno
+import json
+import os
+import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from checkpointing.format.manifest import FileEntry
 from checkpointing.storage.backends import LocalStorage, Storage, storage_at
 from checkpointing.storage.digests import CHUNK, DigestSink, digest, filled_digest
 from checkpointing.storage.direct_io import BLOCK, write_direct
 from checkpointing.storage.durable import fsync_dir, make_folder
+from checkpointing.tiers.copy_files import CopyOrder
 from checkpointing.writer.arena import Arena, Record
-from checkpointing.writer.order_threads import CancelToken
+
+T = TypeVar("T")
+
+
+class CancelToken:
+    """`cancel` ends an order's input and output between two blocks; `halt` makes it leave memory and arena alone too.
+
+    A cancelled order still digests and vouches for its buffer: that copy is whole, and may be all that is left.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._cancelled, self._halted = threading.Event(), False
+        self.settled = threading.Event()
+        """Set once the order has no further use for the buffer's bytes, except to write them out."""
+
+    def cancel(self) -> None:
+        self._cancelled.set()
+
+    def cancelled(self) -> bool:
+        return self._cancelled.is_set()
+
+    def sleep(self, seconds: float) -> None:
+        """Sleep, or wake up at once when the order is cancelled."""
+        self._cancelled.wait(seconds)
+
+    def check(self) -> None:
+        """Raise OSError (ECANCELED) once the order is cancelled."""
+        if self._cancelled.is_set():
+            raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))
+
+    def halt(self) -> None:
+        """When this returns, nothing that `unless_halted` guards will happen any more."""
+        self._cancelled.set()
+        with self._lock:
+            self._halted = True
+
+    def halted(self) -> bool:
+        return self._halted
+
+    def unless_halted(self, act: Callable[[], None]) -> None:
+        """Act while no `halt` can come in between; do nothing after one."""
+        with self._lock:
+            if not self._halted:
+                act()
+
+
+class OrderThreads:
+    """One thread per order: one that hangs in the kernel, on a dead disk, holds up none of the others."""
+
+    def __init__(self) -> None:
+        self._running: set[CancelToken] = set()
+        self._readers: dict[CancelToken, str] = {}
+        self._changed = threading.Condition()
+
+    def start(self, act: Callable[[CancelToken], T], *, reads_memory_for: str = "") -> "Future[T]":
+        """Start one; its future carries what it returns or raises.
+
+        `reads_memory_for` is the place to which it writes what it reads in the arena.
+        """
+        cancel_token, future = CancelToken(), Future[T]()
+        future.set_running_or_notify_cancel()  # a thread cannot be taken back; `cancel` here asks it to stop
+        if reads_memory_for:
+            self._readers[cancel_token] = reads_memory_for
+        else:
+            cancel_token.settled.set()
+        self._running.add(cancel_token)
+        # A daemon: a process that exits does not wait for a disk that never answers.
+        thread = threading.Thread(target=self._run, args=(cancel_token, future, act), name="order", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # no room for another thread
+            self._end(cancel_token)
+            raise
+        return future
+
+    def _run(self, cancel_token: CancelToken, future: "Future[T]", act: Callable[[CancelToken], T]) -> None:
+        try:
+            result = act(cancel_token)
+        except Exception as error:  # noqa: BLE001  # outermost edge
+            self._end(cancel_token)
+            future.set_exception(error)
+        else:
+            self._end(cancel_token)
+            future.set_result(result)
+
+    def _end(self, cancel_token: CancelToken) -> None:
+        cancel_token.settled.set()
+        self._running.discard(cancel_token)
+        with self._changed:
+            self._readers.pop(cancel_token, None)
+            self._changed.notify_all()
+
+    def until_unread(self, place: str) -> None:
+        """Return when no order is under way that brings what is in memory to this place; other places may hang."""
+        with self._changed:
+            self._changed.wait_for(lambda: place not in self._readers.values())
+
+    def cancel(self) -> None:
+        """Ask all of them to stop; returns at once."""
+        for cancel_token in list(self._running):
+            cancel_token.cancel()
+
+    def quiesce(self, patience: float) -> None:
+        """Cancel all, give digests `patience` seconds to end, then see to it that no record is published any more."""
+        self.cancel()
+        give_up = time.monotonic() + patience
+        for cancel_token in list(self._running):
+            cancel_token.settled.wait(max(0.0, give_up - time.monotonic()))
+            cancel_token.halt()
+
 
 _MOST_AT_ONCE = 4
 _HEAD_START = 0.001
@@ -223,3 +344,92 @@ class _DigestThread(threading.Thread):
         # A record that outgrows its area costs the copy in memory its voucher, and nothing else.
         with contextlib.suppress(ValueError):
             self._cancel_token.unless_halted(lambda: self._arena.publish(order.buffer, record))
+
+
+_LENGTH = struct.Struct("<I")
+_LONGEST_HEADER = 1 << 28
+
+Message = tuple[dict[str, Any], bytes]
+
+
+class MessageStream:
+    """One end of the socket, which it owns; any thread may send, one reads."""
+
+    def __init__(self, stream: socket.socket) -> None:
+        stream.settimeout(None)  # a program's `socket.setdefaulttimeout` is for its own sockets
+        self._stream, self._lock = stream, threading.Lock()
+
+    def send(self, header: dict[str, Any], blob: bytes = b"") -> None:
+        """Send one message whole; raises OSError when the other side is gone."""
+        data = json.dumps({**header, "blob": len(blob)}, separators=(",", ":")).encode()
+        with self._lock:
+            self._stream.sendall(_LENGTH.pack(len(data)) + data)
+            if blob:
+                self._stream.sendall(blob)
+
+    def receive(self) -> Message | None:
+        """The next message; None when the other side is gone, or does not speak like this."""
+        try:
+            head = self._exactly(_LENGTH.size)
+            length = _LENGTH.unpack(head)[0] if head else 0
+            data = self._exactly(length) if 0 < length <= _LONGEST_HEADER else b""
+            header = json.loads(data) if data else None
+            blob = self._exactly(header["blob"]) if header else b""
+        except (OSError, ValueError, LookupError, TypeError):
+            return None
+        return (header, blob) if header and len(blob) == header["blob"] else None
+
+    def _exactly(self, size: int) -> bytes:
+        """`size` bytes, or none when the stream ends before."""
+        pieces, left = [], size
+        while left:
+            piece = self._stream.recv(min(left, 1 << 20))
+            if not piece:
+                return b""
+            pieces.append(piece)
+            left -= len(piece)
+        return b"".join(pieces)
+
+    def disconnect(self) -> None:
+        """End the conversation for both sides, and wake a reader; the descriptor stays until `close`."""
+        try:
+            self._stream.shutdown(socket.SHUT_RDWR)
+        except OSError:  # the other side was faster
+            return
+
+    def close(self) -> None:
+        self._stream.close()
+
+
+def encode_error(error: BaseException) -> dict[str, Any]:
+    """An error as it travels."""
+    if isinstance(error, OSError) and error.errno is not None:
+        named = error.filename if isinstance(error.filename, (str, bytes, type(None))) else str(error.filename)
+        return {"errno": error.errno, "text": error.strerror, "file": os.fsdecode(named) if named else None}
+    return {"errno": None, "text": f"{type(error).__name__}: {error}"[:4000], "file": None}
+
+
+def decode_error(fault: dict[str, Any]) -> OSError:
+    """The error that travelled, with its errno; one that had none is an OSError without one."""
+    if fault["errno"] is None:
+        return OSError(fault["text"])
+    return OSError(fault["errno"], fault["text"], *([fault["file"]] if fault["file"] else []))
+
+
+def decode_write_order(fields: dict[str, Any]) -> WriteOrder:
+    files = tuple((name, offset, size) for name, offset, size in fields["files"])
+    places = tuple((name, offset) for name, offset in fields["places"])
+    return WriteOrder(**{**fields, "files": files, "places": places})
+
+
+def decode_copy_order(fields: dict[str, Any]) -> CopyOrder:
+    return CopyOrder(**{**fields, "files": tuple(decode_entry(entry) for entry in fields["files"])})
+
+
+def decode_entry(fields: dict[str, Any]) -> FileEntry:
+    return FileEntry(**{**fields, "chunks": tuple(fields["chunks"])})
+
+
+def decode_write_result(fields: dict[str, Any]) -> WriteResult:
+    files = tuple(decode_entry(entry) for entry in fields["files"])
+    return WriteResult(**{**fields, "files": files, "filled": tuple(fields["filled"])})

@@ -9,7 +9,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from checkpointing.format.commit import parse_name
-from checkpointing.retention.pins import pin, read_pins, unpin
+from checkpointing.retention.garbage import pin, read_pins, unpin
 from checkpointing.storage.backends import LocalStorage, storage_at
 from checkpointing.tiers.catalog import Catalog
 from checkpointing.verification.verdicts import RESTORE_TESTED, Verdict, forget, manifest_of, record, withdraw

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from checkpointing.config import RUN
-from checkpointing.tiers.probe_tiers import HINT
+from checkpointing.tiers.tier import HINT
 from orchestrator.config.run_config import RunConfig
 from orchestrator.errors import Precondition
 from orchestrator.submission.bounded_child import BoundedChild, ChildAnswer
@@ -14,7 +14,7 @@ from orchestrator.submission.inspect_workload import job_environment
 
 ANSWER_WITHIN = 30.0
 """Seconds for all tiers together."""
-_MODULE = "checkpointing.tiers.probe_tiers"
+_MODULE = "checkpointing.tiers.tier"
 
 Finish = Callable[[Callable[[str], None]], None]
 

@@ -15,13 +15,13 @@ AREAS = {
     "commit": (
         "checkpointing/engine/save",
         "checkpointing/format/commit.py",
-        "checkpointing/format/index.py",
         "checkpointing/format/manifest.py",
-        "checkpointing/format/node_files.py",
+        "checkpointing/format/manifest.py",
+        "checkpointing/format/commit.py",
         "checkpointing/writer",
         "checkpointing/storage/direct_io.py",
         "checkpointing/storage/durable.py",
-        "checkpointing/storage/reserved_file.py",
+        "checkpointing/storage/durable.py",
     ),
 }
 NAMED_OTHERWISE = {"trainer/worker/parallel": "tests/trainer/worker/layouts"}

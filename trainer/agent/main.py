@@ -12,8 +12,8 @@ from typing import Any, NoReturn
 
 from setproctitle import setproctitle
 
-from checkpointing.storage.disk_errors import explain_disk_error, is_disk_error
 from checkpointing.storage.durable import read_json
+from checkpointing.storage.storage_errors import explain_disk_error, is_disk_error
 from checkpointing.storage.trusted_path import NotPrivate, pinned
 from trainer.agent.attempt_state.attempt_state import AttemptState
 from trainer.agent.control import address

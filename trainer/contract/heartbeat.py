@@ -5,8 +5,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from checkpointing.storage.durable import dump_line, finite, number, read_json, whole
-from checkpointing.storage.reserved_file import replace_or_overwrite
+from checkpointing.storage.durable import dump_line, finite, number, read_json, replace_or_overwrite, whole
 from trainer.contract.secrets.secret_redaction import in_use
 
 MOST_BYTES = 1 << 20

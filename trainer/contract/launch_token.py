@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from checkpointing.storage.disk_errors import FULL
 from checkpointing.storage.durable import dump_line, fsync_dir, read_json, write_durably
+from checkpointing.storage.storage_errors import FULL
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,6 @@
-"""A checkpoint as files for others: safetensors or one torch file, whole tensors, a few rows of one at a time.
+"""A torch.save file that is laid out first and filled afterwards: no tensor is ever held whole.
+A sealed checkpoint on one machine, without ranks: whole tensors, every byte verified as it is read.
+A checkpoint as files for others: safetensors or one torch file, whole tensors, a few rows of one at a time.
 
 Every byte is compared with its digest as it is read. What has been written is read back, and fingerprints of it are
 compared with those of the checkpoint: that the files hold the same values is proved, not hoped.
@@ -6,7 +8,9 @@ compared with those of the checkpoint: that the files hold the same values is pr
 
 import json
 import math
+import mmap
 import os
+import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,9 +19,11 @@ from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
+from torch.serialization import get_crc32_options, set_crc32_options, skip_data
 
-from checkpointing.engine.interchange import torch_file
-from checkpointing.engine.interchange.external_tensors import (
+from checkpointing.engine.audit.audit import cover_faults
+from checkpointing.engine.audit.values import Values
+from checkpointing.engine.interchange.importer import (
     INDEX_FILE,
     ExternalTensors,
     SafetensorsFiles,
@@ -25,15 +31,131 @@ from checkpointing.engine.interchange.external_tensors import (
     flat,
     load_torch,
     put_values,
+    spans,
 )
-from checkpointing.engine.interchange.sealed_checkpoint import SealedCheckpoint
+from checkpointing.engine.restore.metadata_reader import read_whole_index
 from checkpointing.engine.state.fingerprints import combine, partial
-from checkpointing.errors import Refused
-from checkpointing.format.index import FINGERPRINTS, TensorInfo
+from checkpointing.errors import ManifestError, Refused
+from checkpointing.format.manifest import FINGERPRINTS, Manifest, TensorInfo, parse_fingerprints
 from checkpointing.format.safetensors import lay_out
-from checkpointing.storage.durable import fsync_dir
-from checkpointing.storage.temporary_folder import temporary_folder
-from checkpointing.verification.verify import Progress
+from checkpointing.format.torch_record import offset_of, read_at
+from checkpointing.storage.backends import Storage
+from checkpointing.storage.durable import fsync_dir, temporary_folder
+from checkpointing.verification.verify import Progress, read_listed, read_sealed
+
+_NO_RESERVE = 0x4000  # MAP_NORESERVE, which this Python's mmap does not name
+
+
+def stand_in(dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    """A tensor whose memory is never touched nor charged for, however large it is."""
+    numel = torch.Size(shape).numel()
+    if not numel:
+        return torch.empty(shape, dtype=dtype)
+    memory = mmap.mmap(-1, numel * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE)
+    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)
+
+
+def lay_out_torch_file(path: Path, value: Any, tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """Write everything of `value` but the values of its tensors; where those of the `stand_in`s `tensors` go.
+
+    Checksums of records are left out, as torch itself does not look at them.
+    """
+    before = get_crc32_options()
+    set_crc32_options(False)
+    try:
+        with skip_data():
+            torch.save(value, path)
+    finally:
+        set_crc32_options(before)
+    records = _records(path)
+    order = _order(value)
+    assert len(order) == len(records), "torch saves each storage as one record"
+    return {name: records[order[tensor.untyped_storage()._cdata]] for name, tensor in tensors.items()}
+
+
+def _order(value: Any) -> dict[int, int]:
+    """Storages of a nested value in the order in which torch numbers them: that of their first occurrence."""
+    found: dict[int, int] = {}
+
+    def visit(item: Any) -> None:
+        if isinstance(item, Tensor):
+            found.setdefault(item.untyped_storage()._cdata, len(found))
+        elif isinstance(item, dict):
+            for inner in item.values():
+                visit(inner)
+        else:
+            assert item is None or isinstance(item, (str, int, float, list)), "plain values besides tensors"
+
+    visit(value)
+    return found
+
+
+def _records(path: Path) -> list[int]:
+    """Where the values of storage 0, 1, ... begin in the file."""
+    with zipfile.ZipFile(path) as archive, path.open("rb") as stream:
+        members = {info.filename.partition("/")[2]: info for info in archive.infolist()}
+        read, size, found = read_at(stream), path.stat().st_size, list[int]()
+        while (info := members.get(f"data/{len(found)}")) is not None:
+            found.append(offset_of(read, 0, size, info))
+    return found
+
+
+class SealedCheckpoint:
+    """Its structure is sound when this exists; its values are verified as they are read."""
+
+    def __init__(self, storage: Storage, name: str) -> None:
+        """Raises Refused or OSError."""
+        self.manifest = _sealed(storage, name)
+        self.index = read_whole_index(storage, self.manifest)
+        listed = {entry.name for entry in self.manifest.files}
+        faults = [f"{file} is not listed" for file in sorted({piece.file for piece in self.index.pieces} - listed)]
+        faults += [str(fault) for fault in cover_faults(self.index)]
+        if faults:
+            raise Refused(name, "; ".join(faults[:4]))
+        self.fingerprints = _fingerprints(storage, self.manifest)
+        self._values = Values(storage, self.manifest, self.index)
+
+    def __enter__(self) -> "SealedCheckpoint":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._values.close()
+
+    def dtype(self, key: str) -> torch.dtype:
+        found = getattr(torch, self.index.tensors[key].dtype)
+        assert isinstance(found, torch.dtype)  # as the cover was checked
+        return found
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        return self.index.tensors[key].shape
+
+    def blocks(self, key: str) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
+        """The whole tensor in the order of its values, in parts with their offsets; raises Refused or OSError."""
+        shape = self.shape(key)
+        lead = next((at for at, size in enumerate(shape) if size != 1), None)
+        for span in spans(shape, self.dtype(key).itemsize):
+            if lead is None:
+                yield self._values.rows(key, 0, 1), span.offsets
+            else:
+                start = span.offsets[lead]
+                yield self._values.rows(key, start, start + span.sizes[lead]), span.offsets
+
+
+def _sealed(storage: Storage, name: str) -> Manifest:
+    manifest, faults = read_sealed(storage, name)
+    if manifest is None or faults:
+        raise Refused(name, "; ".join(map(str, faults[:4])))
+    return manifest
+
+
+def _fingerprints(storage: Storage, manifest: Manifest) -> dict[str, str]:
+    if manifest.file(FINGERPRINTS) is None:
+        return {}
+    try:
+        return parse_fingerprints(read_listed(storage, manifest, FINGERPRINTS))
+    except ManifestError as error:
+        raise Refused(manifest.name, str(error)) from error
+
 
 LARGEST_FILE = 5 * 10**9
 """Bytes of values in one safetensors file; a larger tensor has a file of its own."""
@@ -132,9 +254,9 @@ def write_torch(
     Raises Refused or OSError.
     """
     meter, path = _Meter(source, wanted, progress), folder / name
-    blanks = {w.name: torch_file.stand_in(w.dtype, source.shape(w.key)) for w in wanted}
+    blanks = {w.name: stand_in(w.dtype, source.shape(w.key)) for w in wanted}
     content = nest(blanks)
-    places = torch_file.lay_out(path, content, blanks)
+    places = lay_out_torch_file(path, content, blanks)
     handed = {}
     with path.open("r+b") as stream:
         for w in wanted:

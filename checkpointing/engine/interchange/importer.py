@@ -1,13 +1,19 @@
-"""Tensors of others as a committed checkpoint: stock shard files, index, fingerprints, manifest, COMMIT.
+"""Tensors from outside: safetensors files and torch files, read a few rows at a time.
+Tensors of others as a committed checkpoint: stock shard files, index, fingerprints, manifest, COMMIT.
 
 One machine, no ranks; tensors pass through a few rows at a time, and what is written is digested on its way.
 """
 
+import ctypes
+import json
+import math
 import pickle
+import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -21,17 +27,205 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from checkpointing.engine.interchange.external_tensors import ExternalTensors, put_values, spans
 from checkpointing.engine.state.fingerprints import combine, partial
-from checkpointing.engine.state.record_template import ALIGNMENT, RecordTemplate, template
+from checkpointing.engine.state.layout import ALIGNMENT, RecordTemplate, template
 from checkpointing.errors import Refused
 from checkpointing.format.commit import Name, seal, write_file
-from checkpointing.format.index import FINGERPRINTS, INDEX, Index, Piece, TensorInfo, encode_fingerprints
-from checkpointing.format.manifest import METADATA, FileEntry, Manifest
+from checkpointing.format.manifest import (
+    FINGERPRINTS,
+    INDEX,
+    METADATA,
+    FileEntry,
+    Index,
+    Manifest,
+    Piece,
+    TensorInfo,
+    encode_fingerprints,
+)
+from checkpointing.format.safetensors import Malformed, Place, read_header
 from checkpointing.storage.backends import Storage
 from checkpointing.storage.digests import DigestSink
 from checkpointing.storage.shared_memory import PAGE
 from checkpointing.verification.verify import Progress
+
+BLOCK = 64 << 20
+"""Bytes that are held at once; a single row that is longer is held whole."""
+
+INDEX_FILE = "model.safetensors.index.json"
+_LONGEST_DEPTH = 16
+_FOREIGN = re.compile(r"GLOBAL (\S+) was not an allowed global")
+_ZIP, _OLD_FORMAT = b"PK\x03\x04", b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+"""How files of torch.save begin: since torch 1.6, and before it (a pickled magic number)."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """Some rows of a tensor: their place in it, and in the row of all its values."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    start: int
+    nbytes: int
+
+
+def spans(shape: tuple[int, ...], itemsize: int, most: int = BLOCK) -> Iterator[Span]:
+    """A tensor cut along its first dimension that is longer than 1, in the order of its values; none when empty."""
+    total = math.prod(shape) * itemsize
+    if not total:
+        return
+    lead = next((at for at, size in enumerate(shape) if size != 1), None)
+    if lead is None:
+        yield Span((0,) * len(shape), shape, 0, total)
+        return
+    row, step = total // shape[lead], max(1, most // (total // shape[lead]))
+    for first in range(0, shape[lead], step):
+        count = min(step, shape[lead] - first)
+        offsets = tuple(first if at == lead else 0 for at in range(len(shape)))
+        sizes = tuple(count if at == lead else size for at, size in enumerate(shape))
+        yield Span(offsets, sizes, first * row, count * row)
+
+
+def info_of(tensor: Tensor) -> TensorInfo:
+    return TensorInfo(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+
+
+class Writable(Protocol):
+    """The part of a file, or of a sink, that values are written to."""
+
+    def write(self, data: Any, /) -> int: ...
+
+
+def put_values(stream: Writable, block: Tensor) -> None:
+    """Write the values of a tensor on the CPU, row by row, without another copy of them."""
+    if not block.numel():
+        return
+    flat = block.contiguous()
+    stream.write((ctypes.c_char * flat.nbytes).from_address(flat.data_ptr()))
+
+
+class ExternalTensors(Protocol):
+    """Named tensors of somebody else's files."""
+
+    tensors: dict[str, TensorInfo]
+
+    def blocks(self, name: str) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
+        """The tensor in the order of its values, in parts with their offsets; raises Refused or OSError."""
+
+
+class SafetensorsFiles:
+    """One or several safetensors files as one set of tensors."""
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        """Raises Refused when a file is not what the format says, or when two files have the same name in them."""
+        self.tensors: dict[str, TensorInfo] = {}
+        self._places: dict[str, tuple[Path, Place]] = {}
+        for path in files:
+            self._add(path)
+
+    def _add(self, path: Path) -> None:
+        with path.open("rb") as stream:
+            try:
+                header = read_header(stream, path.stat().st_size)
+            except Malformed as error:
+                raise Refused(path.name, f"is not a safetensors file: {error}") from error
+        twice = sorted(header.tensors.keys() & self.tensors.keys())
+        if twice:
+            raise Refused(path.name, f"{twice[0]} is in {self._places[twice[0]][0].name} too")
+        for name, place in header.tensors.items():
+            self.tensors[name], self._places[name] = place.info, (path, place)
+
+    def blocks(self, name: str) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
+        path, place = self._places[name]
+        dtype = getattr(torch, place.info.dtype)
+        with path.open("rb") as stream:
+            for span in spans(place.info.shape, dtype.itemsize):
+                stream.seek(place.start + span.start)
+                held = bytearray(stream.read(span.nbytes))
+                if len(held) != span.nbytes:
+                    raise Refused(path.name, f"ends within {name}: it was cut off meanwhile")
+                yield torch.frombuffer(held, dtype=torch.uint8).view(dtype).view(span.sizes), span.offsets
+
+
+class TorchTensors:
+    """Tensors that are mapped into memory from a torch.save file."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._held = dict(tensors)
+        self.tensors = {name: info_of(tensor) for name, tensor in tensors.items()}
+
+    def blocks(self, name: str) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
+        tensor = self._held[name]
+        for span in spans(tuple(tensor.shape), tensor.dtype.itemsize):
+            part = tensor
+            for dimension, (offset, size) in enumerate(zip(span.offsets, span.sizes, strict=True)):
+                part = part.narrow(dimension, offset, size)
+            yield part.contiguous(), span.offsets
+
+
+def safetensors_in(place: Path) -> SafetensorsFiles:
+    """A safetensors file, or a folder as Hugging Face lays it out; raises Refused or OSError."""
+    if place.is_file():
+        return SafetensorsFiles([place])
+    if not (place / INDEX_FILE).exists():
+        return SafetensorsFiles(sorted(place.glob("*.safetensors")))
+    mapped = _weight_map(place / INDEX_FILE)
+    missing = sorted(name for name in set(mapped.values()) if not (place / name).is_file())
+    if missing:
+        raise Refused(INDEX_FILE, f"promises files that are not there: {', '.join(missing[:4])}")
+    found = SafetensorsFiles([place / name for name in sorted(set(mapped.values()))])
+    absent = sorted(mapped.keys() - found.tensors.keys())
+    if absent:
+        raise Refused(INDEX_FILE, f"promises {absent[0]}, which no file holds")
+    return found
+
+
+def _weight_map(path: Path) -> dict[str, str]:
+    try:
+        mapped = json.loads(path.read_bytes())["weight_map"]
+        pairs = {str(name): str(file) for name, file in mapped.items()}
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise Refused(path.name, f"is malformed: {type(error).__name__}: {error}") from error
+    for file in pairs.values():
+        if "/" in file or file.startswith("."):
+            raise Refused(path.name, f"names {file!r}, which leaves the folder")
+    return pairs
+
+
+def load_torch(path: Path) -> Any:
+    """What a torch.save file holds, mapped; no code in it is run. Raises Refused or OSError."""
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError, KeyError, TypeError, AttributeError) as error:
+        raise Refused(path.name, _why_not_torch(path, str(error))) from error
+
+
+def _why_not_torch(path: Path, said: str) -> str:
+    """Why torch does not load a file; what torch itself advises (to run the code in it) is no help."""
+    found = _FOREIGN.search(said)
+    if found is not None:
+        return f"holds a pickled object ({found[1]}): save model.state_dict() instead"
+    with path.open("rb") as stream:
+        head = stream.read(len(_OLD_FORMAT))
+    if head.startswith(_ZIP):
+        return "is damaged, cut off, or no torch file"
+    if head == _OLD_FORMAT:
+        return "is in torch's old file format: torch.save what it holds again"
+    if head[8:9] == b"{":  # behind the length of the header
+        return "may be a safetensors file: then its name must end in .safetensors"
+    return "is no torch or safetensors file"
+
+
+def flat(value: Any, before: str = "", depth: int = 0) -> dict[str, Tensor]:
+    """The tensors of nested dicts by their path, with slashes between; what is no tensor is left out."""
+    if isinstance(value, Tensor):
+        return {before: value.detach()}
+    if not isinstance(value, Mapping) or depth > _LONGEST_DEPTH:
+        return {}
+    found: dict[str, Tensor] = {}
+    for key, item in value.items():
+        found.update(flat(item, f"{before}/{key}" if before else str(key), depth + 1))
+    return found
+
 
 FILE_BYTES = 16 << 30
 """A file of the checkpoint is closed once it is so large."""

@@ -18,10 +18,8 @@ from typing import Any, TypeVar, cast
 import torch
 
 from checkpointing.errors import Refused, UnsafePickle
-from checkpointing.format.commit import Commit
-from checkpointing.format.index import Index, Piece, TensorInfo
-from checkpointing.format.manifest import FileEntry, Manifest
-from checkpointing.format.node_files import Region
+from checkpointing.format.commit import Commit, Region
+from checkpointing.format.manifest import FileEntry, Index, Manifest, Piece, TensorInfo
 from checkpointing.format.read_plan import Strip
 from checkpointing.tiers.copy_files import Copied
 

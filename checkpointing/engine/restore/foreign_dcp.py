@@ -18,8 +18,7 @@ from checkpointing.engine.restore.metadata_reader import AllowList, index_from_m
 from checkpointing.engine.restore.source import Source, dtype_of, in_one_row
 from checkpointing.errors import Refused
 from checkpointing.format.commit import parse_name
-from checkpointing.format.index import Index, Piece
-from checkpointing.format.manifest import COMMIT, MANIFEST, METADATA
+from checkpointing.format.manifest import COMMIT, MANIFEST, METADATA, Index, Piece
 from checkpointing.format.torch_record import read_at, read_record
 from checkpointing.storage.backends import Storage
 from checkpointing.storage.digests import CHUNK

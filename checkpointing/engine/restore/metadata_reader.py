@@ -18,8 +18,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from checkpointing.errors import ManifestError, Refused, UnsafePickle
-from checkpointing.format.index import INDEX, Index, Piece, TensorInfo, parse_index
-from checkpointing.format.manifest import METADATA, FileEntry, Manifest
+from checkpointing.format.manifest import INDEX, METADATA, FileEntry, Index, Manifest, Piece, TensorInfo, parse_index
 from checkpointing.format.torch_record import locate_values
 from checkpointing.storage.backends import Storage
 from checkpointing.storage.digests import digest

@@ -20,8 +20,8 @@ from torch import Tensor
 from checkpointing.errors import Refused
 from checkpointing.format.read_plan import Shard
 from checkpointing.storage.digests import digest
-from checkpointing.storage.disk_errors import error_words
 from checkpointing.storage.shared_memory import PAGE, whole_pages
+from checkpointing.storage.storage_errors import error_words
 from checkpointing.verification.verify import Fault
 
 READ = 8 << 20

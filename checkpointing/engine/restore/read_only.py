@@ -6,9 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from checkpointing.engine.ranks.failure import Failed, result_or_failed
-from checkpointing.engine.ranks.group import World
-from checkpointing.engine.restore.loaded_fingerprints import differing_tensors, saved_fingerprints
+from checkpointing.engine.ranks.group import Failed, World, result_or_failed
+from checkpointing.engine.restore.loader import differing_tensors, saved_fingerprints
 from checkpointing.engine.restore.restorer import Restored, Restorer
 from checkpointing.engine.restore.source import OptionalKeys, Targets, TensorsFor
 from checkpointing.errors import Refused, SaveFailed

@@ -1,4 +1,6 @@
-"""The ladder of restore: the newest checkpoint that all ranks together can verify, from the fastest tier with it."""
+"""Checkpoints that a restore may try, and their order.
+The newest committed step after a restore. A state restored from memory may never have reached a disk.
+The ladder of restore: the newest checkpoint that all ranks together can verify, from the fastest tier with it."""
 
 import gc
 import sys
@@ -11,9 +13,8 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from checkpointing.config import MEMORY
-from checkpointing.engine.ranks.failure import explain, is_damage, result_or
-from checkpointing.engine.ranks.group import RankGroup
-from checkpointing.engine.restore.candidates import Candidate, newer_names, rank_candidate
+from checkpointing.engine.ranks.group import Failed, RankGroup, explain, is_damage, result_or, result_or_failed
+from checkpointing.engine.ranks.peer_codec import peer_message
 from checkpointing.engine.restore.foreign_dcp import describe, foreign_names, source_of, step_of
 from checkpointing.engine.restore.loader import Loaded, load, load_own, on_all_ranks
 from checkpointing.engine.restore.memory_tier import Memory
@@ -23,14 +24,61 @@ from checkpointing.engine.restore.source import OptionalKeys, Source, Targets, s
 from checkpointing.errors import NothingVerifies, Refused, nothing_verifies
 from checkpointing.event_sink import EmitEvent
 from checkpointing.format.commit import parse_name
-from checkpointing.format.index import INDEX, Index
-from checkpointing.format.manifest import Manifest
+from checkpointing.format.manifest import INDEX, Index, Manifest
 from checkpointing.owner import Owner
 from checkpointing.storage.backends import Storage
 from checkpointing.tiers.catalog import DistrustedCheckpoints
-from checkpointing.tiers.corrupt_copies import corrupt_copies, why_corrupt
+from checkpointing.tiers.copy_files import corrupt_copies, why_corrupt
 from checkpointing.tiers.tier import ResolvedTier
 from checkpointing.verification.verify import read_sealed
+
+
+@peer_message
+@dataclass(frozen=True)
+class Candidate:
+    """A checkpoint in a tier: `place` is the tier's number, -1 for memory."""
+
+    step: int
+    name: str
+    place: int
+    foreign: bool = False
+
+
+def rank_candidate(candidate: Candidate) -> tuple[Any, ...]:
+    """Return a sort key: newest step first, then the fastest tier, then the latest attempt and take."""
+    parts = parse_name(candidate.name)
+    latest = (-parts.attempt, -parts.take, parts.nonce) if parts is not None else (0, 0, candidate.name)
+    return -candidate.step, candidate.place, *latest
+
+
+def newer_names(names: Sequence[str], found: Sequence[Candidate]) -> list[str]:
+    """Return the `names` newer than every candidate in `found`, newest first."""
+    known = [parts for candidate in found if (parts := parse_name(candidate.name)) is not None]
+    newest = max(known, default=None)
+    parsed = [parts for name in names if (parts := parse_name(name)) is not None]
+    return [str(parts) for parts in sorted(parsed, reverse=True) if newest is None or parts > newest]
+
+
+def agree_on_committed_step(
+    ranks: RankGroup, places: Sequence[ResolvedTier], owner: Owner, restored: "Restored"
+) -> int | None:
+    """Collective: return the newest committed step up to the restored step, or None if no step is committed.
+
+    It is older than the restored step if that was loaded from memory and never reached a disk.
+    """
+    found: list[int | None] | Failed | None = None
+    if ranks.leads:
+        found = result_or_failed(lambda: [_find_committed(places, owner, restored)])
+    answer: list[int | None] | Failed = ranks.broadcast(found)
+    return restored.step if isinstance(answer, Failed) else answer[0]
+
+
+def _find_committed(places: Sequence[ResolvedTier], owner: Owner, restored: "Restored") -> int | None:
+    entries = [entry for place in places for entry in place.catalog.accepted(owner)]
+    if any(entry.name == restored.name for entry in entries):
+        return restored.step
+    return max((entry.step for entry in entries if entry.step <= restored.step), default=None)
+
 
 T = TypeVar("T")
 

@@ -14,10 +14,9 @@ from torch.distributed.tensor import DTensor
 
 from checkpointing.engine.ranks.group import RankGroup
 from checkpointing.engine.ranks.peer_codec import peer_message
-from checkpointing.engine.restore.read_assignment import Readers
+from checkpointing.engine.restore.exchange import Readers
 from checkpointing.engine.restore.source import local_box
-from checkpointing.format.index import INDEX, Index, Piece, TensorInfo
-from checkpointing.format.manifest import Manifest
+from checkpointing.format.manifest import INDEX, Index, Manifest, Piece, TensorInfo
 from checkpointing.format.read_plan import Shard, intersect
 from checkpointing.storage.digests import digest
 

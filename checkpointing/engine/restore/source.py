@@ -14,8 +14,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from checkpointing.engine.restore.read_buffers import Open
 from checkpointing.errors import Refused
-from checkpointing.format.index import Index
-from checkpointing.format.manifest import FileEntry
+from checkpointing.format.manifest import FileEntry, Index
 from checkpointing.format.read_plan import Box, Shard, Slice, Strip, intersect, overlaps, parts, strips
 
 

@@ -10,23 +10,18 @@ from typing import Any, Protocol
 
 import torch
 
-from checkpointing.engine.ranks.failure import Failed, result_or_failed
-from checkpointing.engine.ranks.group import RankGroup
-from checkpointing.engine.state.inspection import InspectionReport
-from checkpointing.engine.state.plausibility import Judgement, PlausibilityJudge
+from checkpointing.engine.ranks.group import Failed, RankGroup, result_or_failed
+from checkpointing.engine.state.plausibility import InspectionReport, Judgement, PlausibilityJudge
 from checkpointing.engine.state.save_plan import Plan
 from checkpointing.engine.state.staging import Bucket, Staged
 from checkpointing.errors import SaveFailed, Unsavable
 from checkpointing.event_sink import EmitEvent
-from checkpointing.format.commit import Commit, fresh_name, seal
-from checkpointing.format.index import FINGERPRINTS, INDEX, encode_fingerprints
-from checkpointing.format.manifest import METADATA, FileEntry, Manifest
-from checkpointing.format.node_files import Region, joined
+from checkpointing.format.commit import Commit, Region, fresh_name, joined, seal
+from checkpointing.format.manifest import FINGERPRINTS, INDEX, METADATA, FileEntry, Manifest, encode_fingerprints
 from checkpointing.owner import Owner
 from checkpointing.retention.garbage import delete
 from checkpointing.tiers.copy_files import Copied, CopyOrder
-from checkpointing.tiers.lustre_striping import make_striped_folder
-from checkpointing.tiers.tier import ResolvedTier
+from checkpointing.tiers.tier import ResolvedTier, make_striped_folder
 from checkpointing.writer.arena import Arena
 from checkpointing.writer.write_orders import WriteOrder, WriteResult
 

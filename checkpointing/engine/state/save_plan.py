@@ -26,12 +26,11 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from checkpointing.engine.ranks.failure import Failed, result_or_failed
-from checkpointing.engine.ranks.group import RankGroup
+from checkpointing.engine.ranks.group import Failed, RankGroup, result_or_failed
 from checkpointing.engine.ranks.peer_codec import peer_message
 from checkpointing.engine.state.layout import FileSpan, Item, Layout, Part, Share, lay_out, lay_out_in_buckets
-from checkpointing.format.index import Index, Piece, TensorInfo, parse_index
-from checkpointing.format.node_files import Places, assign_places
+from checkpointing.format.commit import Places, assign_places
+from checkpointing.format.manifest import Index, Piece, TensorInfo, parse_index
 from checkpointing.storage.digests import digest
 from checkpointing.storage.shared_memory import PAGE
 

@@ -12,7 +12,7 @@ from orchestrator.cli.terminal.render import Column, Screen, count
 from orchestrator.errors import CheckpointInvalid
 
 if TYPE_CHECKING:
-    from checkpointing.verification.tensor_diff import TensorDiff
+    from checkpointing.verification.verdicts import TensorDiff
 
 SHOWN = 40
 """Tensors that a terminal shows without --all."""
@@ -53,7 +53,7 @@ def diff(screen: Screen, first: str, second: str, everything: bool) -> None:
 
 def _compared(screen: Screen, left: Target, right: Target) -> "list[TensorDiff]":
     torch_env.prepare()
-    from checkpointing.engine.verification.diff import compare, open_side  # torch: seconds to import
+    from checkpointing.engine.audit.diff import compare, open_side  # torch: seconds to import
     from checkpointing.errors import Refused
 
     side = left  # whose name a refusal bears; two copies of one checkpoint have the same

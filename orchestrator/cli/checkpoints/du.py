@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from checkpointing.storage.disk_errors import error_words
+from checkpointing.storage.storage_errors import error_words
 from orchestrator.cli.access.registry import open_store
 from orchestrator.cli.access.run_folder import warn_of_missing
 from orchestrator.cli.checkpoints.gc import gc_candidates_in

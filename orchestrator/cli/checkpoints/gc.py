@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from checkpointing.storage.disk_errors import error_words
+from checkpointing.storage.storage_errors import error_words
 from orchestrator.cli.access.registry import open_store
 from orchestrator.cli.access.run_folder import warn_of_missing
 from orchestrator.cli.access.run_location import START
@@ -164,7 +164,7 @@ def _other_registry(store: "Store", run: "Run", attempts: "Sequence[Attempt]") -
 
 
 def _corrupt(store: "Store", run: "Run", tier: Tier, refused: bool) -> Iterator[GcCandidate]:
-    from checkpointing.retention.pins import pinned_names
+    from checkpointing.retention.garbage import pinned_names
     from checkpointing.verification.verdicts import known_bad
 
     own = tiers_of(RunDir(Path(run.run_dir)))[0].storage

@@ -21,7 +21,7 @@ SHOWN = 12
 @contextmanager
 def staged(cluster: ClusterConfig) -> Iterator[Path]:
     """Where the checkpoint is made; its run's folder takes it over from there."""
-    from checkpointing.storage.temporary_folder import temporary_folder
+    from checkpointing.storage.durable import temporary_folder
     from orchestrator.submission.create_run import writable_root
 
     own = f"{STAGING}-{os.geteuid()}" if cluster.shared_root else STAGING

@@ -44,23 +44,23 @@ def require_there(*targets: Target) -> None:
 
 def _pin(target: Target) -> bool:
     """Write a pin unless the checkpoint has one; return whether it was written."""
-    from checkpointing.retention import pins
+    from checkpointing.retention import garbage
     from checkpointing.storage.backends import LocalStorage
 
     if target.run is None or target.run_dir is None:
         return False
     with suppress(OSError):
         storage = LocalStorage(target.run_dir.checkpoints)
-        if target.name not in pins.pinned_names(storage):
-            pins.pin(storage, target.name, f"{NOTE} {os.getpid()} on {os.uname().nodename}", time.time())
+        if target.name not in garbage.pinned_names(storage):
+            garbage.pin(storage, target.name, f"{NOTE} {os.getpid()} on {os.uname().nodename}", time.time())
             return True
     return False
 
 
 def _unpin(target: Target) -> None:
-    from checkpointing.retention import pins
+    from checkpointing.retention import garbage
     from checkpointing.storage.backends import LocalStorage
 
     assert target.run_dir is not None
     with suppress(OSError):
-        pins.unpin(LocalStorage(target.run_dir.checkpoints), target.name)
+        garbage.unpin(LocalStorage(target.run_dir.checkpoints), target.name)

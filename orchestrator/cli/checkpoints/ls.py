@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from checkpointing.storage.disk_errors import error_words
+from checkpointing.storage.storage_errors import error_words
 from orchestrator.cli.access.registry import open_store
 from orchestrator.cli.access.run_folder import warn_of_missing
 from orchestrator.cli.checkpoints.best import best_checkpoints
@@ -33,7 +33,7 @@ def ls(screen: Screen, run: str, everything: bool) -> None:
 
     TESTED names the layouts on which a restore test has restored it.
     """
-    from checkpointing.retention.pins import read_pins
+    from checkpointing.retention.garbage import read_pins
 
     now = time.time()
     found = known_run(run)

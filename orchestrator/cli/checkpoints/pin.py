@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 @click.pass_obj
 def pin(screen: Screen, target: str, note: str) -> None:
     """Keep a checkpoint, whatever retention says, until `orch ckpt unpin`."""
-    from checkpointing.retention import pins
+    from checkpointing.retention import garbage
 
     copies = find(target, screen.warn)
     found, note = copies[0], " ".join(note.split())
-    pins.pin(_pins(found, target), found.name, note, time.time())
+    garbage.pin(_pins(found, target), found.name, note, time.time())
     # Retention may have taken it while we wrote.
     if not any(_is_there(copy) for copy in copies if copy.name == found.name):
-        pins.unpin(_pins(found, target), found.name)
+        garbage.unpin(_pins(found, target), found.name)
         raise NotFound(f"{found.name} was deleted at this very moment", where=found.path, hint="pin a newer one")
     screen.say(f"{found.name}: pinned{f' ({note})' if note else ''}")
     if screen.json:
@@ -40,7 +40,7 @@ def pin(screen: Screen, target: str, note: str) -> None:
 @click.pass_obj
 def unpin(screen: Screen, target: str) -> None:
     """Return a checkpoint to retention."""
-    from checkpointing.retention import pins
+    from checkpointing.retention import garbage
 
     storage, names = _pinned(target)
     if not names:
@@ -48,7 +48,7 @@ def unpin(screen: Screen, target: str) -> None:
             f"{target} is not pinned", hint=f"`orch ckpt ls {target.rpartition('@')[0] or 'RUN'}` shows what is"
         )
     for name in names:
-        pins.unpin(storage, name)
+        garbage.unpin(storage, name)
         screen.say(f"{name}: no longer pinned")
     if screen.json:
         screen.data("ckpt.unpin", [{"name": name, "pinned": False} for name in names])
@@ -71,7 +71,7 @@ def _is_there(target: Target) -> bool:
 def _pinned(words: str) -> "tuple[Storage, list[str]]":
     """The pins that are meant: also of a checkpoint that is not there any more."""
     from checkpointing.format.commit import parse_name
-    from checkpointing.retention.pins import pinned_names
+    from checkpointing.retention.garbage import pinned_names
     from checkpointing.storage.backends import LocalStorage
 
     if is_location(words):

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from checkpointing.storage.disk_errors import error_words
+from checkpointing.storage.storage_errors import error_words
 from orchestrator.cli.access.registry import open_store
 from orchestrator.cli.access.run_folder import existing_folder
 from orchestrator.cli.checkpoints.best import name_of_best

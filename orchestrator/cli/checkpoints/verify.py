@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from checkpointing.storage.disk_errors import error_words
+from checkpointing.storage.storage_errors import error_words
 from orchestrator.cli.checkpoints import torch_env
 from orchestrator.cli.checkpoints.kept_while_read import kept_while_read, require_there
 from orchestrator.cli.checkpoints.target import Target, find
@@ -118,7 +118,7 @@ def _whole(target: Target, level: int, meter: Any) -> "Report":
         return verify_in(target.storage, target.name, level, meter)
     torch_env.prepare()
     # The only levels that need torch, which takes seconds to import.
-    from checkpointing.engine.verification.audit import audit_in
+    from checkpointing.engine.audit.audit import audit_in
     from trainer.worker.saved_state.expected_contents import expected
 
     report: Report = audit_in(target.storage, target.name, level, meter, expected)

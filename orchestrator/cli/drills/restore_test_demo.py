@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from checkpointing.format.index import INDEX, parse_index
+from checkpointing.format.manifest import INDEX, parse_index
 from orchestrator.cli.access.registry import open_store, wake_controller
 from orchestrator.cli.drills.demo_folder import demo_root
 from orchestrator.cli.restore_tests.tables import show_tests, told

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from checkpointing.format.commit import parse_name
 from checkpointing.retention.garbage import delete
 from checkpointing.storage.backends import LocalStorage
-from checkpointing.storage.disk_errors import error_words
+from checkpointing.storage.storage_errors import error_words
 from orchestrator.cli.checkpoints.tiers import Tier, tiers_of
 from trainer.contract.run_dir import RunDir
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from checkpointing.format.commit import parse_name
-from checkpointing.retention.pins import pinned_names
+from checkpointing.retention.garbage import pinned_names
 from checkpointing.storage.backends import LocalStorage
 from orchestrator.cli.checkpoints.tiers import tiers_of
 from orchestrator.cli.removal.copies import TierCopies, find_copies

@@ -46,7 +46,7 @@ def branch_weights(
 
 @contextmanager
 def _weights(chosen: Target) -> Iterator[Any]:
-    from checkpointing.engine.interchange.sealed_checkpoint import SealedCheckpoint  # torch
+    from checkpointing.engine.interchange.exporter import SealedCheckpoint  # torch
     from trainer.worker.interchange.checkpoint_source import weights_of
 
     with kept_while_read(chosen), SealedCheckpoint(chosen.storage, chosen.name) as sealed:

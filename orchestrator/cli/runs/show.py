@@ -151,7 +151,7 @@ def _failure(failure: dict[str, Any] | None) -> dict[str, Any] | None:
 
 def _pins(run: Run) -> dict[str, str]:
     """The notes of pinned checkpoints by their names; none while the run's folder is not visible."""
-    from checkpointing.retention.pins import read_pins
+    from checkpointing.retention.garbage import read_pins
     from checkpointing.storage.backends import LocalStorage
 
     try:

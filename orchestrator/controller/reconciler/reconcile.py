@@ -9,7 +9,7 @@ from random import Random
 from secrets import token_hex
 from typing import Any
 
-from checkpointing.storage.disk_errors import explain_disk_error
+from checkpointing.storage.storage_errors import explain_disk_error
 from orchestrator.config.run_config import RunConfig
 from orchestrator.controller import failpoints
 from orchestrator.controller.jobs.job_changes import changes

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from checkpointing.storage.disk_errors import is_disk_error
+from checkpointing.storage.storage_errors import is_disk_error
 from orchestrator.controller.reconciler.actor import Actor
 from orchestrator.controller.run_dirs.collect_evidence import REQUEUED, SILENCED
 from orchestrator.controller.run_view import RunView

@@ -3,7 +3,7 @@
 import logging
 from typing import Any
 
-from checkpointing.storage.disk_errors import explain_disk_error
+from checkpointing.storage.storage_errors import explain_disk_error
 from orchestrator.controller import failpoints
 from orchestrator.controller.jobs.job_spec import is_live
 from orchestrator.controller.jobs.scheduler_snapshot import SchedulerSnapshot

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from checkpointing.storage.disk_probe import write_probe
 from checkpointing.storage.durable import NotAFile
+from checkpointing.storage.storage_errors import write_probe
 from orchestrator.controller.jobs.job_spec import job_spec
 from orchestrator.controller.jobs.scheduler_snapshot import SchedulerSnapshot
 from orchestrator.controller.leasing.observed_since import ObservedSince

@@ -3,8 +3,7 @@
 import errno
 import shutil
 
-from checkpointing.storage.disk_errors import disk_words
-from checkpointing.storage.disk_probe import write_probe
+from checkpointing.storage.storage_errors import disk_words, write_probe
 from trainer.contract.run_dir import RunDir
 
 LEAST = 1 << 18

@@ -11,8 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from checkpointing.storage.backends import LocalStorage
-from checkpointing.storage.durable import canonical, dump_line, fsync_dir, fsync_file, read_json, write_durably
-from checkpointing.storage.temporary_folder import temporary_folder
+from checkpointing.storage.durable import (
+    canonical,
+    dump_line,
+    fsync_dir,
+    fsync_file,
+    read_json,
+    temporary_folder,
+    write_durably,
+)
 from checkpointing.storage.trusted_path import NotPrivate, check_private, pinned_for_now
 from checkpointing.verification.verify import verify_in
 from orchestrator.controller import failpoints

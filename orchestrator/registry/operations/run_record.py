@@ -8,8 +8,8 @@ from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from checkpointing.storage.disk_errors import error_words
 from checkpointing.storage.durable import dump_line, read_json, write_durably
+from checkpointing.storage.storage_errors import error_words
 from orchestrator.errors import NotFound
 from orchestrator.registry.operations.reads import Reads
 from orchestrator.registry.records import (

@@ -20,7 +20,7 @@ from typing import Any
 from submitit.core.utils import JobPaths
 from submitit.local.local import Controller, LocalExecutor, LocalJob
 
-from checkpointing.storage.disk_errors import explain_disk_error, is_disk_error
+from checkpointing.storage.storage_errors import explain_disk_error, is_disk_error
 from checkpointing.storage.trusted_path import pinned
 from orchestrator.scheduler.local import local_records as records
 from orchestrator.scheduler.local.local_records import End, Intent, JobProcess

@@ -14,8 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from checkpointing.storage.durable import canonical, only_own_files, read_json, write_durably
-from checkpointing.storage.reserved_file import reserve, write_reserved
+from checkpointing.storage.durable import canonical, only_own_files, read_json, reserve, write_durably, write_reserved
 from trainer.contract.node_identity import local_job_id
 from trainer.contract.process_identity import boot_id, is_visible, process_space, process_state
 from trainer.contract.run_dir import AttemptDir

@@ -18,8 +18,8 @@ import time
 from collections.abc import Collection
 from pathlib import Path
 
-from checkpointing.storage.disk_errors import explain_disk_error
 from checkpointing.storage.durable import write_durably
+from checkpointing.storage.storage_errors import explain_disk_error
 from orchestrator.errors import ConfigError, Precondition, SlurmUnreachable, SubmitAmbiguous, SubmitRejected
 from orchestrator.home import state_home
 from orchestrator.scheduler import submitit_payload

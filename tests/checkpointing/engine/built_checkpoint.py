@@ -24,8 +24,17 @@ with warnings.catch_warnings():
 
 from checkpointing.engine.state.fingerprints import fingerprint
 from checkpointing.format.commit import checkpoint_name, seal, write_file
-from checkpointing.format.index import FINGERPRINTS, INDEX, Index, Piece, TensorInfo, encode_fingerprints
-from checkpointing.format.manifest import METADATA, FileEntry, Manifest
+from checkpointing.format.manifest import (
+    FINGERPRINTS,
+    INDEX,
+    METADATA,
+    FileEntry,
+    Index,
+    Manifest,
+    Piece,
+    TensorInfo,
+    encode_fingerprints,
+)
 from checkpointing.format.torch_record import read_at, read_record
 from checkpointing.storage.backends import LocalStorage
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from checkpointing.storage.backends import Storage
 from checkpointing.tiers.copy_files import Copied, CopyOrder, copy_files
-from checkpointing.writer.order_threads import OrderThreads
+from checkpointing.writer.write_orders import OrderThreads
 
 
 class ThreadGroup:

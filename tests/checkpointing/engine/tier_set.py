@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from checkpointing.engine.tiers.flusher import Flusher, TransferTimeouts
+from checkpointing.engine.save.flusher import Flusher, TransferTimeouts
 from checkpointing.owner import Owner
 from checkpointing.tiers.catalog import Catalog
 from checkpointing.tiers.tier import ResolvedTier, RunTiers

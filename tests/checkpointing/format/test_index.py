@@ -7,14 +7,7 @@ from typing import Any
 import pytest
 
 from checkpointing.errors import ManifestError
-from checkpointing.format.index import (
-    Index,
-    Piece,
-    TensorInfo,
-    encode_fingerprints,
-    parse_fingerprints,
-    parse_index,
-)
+from checkpointing.format.manifest import Index, Piece, TensorInfo, encode_fingerprints, parse_fingerprints, parse_index
 
 UPPER = Piece("a", "f0", (0, 0), (2, 3), start=64, length=100, data=128, nbytes=24)
 LOWER = Piece("a", "f1", (2, 0), (2, 3), start=0, length=24, data=0, nbytes=24)

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
+from checkpointing.format.commit import Region, assign_places, file_name, joined
 from checkpointing.format.manifest import FileEntry
-from checkpointing.format.node_files import Region, assign_places, file_name, joined
 from checkpointing.storage.digests import CHUNK, digest, filled_digest
 
 

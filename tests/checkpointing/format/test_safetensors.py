@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from checkpointing.format.index import TensorInfo
+from checkpointing.format.manifest import TensorInfo
 from checkpointing.format.safetensors import Malformed, lay_out, read_header
 
 TENSORS = {"a": TensorInfo("float32", (2, 3)), "none": TensorInfo("int64", (0,)), "scalar": TensorInfo("bfloat16", ())}

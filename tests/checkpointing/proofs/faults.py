@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from checkpointing.format.index import INDEX, parse_index
-from checkpointing.format.manifest import COMMIT, MANIFEST
+from checkpointing.format.manifest import COMMIT, INDEX, MANIFEST, parse_index
 
 T = TypeVar("T")
 

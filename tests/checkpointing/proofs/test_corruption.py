@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from checkpointing.engine.ranks.failure import FAILURES
+from checkpointing.engine.ranks.group import FAILURES
 from checkpointing.errors import NothingVerifies
-from checkpointing.format.index import FINGERPRINTS, INDEX
+from checkpointing.format.manifest import FINGERPRINTS, INDEX
 from checkpointing.verification.verify import verify
 from tests.checkpointing.proofs.faults import FAULTS, Damage, damage, flipped_bit, regions
 from tests.checkpointing.proofs.world import World, fresh_copy, marked, plain_load, same, state

@@ -23,12 +23,11 @@ warnings.simplefilter("error")
 warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
 
 
-from checkpointing.engine.ranks.failure import FAILURES  # noqa: E402
+from checkpointing.engine.ranks.group import FAILURES  # noqa: E402
 from checkpointing.engine.restore.restorer import RestoreOptions  # noqa: E402
 from checkpointing.errors import CheckpointError  # noqa: E402
 from checkpointing.format.commit import Commit  # noqa: E402
-from checkpointing.format.index import FINGERPRINTS, INDEX  # noqa: E402
-from checkpointing.format.manifest import COMMIT, MANIFEST, METADATA, FileEntry, Manifest, parse  # noqa: E402
+from checkpointing.format.manifest import COMMIT, FINGERPRINTS, INDEX, MANIFEST, METADATA, FileEntry, Manifest, parse  # noqa: E402  # noqa: E402
 from checkpointing.storage.digests import CHUNK, digest  # noqa: E402
 from checkpointing.verification.verify import LEVELS, verify  # noqa: E402
 from tests.checkpointing.proofs.gadgets import Payload, inside_metadata, plain, wrapped  # noqa: E402

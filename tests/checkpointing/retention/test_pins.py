@@ -6,7 +6,7 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from checkpointing.retention.pins import PINS, Pin, pin, pinned_names, read_pins, unpin
+from checkpointing.retention.garbage import PINS, Pin, pin, pinned_names, read_pins, unpin
 from checkpointing.storage.backends import LocalStorage, storage_at
 from checkpointing.tiers.catalog import Catalog
 from tests.checkpointing.fake_storages import Faulty

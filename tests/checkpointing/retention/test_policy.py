@@ -14,7 +14,7 @@ from checkpointing.config import BestConfig, CheckpointConfig
 from checkpointing.format.commit import DELETED
 from checkpointing.format.manifest import parse
 from checkpointing.owner import Owner
-from checkpointing.retention.pins import pin
+from checkpointing.retention.garbage import pin
 from checkpointing.retention.policy import (
     FLOOR,
     Policy,

@@ -10,8 +10,8 @@ import fsspec
 import pytest
 
 from checkpointing.storage.backends import FsspecStorage, LocalStorage
-from checkpointing.storage.disk_errors import explain_disk_error
 from checkpointing.storage.durable import fsync_dir, fsync_file
+from checkpointing.storage.storage_errors import explain_disk_error
 
 RUN = Path("/runs/run-1")
 """The folder that a caller has in mind."""
@@ -42,7 +42,7 @@ def failing(error: Exception) -> Callable[..., Any]:
 def test_an_object_store_that_fails_is_named_by_its_url(
     monkeypatch: pytest.MonkeyPatch, use: Callable[[FsspecStorage], Any], error: Exception
 ) -> None:
-    monkeypatch.setattr("checkpointing.storage.remote_errors._FOREIGN", ((__name__, "AwayError"),))
+    monkeypatch.setattr("checkpointing.storage.storage_errors._FOREIGN", ((__name__, "AwayError"),))
     filesystem = fsspec.filesystem("memory", skip_instance_cache=True)
     for name in ("ls", "open", "pipe_file", "exists", "rm_file", "isdir", "makedirs"):
         monkeypatch.setattr(filesystem, name, failing(error))

@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from checkpointing.storage.disk_errors import disk_words, explain_disk_error, is_disk_error
-from checkpointing.storage.durable import write_atomically
-from checkpointing.storage.reserved_file import replace_or_overwrite, reserve, write_reserved
+from checkpointing.storage.durable import replace_or_overwrite, reserve, write_atomically, write_reserved
+from checkpointing.storage.storage_errors import disk_words, explain_disk_error, is_disk_error
 from tests.checkpointing.proofs.mounts import fill, small_tmpfs
 
 

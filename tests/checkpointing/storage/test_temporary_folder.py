@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from checkpointing.storage.temporary_folder import temporary_folder
+from checkpointing.storage.durable import temporary_folder
 
 KILLED = """
 import os, sys
 from pathlib import Path
-from checkpointing.storage.temporary_folder import temporary_folder
+from checkpointing.storage.durable import temporary_folder
 with temporary_folder(Path(sys.argv[1]), "out") as folder:
     (folder / "half.safetensors").write_bytes(b"half")
     os._exit(9)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from checkpointing.format.manifest import FileEntry
 from checkpointing.storage.digests import CHUNK, digest
-from checkpointing.tiers.copy_plan import Choice, TierContents, choose_checkpoint, divide_files
+from checkpointing.tiers.copy_files import Choice, TierContents, choose_checkpoint, divide_files
 from tests.checkpointing.made_checkpoint import NONCE
 
 

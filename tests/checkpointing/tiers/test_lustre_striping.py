@@ -7,8 +7,7 @@ import pytest
 
 from checkpointing.storage.backends import LocalStorage, storage_at
 from checkpointing.tiers.catalog import Catalog
-from checkpointing.tiers.lustre_striping import make_striped_folder, on_lustre
-from checkpointing.tiers.tier import ResolvedTier
+from checkpointing.tiers.tier import ResolvedTier, make_striped_folder, on_lustre
 
 NAME = "step-00000005.001-ab12cd34"
 

@@ -9,7 +9,7 @@ from typing import BinaryIO
 
 import pytest
 
-from checkpointing.format.index import Index, Piece, TensorInfo
+from checkpointing.format.manifest import Index, Piece, TensorInfo
 from checkpointing.storage.backends import LocalStorage
 from checkpointing.storage.digests import CHUNK
 from checkpointing.verification.digest_scan import _resident, reader_threads

@@ -9,18 +9,16 @@ from typing import Any
 
 import pytest
 
-from checkpointing.engine.ranks.failure import Failed
+from checkpointing.engine.ranks.group import Failed
 from checkpointing.engine.save.saver import _failures
 from checkpointing.errors import FencedOff
 from checkpointing.storage import direct_io
 from checkpointing.storage.backends import LocalStorage
 from checkpointing.storage.shared_memory import PAGE
-from checkpointing.writer import order_threads, write_orders
+from checkpointing.writer import write_orders
 from checkpointing.writer.arena import Arena
-from checkpointing.writer.ipc_codec import MessageStream
 from checkpointing.writer.link import InProcessWriter, WriterLink, WriterLost
-from checkpointing.writer.order_threads import CancelToken
-from checkpointing.writer.write_orders import WriteOrder, put_file, write_files
+from checkpointing.writer.write_orders import CancelToken, MessageStream, WriteOrder, put_file, write_files
 
 
 def an_order(root: Path, files: int) -> WriteOrder:
@@ -125,7 +123,7 @@ def test_an_order_that_gets_no_thread_is_refused_and_forgotten(monkeypatch: pyte
         raise RuntimeError("can't start new thread")
 
     with monkeypatch.context() as patch:
-        patch.setattr(order_threads.threading.Thread, "start", none_left)
+        patch.setattr(write_orders.threading.Thread, "start", none_left)
         with pytest.raises(RuntimeError):
             link.write(an_order(Path("/nowhere"), 1))
     assert not link._orders._running

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from checkpointing.retention.pins import pin, read_pins
+from checkpointing.retention.garbage import pin, read_pins
 from checkpointing.storage.backends import LocalStorage
 from checkpointing.verification.verdicts import RESTORE_TESTED, read_verdicts
 from orchestrator.config.compose import compose

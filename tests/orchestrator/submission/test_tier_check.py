@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from checkpointing.config import CheckpointConfig, TierConfig
-from checkpointing.tiers import probe_tiers
+from checkpointing.tiers import tier
 from orchestrator.config.run_config import RunConfig
 from orchestrator.errors import Precondition
 from orchestrator.submission.bounded_child import ChildAnswer
@@ -29,13 +29,13 @@ def check(*tiers: TierConfig) -> None:
     ],
 )
 def test_why_a_tier_cannot_be_used(url: str, reason: str) -> None:
-    refused = probe_tiers.refusal(url)
+    refused = tier.refusal(url)
     assert refused is not None
     assert reason in refused[0]
 
 
 def test_a_tier_that_works_keeps_nothing_of_the_probe(tmp_path: Path) -> None:
-    assert probe_tiers.refusal(f"file://{tmp_path}/new") is None
+    assert tier.refusal(f"file://{tmp_path}/new") is None
     assert list((tmp_path / "new").iterdir()) == []
 
 

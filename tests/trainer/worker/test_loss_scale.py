@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from checkpointing.engine.verification.audit import audit_in
+from checkpointing.engine.audit.audit import audit_in
 from checkpointing.storage.backends import LocalStorage
 from checkpointing.tiers.catalog import Catalog
 from tests.trainer.worker.conftest import hang

@@ -6,7 +6,7 @@ import traceback
 from dataclasses import replace
 from typing import Any
 
-from checkpointing.storage.disk_errors import is_disk_error
+from checkpointing.storage.storage_errors import is_disk_error
 from trainer.agent.attempt_state.attempt_state import AttemptState
 from trainer.agent.control.control_server import ControlServer
 from trainer.agent.control.own_messages import AgentRefused

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 
-from checkpointing.storage.disk_errors import FULL
 from checkpointing.storage.durable import write_durably
+from checkpointing.storage.storage_errors import FULL
 from trainer.agent.control import address
 from trainer.agent.nodes import gpu_health
 from trainer.contract.config import JobConfig

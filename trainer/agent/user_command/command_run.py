@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from checkpointing.storage.disk_probe import write_probe
+from checkpointing.storage.storage_errors import write_probe
 from trainer.agent.attempt_state.attempt_progress import AttemptProgress
 from trainer.agent.attempt_state.generation import Generation
 from trainer.agent.fork_server.torchrun_command import working_directory

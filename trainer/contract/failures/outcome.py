@@ -5,8 +5,7 @@ from enum import IntEnum, StrEnum
 from pathlib import Path
 from typing import Any
 
-from checkpointing.storage.durable import dump_line, read_json, write_durably
-from checkpointing.storage.reserved_file import reserve, write_reserved
+from checkpointing.storage.durable import dump_line, read_json, reserve, write_durably, write_reserved
 from trainer.contract.secrets.secret_redaction import in_use
 
 MOST_BYTES = 16 << 20

@@ -5,7 +5,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from checkpointing.format.commit import parse_name
-from checkpointing.storage.disk_errors import disk_words
+from checkpointing.storage.storage_errors import disk_words
 from trainer.contract.events import EventKind
 
 SAVES_FAILING = "saves failing"

@@ -12,12 +12,12 @@ from checkpointing.engine.interchange.exporter import (
     LARGEST_FILE,
     Exported,
     ExportedTensor,
+    SealedCheckpoint,
     new_folder,
     write_json,
     write_safetensors,
     write_torch,
 )
-from checkpointing.engine.interchange.sealed_checkpoint import SealedCheckpoint
 from checkpointing.errors import Refused
 from checkpointing.storage.backends import Storage
 from checkpointing.storage.digests import digest

@@ -5,9 +5,9 @@ from pathlib import Path
 
 from torch import Tensor
 
-from checkpointing.engine.interchange.sealed_checkpoint import SealedCheckpoint
+from checkpointing.engine.interchange.exporter import SealedCheckpoint
 from checkpointing.errors import Refused
-from checkpointing.format.index import TensorInfo
+from checkpointing.format.manifest import TensorInfo
 from trainer.worker.interchange.weights_import import ImportSource
 from trainer.worker.saved_state.checkpoint_contents import SHARED_NAMES, buffers_name
 

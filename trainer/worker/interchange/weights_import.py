@@ -8,18 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from checkpointing.engine.interchange.external_tensors import (
+from checkpointing.engine.interchange.importer import (
     ExternalTensors,
+    ImportedTensor,
     TorchTensors,
     flat,
     info_of,
     load_torch,
     safetensors_in,
 )
-from checkpointing.engine.interchange.importer import ImportedTensor
 from checkpointing.engine.restore.source import NO_OPTIMIZER_STATE
 from checkpointing.errors import Refused
-from checkpointing.format.index import TensorInfo
+from checkpointing.format.manifest import TensorInfo
 from checkpointing.storage.durable import read_json
 from trainer.contract.config import JobConfig, ModelConfig
 from trainer.worker import workload

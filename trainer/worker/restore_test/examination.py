@@ -1,6 +1,6 @@
 """Examination of a checkpoint without a model: bytes, structure, values and origin."""
 
-from checkpointing.engine.verification.audit import AUDITS, AuditShare, audit_in
+from checkpointing.engine.audit.audit import AUDITS, AuditShare, audit_in
 from checkpointing.errors import CheckpointError
 from checkpointing.format.commit import parse_name, read_commit
 from checkpointing.storage.backends import Storage

@@ -10,12 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from checkpointing.engine.ranks.failure import Failed, result_or_failed
-from checkpointing.engine.ranks.group import World
+from checkpointing.engine.audit.audit import AuditShare, merge_reports
+from checkpointing.engine.ranks.group import Failed, World, result_or_failed
 from checkpointing.engine.restore.read_only import ReadOnlyCheckpoint
 from checkpointing.engine.restore.restorer import Restored
 from checkpointing.engine.restore.source import TensorsFor
-from checkpointing.engine.verification.audit import AuditShare, merge_reports
 from checkpointing.errors import NothingFits, NothingVerifies
 from checkpointing.storage.backends import storage_at
 from checkpointing.storage.durable import dump_line

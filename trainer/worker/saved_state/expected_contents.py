@@ -1,10 +1,9 @@
-"""What a checkpoint of a run must hold besides sound bytes: for `checkpointing.engine.verification.audit`."""
+"""What a checkpoint of a run must hold besides sound bytes: for `checkpointing.engine.audit.audit`."""
 
 from torch import Tensor
 
-from checkpointing.engine.verification.audit import Expected
-from checkpointing.format.index import Index
-from checkpointing.format.manifest import Manifest
+from checkpointing.engine.audit.audit import Expected
+from checkpointing.format.manifest import Index, Manifest
 from trainer.worker.saved_state.rng_state import generators_fault, origin_fault, rng_name
 
 _GENERATORS = "rng/"

@@ -16,20 +16,26 @@ with warnings.catch_warnings():
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from checkpointing.engine.interchange import external_tensors
-from checkpointing.engine.interchange.exporter import ExportedTensor, new_folder, write_safetensors, write_torch
-from checkpointing.engine.interchange.external_tensors import (
+from checkpointing.engine.audit.audit import audit_in
+from checkpointing.engine.interchange import importer
+from checkpointing.engine.interchange.exporter import (
+    ExportedTensor,
+    SealedCheckpoint,
+    new_folder,
+    write_safetensors,
+    write_torch,
+)
+from checkpointing.engine.interchange.importer import (
+    ImportedTensor,
     SafetensorsFiles,
     TorchTensors,
     flat,
     info_of,
     load_torch,
     safetensors_in,
+    write_checkpoint,
 )
-from checkpointing.engine.interchange.importer import ImportedTensor, write_checkpoint
-from checkpointing.engine.interchange.sealed_checkpoint import SealedCheckpoint
 from checkpointing.engine.state.fingerprints import fingerprint
-from checkpointing.engine.verification.audit import audit_in
 from checkpointing.errors import Refused
 from checkpointing.format.commit import Name
 from checkpointing.storage.backends import LocalStorage
@@ -52,7 +58,7 @@ CUTS = {"matrix": rows((40, 33), 3), "wide": columns((24, 48), 2)}
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that tensors of this size pass through in several parts."""
-    monkeypatch.setattr(external_tensors.spans, "__defaults__", (512,))
+    monkeypatch.setattr(importer.spans, "__defaults__", (512,))
 
 
 def made(root: Path, change: Any = None) -> Path:
@@ -69,7 +75,7 @@ def wanted(tensors: Mapping[str, torch.Tensor] = TENSORS, dtype: torch.dtype | N
     ]
 
 
-def all_of(source: external_tensors.ExternalTensors, name: str) -> torch.Tensor:
+def all_of(source: importer.ExternalTensors, name: str) -> torch.Tensor:
     found = torch.empty(source.tensors[name].shape, dtype=getattr(torch, source.tensors[name].dtype))
     for block, offsets in source.blocks(name):
         part = found

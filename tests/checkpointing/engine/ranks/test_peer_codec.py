@@ -6,15 +6,14 @@ from typing import Any
 import pytest
 import torch
 
-from checkpointing.engine.ranks.failure import Failed
+from checkpointing.engine.ranks.group import Failed
 from checkpointing.engine.ranks.peer_codec import InvalidMessage, decode, encode
 from checkpointing.engine.restore.restorer import Candidate
-from checkpointing.engine.state.inspection import Findings, InspectionReport
+from checkpointing.engine.save.transfer import Route
 from checkpointing.engine.state.layout import Item, Share
-from checkpointing.engine.tiers.transfer import Route
+from checkpointing.engine.state.plausibility import Findings, InspectionReport
 from checkpointing.errors import Refused
-from checkpointing.format.index import Piece
-from checkpointing.format.manifest import FileEntry, Manifest
+from checkpointing.format.manifest import FileEntry, Manifest, Piece
 from checkpointing.format.read_plan import Strip
 
 MANIFEST = Manifest(

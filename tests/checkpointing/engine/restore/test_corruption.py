@@ -19,8 +19,7 @@ from checkpointing.engine.restore.metadata_reader import AllowList, read_metadat
 from checkpointing.engine.restore.restorer import Candidate
 from checkpointing.errors import NothingVerifies, Refused, UnsafePickle
 from checkpointing.format.commit import Commit
-from checkpointing.format.index import FINGERPRINTS, INDEX
-from checkpointing.format.manifest import FileEntry, parse
+from checkpointing.format.manifest import FINGERPRINTS, INDEX, FileEntry, parse
 from checkpointing.storage.backends import LocalStorage
 from checkpointing.storage.digests import CHUNK, digest
 from checkpointing.verification.verify import verify

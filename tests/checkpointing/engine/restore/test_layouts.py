@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from checkpointing.format.index import FINGERPRINTS, parse_fingerprints
+from checkpointing.format.manifest import FINGERPRINTS, parse_fingerprints
 from tests.checkpointing.engine.restore.layout_program import BY_NODE, LAYOUTS
 from tests.warm_programs import WarmPrograms
 

@@ -16,7 +16,7 @@ from checkpointing.engine.restore import restorer
 from checkpointing.engine.restore.read_only import ReadOnlyCheckpoint
 from checkpointing.errors import NothingVerifies, Refused
 from checkpointing.event_sink import emit_nothing
-from checkpointing.format.index import FINGERPRINTS
+from checkpointing.format.manifest import FINGERPRINTS
 from tests.checkpointing.engine.built_checkpoint import build
 from tests.checkpointing.engine.conftest import Bench, blank, same, state
 from tests.checkpointing.engine.restore.layout_program import LAYOUTS

@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from checkpointing.engine.restore.exchange import assign
 from checkpointing.engine.restore.metadata_reader import VerifiedFile
-from checkpointing.engine.restore.read_assignment import assign
 from checkpointing.engine.restore.read_buffers import ReadBuffers, Reader
 from checkpointing.engine.restore.source import NO_OPTIMIZER_STATE, OptionalKeys, in_one_row, local_box
 from checkpointing.errors import Refused
-from checkpointing.format.index import Piece
-from checkpointing.format.manifest import FileEntry
+from checkpointing.format.manifest import FileEntry, Piece
 from checkpointing.format.read_plan import Box, Shard, Slice, before, intersect, overlaps, parts, strips
 from checkpointing.format.torch_record import locate_values
 from checkpointing.storage.digests import digest

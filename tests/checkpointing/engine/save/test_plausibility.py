@@ -11,11 +11,10 @@ import torch
 
 from checkpointing.config import CheckpointConfig
 from checkpointing.engine.state.fingerprints import fingerprint
-from checkpointing.engine.state.inspection import Findings, Inspection
 from checkpointing.engine.state.layout import Share, lay_out
-from checkpointing.engine.state.plausibility import differing_reason, nan_reason
+from checkpointing.engine.state.plausibility import Findings, Inspection, differing_reason, nan_reason
 from checkpointing.errors import Unsavable
-from checkpointing.format.index import FINGERPRINTS, parse_fingerprints
+from checkpointing.format.manifest import FINGERPRINTS, parse_fingerprints
 from checkpointing.storage.backends import LocalStorage
 from checkpointing.tiers.catalog import Catalog
 from checkpointing.writer.arena import Record

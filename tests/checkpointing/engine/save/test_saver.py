@@ -12,15 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from checkpointing.engine.ranks.failure import Failed
-from checkpointing.engine.ranks.group import RankGroup
+from checkpointing.engine.ranks.group import Failed, RankGroup
 from checkpointing.engine.save import saver as saver_module
 from checkpointing.engine.save.saver import Job, Saver, _failures
 from checkpointing.engine.state.plausibility import PlausibilityJudge
 from checkpointing.engine.state.save_plan import agree_on_plan, budgeted
 from checkpointing.engine.state.staging import Stager, Structure
-from checkpointing.format.index import INDEX
-from checkpointing.format.manifest import METADATA
+from checkpointing.format.manifest import INDEX, METADATA
 from checkpointing.owner import Owner
 from checkpointing.storage.backends import LocalStorage
 from checkpointing.tiers.catalog import Catalog

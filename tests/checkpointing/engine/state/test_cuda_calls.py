@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from checkpointing.engine.restore import loader
-from checkpointing.engine.state.tensor_copy import Copier
+from checkpointing.engine.state.staging import Copier
 
 GPU = torch.device("cuda", 3)
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.serialization import get_crc32_options, set_crc32_options
 
-from checkpointing.engine.state import record_template
-from checkpointing.engine.state.record_template import ALIGNMENT, RecordFormatError, template
+from checkpointing.engine.state import layout
+from checkpointing.engine.state.layout import ALIGNMENT, RecordFormatError, template
 
 TYPES = [torch.float32, torch.bfloat16, torch.float64, torch.bool, torch.uint8, torch.int64, torch.complex64]
 SHAPES: list[tuple[int, ...]] = [(), (5,), (0, 4), (3, 4, 5), (300, 400)]
@@ -62,16 +62,16 @@ def test_the_option_of_torch_is_as_it_was(wanted: bool) -> None:
 
 
 def test_a_torch_whose_frames_depend_on_values_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    true_saved = record_template._saved
-    monkeypatch.setattr(record_template, "_saved", lambda tensor: true_saved(tensor) + bytes([bool(tensor.any())]))
+    true_saved = layout._saved
+    monkeypatch.setattr(layout, "_saved", lambda tensor: true_saved(tensor) + bytes([bool(tensor.any())]))
     template.cache_clear()
     with pytest.raises(RecordFormatError, match="depend on its values"):
         template(torch.float32, (4,))
 
 
 def test_a_torch_with_another_layout_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    true_saved = record_template._saved
-    monkeypatch.setattr(record_template, "_saved", lambda tensor: b"\0" + true_saved(tensor))
+    true_saved = layout._saved
+    monkeypatch.setattr(layout, "_saved", lambda tensor: b"\0" + true_saved(tensor))
     template.cache_clear()
     with pytest.raises(RecordFormatError):
         template(torch.float32, (4,))

@@ -9,7 +9,7 @@ import torch.distributed.checkpoint as dcp
 
 from checkpointing.config import CheckpointConfig, StagingConfig
 from checkpointing.engine.ranks.group import RankGroup
-from checkpointing.engine.state import tensor_copy
+from checkpointing.engine.state import staging
 from checkpointing.engine.state.save_plan import agree_on_plan, budgeted
 from checkpointing.engine.state.staging import Stager, Structure
 from checkpointing.storage.backends import LocalStorage
@@ -119,7 +119,7 @@ class SlowCopy:
             self.go_on.wait(20)
             return true_copy(views[half:], sources[half:], **options)
 
-        monkeypatch.setattr(tensor_copy.torch, "_foreach_copy_", copy)
+        monkeypatch.setattr(staging.torch, "_foreach_copy_", copy)
 
 
 def weights(value: float) -> dict[str, torch.Tensor]:

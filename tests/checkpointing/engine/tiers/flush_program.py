@@ -12,7 +12,7 @@ with warnings.catch_warnings():
     import torch.distributed as dist
 
 from checkpointing.engine.ranks.group import RankGroup  # noqa: E402
-from checkpointing.engine.tiers.flusher import Flusher, TransferTimeouts  # noqa: E402
+from checkpointing.engine.save.flusher import Flusher, TransferTimeouts  # noqa: E402
 from checkpointing.owner import Owner  # noqa: E402
 from checkpointing.storage.backends import LocalStorage  # noqa: E402
 from checkpointing.tiers.catalog import Catalog  # noqa: E402

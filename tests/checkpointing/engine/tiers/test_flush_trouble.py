@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from checkpointing.engine.tiers.flusher import TransferTimeouts
+from checkpointing.engine.save.flusher import TransferTimeouts
 from checkpointing.tiers.catalog import Catalog, DistrustedCheckpoints
 from tests.checkpointing.engine.thread_ranks import together
 from tests.checkpointing.engine.tier_set import FOUR, SECONDS, Tiers, tiers_of

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from checkpointing.config import CheckpointConfig, RetentionConfig
-from checkpointing.engine.tiers.flusher import Flusher, TransferTimeouts
+from checkpointing.engine.save.flusher import Flusher, TransferTimeouts
 from checkpointing.format.manifest import parse
 from checkpointing.owner import Owner
 from checkpointing.tiers.catalog import Catalog

@@ -13,11 +13,10 @@ from tests.checkpointing.engine.built_checkpoint import Built, build, columns, r
 
 import torch
 
-from checkpointing.engine.verification import audit as audit_module
-from checkpointing.engine.verification import values
-from checkpointing.engine.verification.audit import AuditShare, Expected, audit_in, merge_reports
-from checkpointing.engine.verification.structure import structure_faults
-from checkpointing.format.index import Index, Piece, TensorInfo
+from checkpointing.engine.audit import audit as audit_module
+from checkpointing.engine.audit import values
+from checkpointing.engine.audit.audit import AuditShare, Expected, audit_in, merge_reports, structure_faults
+from checkpointing.format.manifest import Index, Piece, TensorInfo
 from checkpointing.storage.backends import LocalStorage
 from checkpointing.verification.digest_scan import _resident
 from checkpointing.verification.verify import Report

@@ -10,11 +10,11 @@ from tests.checkpointing.engine.built_checkpoint import Built, build, columns, r
 
 import torch
 
-from checkpointing.engine.verification import diff as differ
-from checkpointing.engine.verification.diff import compare, open_side
+from checkpointing.engine.audit import diff as differ
+from checkpointing.engine.audit.diff import compare, open_side
 from checkpointing.errors import Refused
 from checkpointing.storage.backends import LocalStorage
-from checkpointing.verification.tensor_diff import TensorDiff
+from checkpointing.verification.verdicts import TensorDiff
 
 WIDE = torch.arange(96, dtype=torch.float32).view(12, 8) + 1
 

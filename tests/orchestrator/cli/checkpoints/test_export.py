@@ -96,34 +96,36 @@ def test_a_checkpoint_is_pinned_while_it_is_read(
 ) -> None:
     from checkpointing.storage.backends import LocalStorage
 
-    opened, pins = LocalStorage.open, run[1].parent / "pins"
+    opened, garbage = LocalStorage.open, run[1].parent / "pins"
     seen: list[list[str]] = []
 
     def look(self: LocalStorage, name: str) -> Any:
         if name.endswith(".distcp"):
-            seen.append([pin.name for pin in pins.iterdir()])
+            seen.append([pin.name for pin in garbage.iterdir()])
         return opened(self, name)
 
     monkeypatch.setattr(LocalStorage, "open", look)
     report = verification._report
     monkeypatch.setattr(
-        verification, "_report", lambda *given: (seen.append([pin.name for pin in pins.iterdir()]), report(*given))[1]
+        verification,
+        "_report",
+        lambda *given: (seen.append([pin.name for pin in garbage.iterdir()]), report(*given))[1],
     )
     words = {"export": [run[0], tmp_path / "out"], "verify": [run[0]], "diff": [run[0], run[0]]}[verb]
     assert orch("ckpt", verb, *words).code == 0
     assert all(names == [run[1].name] for names in seen)
     assert verb == "diff" or seen, "equal fingerprints are not read"
-    assert not list(pins.iterdir())
+    assert not list(garbage.iterdir())
     orch("ckpt", "pin", run[0], "--note", "mine")
     assert orch("ckpt", verb, *words[:-1], *([tmp_path / "two"] if verb == "export" else words[-1:])).code == 0
-    assert json.loads((pins / run[1].name).read_text())["note"] == "mine", "a pin of the user's stays"
+    assert json.loads((garbage / run[1].name).read_text())["note"] == "mine", "a pin of the user's stays"
 
 
 @pytest.mark.parametrize("verb", ["export", "verify"])
 def test_one_that_its_run_deletes_meanwhile_is_not_called_damaged(
     orch: Type, run: tuple[str, Path], tmp_path: Path, verb: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from checkpointing.retention import pins
+    from checkpointing.retention import garbage
     from checkpointing.storage.backends import LocalStorage
 
     opened = LocalStorage.open
@@ -146,7 +148,7 @@ def test_one_that_its_run_deletes_meanwhile_is_not_called_damaged(
     monkeypatch.setattr(LocalStorage, "open", delete)
     reported = verification._report
     monkeypatch.setattr(verification, "_report", report)
-    monkeypatch.setattr(pins, "pin", refuse)  # another user's run
+    monkeypatch.setattr(garbage, "pin", refuse)  # another user's run
     said = orch("ckpt", verb, run[0], *([tmp_path / "out"] if verb == "export" else []))
     assert (said.code, f"{run[1].name} is not there any more: it is being deleted" in said.err) == (3, True), said.err
     assert f"`orch ckpt ls {run[0]}` lists what is left" in said.err

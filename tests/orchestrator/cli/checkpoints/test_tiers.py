@@ -9,7 +9,7 @@ from typing import NoReturn
 
 import pytest
 
-from checkpointing.retention import garbage, pins
+from checkpointing.retention import garbage
 from checkpointing.storage.backends import FsspecStorage, LocalStorage, Storage, storage_at
 from checkpointing.storage.durable import dump_line
 from checkpointing.tiers import tier
@@ -289,12 +289,12 @@ def test_a_pin_stays_while_another_tier_has_the_checkpoint(
     tiered(seeds, run, {"path": "run"}, {"path": str(tmp_path / "slow")})
     (tmp_path / "slow" / run).mkdir(parents=True)
     make(LocalStorage(tmp_path / "slow" / run), 50, nonce=NONCE)
-    write = pins.pin
+    write = garbage.pin
 
     def overtaken(storage: Storage, name: str, note: str, now: float) -> None:
         write(storage, name, note, now)
         shutil.rmtree(folder(seeds, run) / name)
 
-    monkeypatch.setattr(pins, "pin", overtaken)
+    monkeypatch.setattr(garbage, "pin", overtaken)
     assert orch("ckpt", "pin", f"{run}@50").code == 0
-    assert pins.pinned_names(LocalStorage(folder(seeds, run))) == {NAME}
+    assert garbage.pinned_names(LocalStorage(folder(seeds, run))) == {NAME}

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from checkpointing.format.index import INDEX, Index, Piece, TensorInfo
+from checkpointing.format.manifest import INDEX, Index, Piece, TensorInfo
 from orchestrator.cli.drills.restore_test_demo import FlippedBit, flip_bit, unexpected, verdict_line
 from orchestrator.registry.records import RestoreTest
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from checkpointing.retention import pins
+from checkpointing.retention import garbage
 from checkpointing.storage.backends import LocalStorage
 from checkpointing.storage.durable import dump_line
 from orchestrator.cli.removal.run_folder import own_folder
@@ -142,7 +142,7 @@ def test_a_run_whose_record_is_missing_or_damaged_can_go(
 
 def test_a_pinned_checkpoint_keeps_its_run_until_it_is_unpinned(orch: Type, seeds: Seeds, run: str) -> None:
     storage = LocalStorage(seeds.root / run / "checkpoints")
-    pins.pin(storage, f"step-00000007.001-{NONCE}", "long gone", 1.0)
+    garbage.pin(storage, f"step-00000007.001-{NONCE}", "long gone", 1.0)
     assert orch("ckpt", "pin", f"{run}@50").code == 0
     refused = orch("rm", run, "-y")
     assert (refused.code, f"{run} has pinned checkpoints: step 50" in refused.err) == (4, True)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from checkpointing.retention.pins import pin
+from checkpointing.retention.garbage import pin
 from checkpointing.storage.backends import LocalStorage
 from orchestrator.cli.runs.show import ATTEMPTS, attempt_table
 from orchestrator.cli.terminal.render import Screen

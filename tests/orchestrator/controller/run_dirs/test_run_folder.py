@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from checkpointing.storage.backends import LocalStorage
-from checkpointing.storage.temporary_folder import temporary_folder
+from checkpointing.storage.durable import temporary_folder
 from checkpointing.verification.verify import Report
 from orchestrator.controller.run_dirs import run_folder
 from orchestrator.controller.run_dirs.bounded_files import BoundedFiles, DirectFiles, RunDirHangs

@@ -18,8 +18,8 @@ with warnings.catch_warnings():
 
     from checkpointing.engine.interchange.exporter import LARGEST_FILE
 
+from checkpointing.engine.interchange.exporter import SealedCheckpoint
 from checkpointing.engine.interchange.importer import write_checkpoint
-from checkpointing.engine.interchange.sealed_checkpoint import SealedCheckpoint
 from checkpointing.errors import Refused
 from checkpointing.format.commit import Name
 from checkpointing.storage.backends import LocalStorage

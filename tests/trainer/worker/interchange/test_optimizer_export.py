@@ -7,8 +7,7 @@ import pytest
 import schedulefree
 import torch
 
-from checkpointing.engine.interchange.external_tensors import TorchTensors, info_of
-from checkpointing.engine.interchange.importer import ImportedTensor, write_checkpoint
+from checkpointing.engine.interchange.importer import ImportedTensor, TorchTensors, info_of, write_checkpoint
 from checkpointing.format.commit import Name
 from checkpointing.storage.backends import LocalStorage
 from tests.trainer.worker.interchange.test_hugging_face import SMALL, brought_in, job, model_of, whole

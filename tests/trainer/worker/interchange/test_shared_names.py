@@ -8,8 +8,13 @@ import pytest
 import torch
 from torch import nn
 
-from checkpointing.engine.interchange.external_tensors import SafetensorsFiles, TorchTensors, info_of
-from checkpointing.engine.interchange.importer import ImportedTensor, write_checkpoint
+from checkpointing.engine.interchange.importer import (
+    ImportedTensor,
+    SafetensorsFiles,
+    TorchTensors,
+    info_of,
+    write_checkpoint,
+)
 from checkpointing.format.commit import Name
 from checkpointing.storage.backends import LocalStorage
 from trainer.worker.interchange.checkpoint_export import ExportRequest, export

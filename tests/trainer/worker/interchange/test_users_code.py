@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from checkpointing.engine.interchange.external_tensors import TorchTensors
+from checkpointing.engine.interchange.importer import TorchTensors
 from tests.trainer.worker.interchange import odd_workloads
 from trainer.contract.config import JobConfig, build
 from trainer.worker.interchange.weights_import import ImportPlan, ImportSource, plan_import

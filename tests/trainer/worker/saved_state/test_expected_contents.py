@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from checkpointing.engine.verification.audit import audit_in
-from checkpointing.format.index import Index, TensorInfo
-from checkpointing.format.manifest import FileEntry, Manifest
+from checkpointing.engine.audit.audit import audit_in
+from checkpointing.format.manifest import FileEntry, Index, Manifest, TensorInfo
 from checkpointing.storage.backends import LocalStorage
 from checkpointing.tiers.catalog import Catalog
 from tests.checkpointing.engine.built_checkpoint import build

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from checkpointing.engine.restore.metadata_reader import VerifiedFile
 from checkpointing.errors import Refused
-from checkpointing.format.index import Index, Piece
-from checkpointing.format.manifest import Manifest
+from checkpointing.format.manifest import Index, Manifest, Piece
 from checkpointing.storage.backends import Storage
 
 BLOCK = 64 << 20

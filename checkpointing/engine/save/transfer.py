@@ -1,4 +1,6 @@
-"""One checkpoint on its way to another tier: every rank copies its share, the leaders of the target seal it."""
+"""One tier whose disk may never answer: every access has a time limit.
+What the flusher and a transfer under way share: the newest commit, whether the run ends, and what is reported.
+One checkpoint on its way to another tier: every rank copies its share, the leaders of the target seal it."""
 
 import concurrent.futures
 import errno
@@ -7,21 +9,107 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Any, ParamSpec, Protocol, TypeVar
 
-from checkpointing.engine.ranks.failure import result_or
-from checkpointing.engine.ranks.group import RankGroup
+from checkpointing.engine.ranks.group import RankGroup, explain, result_or
 from checkpointing.engine.ranks.peer_codec import peer_message
-from checkpointing.engine.tiers.bounded_tier import BoundedTier
-from checkpointing.engine.tiers.flush_state import FlushState, TransferFailure
-from checkpointing.format.commit import Commit, seal
+from checkpointing.event_sink import EmitEvent
+from checkpointing.format.commit import Commit, parse_name, seal
 from checkpointing.format.manifest import FileEntry, Manifest
 from checkpointing.owner import Owner
 from checkpointing.storage.backends import Storage
-from checkpointing.tiers.copy_files import MIB, Copied, CopyOrder
-from checkpointing.tiers.copy_plan import divide_files
+from checkpointing.tiers.copy_files import MIB, Copied, CopyOrder, divide_files
+from checkpointing.tiers.tier import ResolvedTier
+from checkpointing.writer.write_orders import OrderThreads
 
+P = ParamSpec("P")
 T = TypeVar("T")
+
+
+class BoundedTier:
+    """One rank's accesses to a tier: nobody waits for one that hangs, and no other begins before it has ended."""
+
+    def __init__(self, tier: ResolvedTier, seconds: float) -> None:
+        """`seconds` limit one access to names and markers."""
+        self.tier, self._seconds, self._threads = tier, seconds, OrderThreads()
+        self._abandoned: Future[Any] | None = None
+
+    @property
+    def stuck(self) -> bool:
+        """Whether an abandoned access is still under way."""
+        return self._abandoned is not None and not self._abandoned.done()
+
+    def run(self, act: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call `act` in a thread of its own; raises what it raises, or OSError (ETIMEDOUT)."""
+        return self.run_within(self._seconds, lambda: act(*args, **kwargs))
+
+    def run_within(self, seconds: float, act: Callable[[], T]) -> T:
+        """As `run`, with another limit."""
+        self.check()
+        future = self._threads.start(lambda _: act())
+        try:
+            return future.result(seconds)
+        except TimeoutError:
+            if future.done():  # its own error
+                raise
+        self.abandon(future)
+        raise OSError(errno.ETIMEDOUT, f"{self.tier.path} has not answered for {seconds:.0f} s")
+
+    def abandon(self, future: "Future[Any]") -> None:
+        """Stop waiting for an access; nothing else begins here before it has ended."""
+        self._abandoned = future
+
+    def check(self) -> None:
+        """Raises OSError (ETIMEDOUT) while an abandoned access is still under way."""
+        if self.stuck:
+            raise OSError(errno.ETIMEDOUT, f"{self.tier.path} has still not answered an earlier access")
+
+
+@peer_message
+@dataclass(frozen=True)
+class TransferFailure:
+    """Why a checkpoint did not arrive; `stuck` when something gave no answer, `bad` when the source is damaged."""
+
+    reason: str
+    stuck: bool = False
+    bad: bool = False
+
+    @classmethod
+    def of(cls, error: BaseException) -> "TransferFailure":
+        return cls(explain(error), stuck=isinstance(error, OSError) and error.errno == errno.ETIMEDOUT)
+
+
+class FlushState:
+    """Written by the flusher; `emit` does nothing on all ranks but rank 0."""
+
+    def __init__(self, emit: EmitEvent) -> None:
+        self._emit = emit
+        self.latest: str | None = None
+        """Name of the newest checkpoint that was committed in the first tier."""
+        self.closing = False
+        """Whether the run ends: copies under way are abandoned, and failures are no longer reported."""
+
+    def report_arrival(self, tier: ResolvedTier, manifest: Manifest, seconds: float) -> None:
+        facts = {"step": manifest.step, "name": manifest.name, "tier": tier.path}
+        self._emit("checkpoint.flushed", {**facts, "bytes": manifest.size, "seconds": seconds})
+
+    def report_failure(self, tier: ResolvedTier, failure: TransferFailure) -> None:
+        if not self.closing:
+            kind = "checkpoint.stuck" if failure.stuck else "checkpoint.failed"
+            self._emit_of_latest(kind, tier, f"not copied to {tier.path}: {failure.reason}")
+
+    def report_late(self, tier: ResolvedTier, first: ResolvedTier) -> None:
+        """There was no time left to copy the newest checkpoint from the `first` tier."""
+        reason = (
+            f"the newest checkpoint is not known to be in {tier.path}: there was no time left to copy it from "
+            f"{first.path}, where the next start finds it"
+        )
+        self._emit_of_latest("checkpoint.failed", tier, reason)
+
+    def _emit_of_latest(self, kind: str, tier: ResolvedTier, reason: str) -> None:
+        parts = parse_name(self.latest or "")
+        self._emit(kind, {"step": parts.step if parts else 0, "reason": reason, "tier": tier.path})
+
 
 _SLOW_DISK, _DISK = 8.0, 64.0  # MiB/s
 _POLL_SECONDS = 0.2

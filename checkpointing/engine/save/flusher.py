@@ -8,12 +8,17 @@ from collections.abc import Callable
 from functools import partial
 
 from checkpointing.config import CheckpointConfig
-from checkpointing.engine.ranks.background_thread import start_background_thread
-from checkpointing.engine.ranks.failure import FAILURES, explain
-from checkpointing.engine.ranks.group import RankGroup
-from checkpointing.engine.tiers.bounded_tier import BoundedTier
-from checkpointing.engine.tiers.flush_state import FlushState, TransferFailure
-from checkpointing.engine.tiers.transfer import FileCopier, Route, Transfer, TransferTimeouts, tried
+from checkpointing.engine.ranks.group import FAILURES, RankGroup, explain, start_background_thread
+from checkpointing.engine.save.transfer import (
+    BoundedTier,
+    FileCopier,
+    FlushState,
+    Route,
+    Transfer,
+    TransferFailure,
+    TransferTimeouts,
+    tried,
+)
 from checkpointing.errors import Refused
 from checkpointing.event_sink import EmitEvent, emit_nothing
 from checkpointing.format.manifest import Manifest
@@ -21,9 +26,8 @@ from checkpointing.owner import Owner
 from checkpointing.retention.garbage import delete
 from checkpointing.retention.policy import Policy, TierRetention
 from checkpointing.tiers.catalog import DistrustedCheckpoints
-from checkpointing.tiers.copy_plan import Choice, TierContents, choose_checkpoint
-from checkpointing.tiers.lustre_striping import make_striped_folder
-from checkpointing.tiers.tier import ResolvedTier, RunTiers
+from checkpointing.tiers.copy_files import Choice, TierContents, choose_checkpoint
+from checkpointing.tiers.tier import ResolvedTier, RunTiers, make_striped_folder
 from checkpointing.verification.verify import read_sealed
 
 _log = logging.getLogger(__name__)

@@ -7,13 +7,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from checkpointing.engine.audit.values import BLOCK, Values
 from checkpointing.engine.restore.metadata_reader import read_whole_index
-from checkpointing.engine.verification.values import BLOCK, Values
 from checkpointing.errors import ManifestError, Refused
-from checkpointing.format.index import FINGERPRINTS, Index, parse_fingerprints
-from checkpointing.format.manifest import Manifest
+from checkpointing.format.manifest import FINGERPRINTS, Index, Manifest, parse_fingerprints
 from checkpointing.storage.backends import Storage
-from checkpointing.verification.tensor_diff import TensorDiff
+from checkpointing.verification.verdicts import TensorDiff
 from checkpointing.verification.verify import Progress, read_listed, read_sealed
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

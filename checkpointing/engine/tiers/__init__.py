@@ -1,1 +1,0 @@
-"""Copies from tier to tier beside training, and the removal of debris."""

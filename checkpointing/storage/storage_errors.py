@@ -1,0 +1,103 @@
+"""What a file system says when it takes no more, in words; which errors those are stands here only.
+Whether a folder takes a file of some size now: no system call tells of quotas.
+Errors of the libraries that speak to object stores: a store that cannot be reached is an OSError like any other."""
+
+import contextlib
+import errno
+import secrets
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+"""Errors that go away when somebody makes room."""
+
+_WORDS = {
+    errno.ENOSPC: "disk full",
+    errno.EDQUOT: "disk quota exceeded",
+    errno.EROFS: "read-only file system",
+    errno.EIO: "I/O error",
+    errno.EFBIG: "limit on file sizes reached (ulimit -f)",
+}
+
+
+def is_disk_error(error: BaseException) -> bool:
+    """Whether the storage itself refused, not a path or a permission."""
+    return isinstance(error, OSError) and error.errno in _WORDS
+
+
+def disk_words(number: int | None) -> str:
+    """`disk full` for ENOSPC; empty for an error that is not the storage's."""
+    return _WORDS.get(number or 0, "")
+
+
+def error_words(error: OSError) -> str:
+    """`Permission denied: /a/file`, without the number."""
+    named = f": {error.filename}" if error.filename else ""
+    return f"{error.strerror}{named}" if error.strerror else str(error)
+
+
+def explain_disk_error(error: BaseException, folder: Path) -> str:
+    """Return `disk full (FOLDER)`; empty if the error does not come from the storage.
+
+    `folder` is used if the error has no file name. An error of an object store keeps the message of its library.
+    """
+    if not isinstance(error, OSError) or not (words := disk_words(error.errno)):
+        return ""
+    named = error.filename if isinstance(error.filename, str) else ""
+    if "://" in named:
+        return f"{named}: {error.strerror or words}"
+    if named:
+        folder = Path(named) if named.endswith("/") else Path(named).parent
+    return f"{words} ({folder})"
+
+
+SMALL = 4096
+_BLOCK = 1 << 20
+
+
+def write_probe(folder: Path, size: int = SMALL) -> str:
+    """Why the disk does not take a file of so many bytes (`disk full (FOLDER)`); empty when it does, or nobody knows.
+
+    Nothing is flushed: a file server that refuses only later is not found out.
+    """
+    probe = folder / f".probe-{secrets.token_hex(6)}"
+    try:
+        with probe.open("xb") as stream:
+            for start in range(0, size, _BLOCK):
+                stream.write(bytes(min(_BLOCK, size - start)))
+        return ""
+    except OSError as error:
+        return explain_disk_error(error, folder)
+    finally:
+        with suppress(OSError):
+            probe.unlink(missing_ok=True)
+
+
+_FOREIGN = (
+    ("botocore.exceptions", "BotoCoreError"),
+    ("botocore.exceptions", "ClientError"),
+    ("aiohttp.client_exceptions", "ClientError"),
+    ("gcsfs.retry", "HttpError"),
+    ("google.auth.exceptions", "GoogleAuthError"),
+    ("azure.core.exceptions", "AzureError"),
+)
+"""Module and class of what such libraries raise besides OSError; only those that are loaded can have been raised."""
+
+
+@contextlib.contextmanager
+def as_oserror(place: str) -> Iterator[None]:
+    """Raise OSError (EIO) in the place of a library's own network error; every error names the place that it is about.
+
+    Libraries name no file: without this, the error would be taken for one of whatever folder the caller has in mind.
+    """
+    loaded = [(sys.modules.get(module), name) for module, name in _FOREIGN]
+    kinds = tuple(getattr(module, name) for module, name in loaded if module is not None)
+    try:
+        yield
+    except (OSError, *kinds) as error:
+        if not isinstance(error, OSError):
+            raise OSError(errno.EIO, f"{type(error).__name__}: {error}", place) from error
+        error.filename = error.filename or place
+        raise

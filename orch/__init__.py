@@ -31,9 +31,18 @@ if TYPE_CHECKING:
     )
     from trainer.contract.config import JobConfig
     from trainer.worker.data import Data, StatefulData
-    from trainer.worker.metric_values import Mean, Metric, Rank0, Sum
     from trainer.worker.parallel.mesh import Layout
-    from trainer.worker.workload import BaseWorkload, Scheduler, Workload, WorkloadError, evaluating
+    from trainer.worker.workload import (
+        BaseWorkload,
+        Mean,
+        Metric,
+        Rank0,
+        Scheduler,
+        Sum,
+        Workload,
+        WorkloadError,
+        evaluating,
+    )
 
     __version__: str
 
@@ -47,8 +56,9 @@ _HOMES = {
     "trainer.contract.config": ("JobConfig",),
     "trainer.worker.data": ("Data", "StatefulData"),
     "trainer.worker.parallel.mesh": ("Layout",),
-    "trainer.worker.metric_values": ("Mean", "Metric", "Rank0", "Sum"),
-    "trainer.worker.workload": ("BaseWorkload", "Scheduler", "Workload", "WorkloadError", "evaluating"),
+    "trainer.worker.workload": (
+        "BaseWorkload", "Mean", "Metric", "Rank0", "Scheduler", "Sum", "Workload", "WorkloadError", "evaluating",
+    ),
 }  # fmt: skip
 """The module that each name is defined in."""
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

@@ -20,11 +20,10 @@ from trainer.contract.config import JobConfig, load
 from trainer.contract.ranks.progress import StopReason
 from trainer.contract.run_dir import RunDir
 from trainer.worker import workload
-from trainer.worker.optimizer import set_learning_rate
+from trainer.worker.optimizer import learning_rate, set_learning_rate
 from trainer.worker.parallel import mesh
-from trainer.worker.startup import device as devices
+from trainer.worker.startup import rendezvous as devices
 from trainer.worker.training import reduction
-from trainer.worker.training.lr_schedule import learning_rate
 
 
 def main(config: JobConfig, folder: Path, steps: int) -> None:

@@ -28,10 +28,9 @@ from trainer.contract.run_dir import RunDir
 from trainer.worker import workload
 from trainer.worker.data import TokenData
 from trainer.worker.llama import Llama
-from trainer.worker.optimizer import adamw, set_learning_rate
-from trainer.worker.parallelize import tensor_parallel
-from trainer.worker.startup import device as devices
-from trainer.worker.training.lr_schedule import learning_rate
+from trainer.worker.optimizer import adamw, learning_rate, set_learning_rate
+from trainer.worker.parallel.parallelize import tensor_parallel
+from trainer.worker.startup import rendezvous as devices
 
 _CPU = torch.device("cpu")
 

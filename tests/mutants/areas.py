@@ -16,11 +16,8 @@ AREAS = {
         "checkpointing/engine/save",
         "checkpointing/format/commit.py",
         "checkpointing/format/manifest.py",
-        "checkpointing/format/manifest.py",
-        "checkpointing/format/commit.py",
         "checkpointing/writer",
         "checkpointing/storage/direct_io.py",
-        "checkpointing/storage/durable.py",
         "checkpointing/storage/durable.py",
     ),
 }

@@ -1,30 +1,111 @@
-"""The built-in model: a Llama-style decoder (RMSNorm, rotary embedding, SwiGLU, grouped-query attention)."""
+"""Cross-entropy of logits whose vocabulary is split over tensor-parallel ranks: no rank ever has all of them.
+Initial weights that are the same in every layout: each comes from its own generator, seeded by its name.
+The built-in model: a Llama-style decoder (RMSNorm, rotary embedding, SwiGLU, grouped-query attention)."""
 
+import hashlib
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from trainer.contract.config import JobConfig, ModelConfig, TrainConfig
 from trainer.contract.model_costs.model_flops import flops_per_token
 from trainer.contract.token_shards import Index
-from trainer.worker import parallelize
-from trainer.worker.activation_checkpointing import Recompute, for_layer
-from trainer.worker.context_parallel.sequence_part import SequencePart
-from trainer.worker.cross_entropy import summed_cross_entropy
 from trainer.worker.data import Data, StatefulData
-from trainer.worker.experts.mixture import MixtureOfExperts
-from trainer.worker.experts.router import Router
-from trainer.worker.initial_weights import fill
+from trainer.worker.mixture_of_experts import MixtureOfExperts, Router
+from trainer.worker.parallel import parallelize
+from trainer.worker.parallel.context_parallel import SequencePart
 from trainer.worker.parallel.data_parallel import offloads_all
+from trainer.worker.parallel.gradient_buckets import own_part
+from trainer.worker.parallel.layer_wrappers import Recompute, for_layer
 from trainer.worker.parallel.mesh import Layout
 from trainer.worker.workload import BaseWorkload, WorkloadError
+
+
+def summed_cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """The sum over all tokens in float32; `logits` [tokens, vocabulary], a DTensor split by columns or whole."""
+    if not isinstance(logits, DTensor):
+        return functional.cross_entropy(logits.float(), targets, reduction="sum")
+    mesh = logits.device_mesh
+    part = logits.to_local()
+    # The vocabulary is padded to a multiple of the ranks, so that all parts have the same width.
+    first = mesh.get_local_rank() * part.shape[-1]
+    total: torch.Tensor = _SplitCrossEntropy.apply(  # type: ignore[no-untyped-call]
+        part, targets, first, mesh.get_group()
+    )
+    return total
+
+
+class _SplitCrossEntropy(torch.autograd.Function):
+    """Each rank has the columns from `first` on; three small all-reduces stand for one large all-gather.
+
+    log(sum(exp(x))) - x[target], as in Megatron-LM (Shoeybi et al. 2019, section 3).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: torch.Tensor, targets: torch.Tensor, first: int, group: dist.ProcessGroup
+    ) -> torch.Tensor:
+        values = logits.float()
+        highest = values.amax(dim=-1)
+        dist.all_reduce(highest, dist.ReduceOp.MAX, group)
+        exponentials = (values - highest[:, None]).exp_()
+        total = exponentials.sum(dim=-1)
+        dist.all_reduce(total, dist.ReduceOp.SUM, group)
+        column = targets - first
+        is_mine = (column >= 0) & (column < values.shape[-1])
+        column = column.clamp(0, values.shape[-1] - 1)
+        chosen = values.gather(1, column[:, None]).squeeze(1).masked_fill(~is_mine, 0.0)
+        dist.all_reduce(chosen, dist.ReduceOp.SUM, group)
+        ctx.save_for_backward(exponentials.div_(total[:, None]), column, is_mine)
+        ctx.dtype = logits.dtype
+        return (total.log() + highest - chosen).sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        share, column, is_mine = ctx.saved_tensors
+        share = share.clone()
+        share.scatter_add_(1, column[:, None], -is_mine.to(share.dtype)[:, None])
+        return (share * gradient).to(ctx.dtype), None, None, None
+
+
+def generator(seed: int, name: str) -> torch.Generator:
+    """A CPU generator that depends on `seed` and `name` alone."""
+    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+
+
+@torch.no_grad()
+def fill(name: str, parameter: torch.Tensor, seed: int, deviation: float | None) -> None:
+    """Set `parameter` to its share of a normal tensor cut at three deviations, or to one when `deviation` is None."""
+    local = own_part(parameter)
+    if deviation is None:
+        local.fill_(1.0)
+        return
+    # The whole tensor on every rank: no communication, and one parameter at a time is small beside the model.
+    full = torch.empty(parameter.shape, dtype=torch.float32)
+    torch.nn.init.trunc_normal_(full, std=deviation, a=-3 * deviation, b=3 * deviation, generator=generator(seed, name))
+    local.copy_(local_shard(full, parameter))
+
+
+def local_shard(full: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The part of `full` that this rank holds of the DTensor `like`."""
+    if not isinstance(like, DTensor):
+        return full
+    shape, offset = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
+    for dim, (start, length) in enumerate(zip(offset, shape, strict=True)):
+        full = full.narrow(dim, start if length else 0, length)
+    return full
 
 
 def rotary_table(length: int, width: int, theta: float, device: torch.device) -> torch.Tensor:

@@ -1,10 +1,14 @@
-"""A rank's process: from the agent's RankSpec to an exit code, and the outcome file that keeps the cause."""
+"""Calls of a user's own code outside of a rank: what it raises is shown as its own, with its file and line.
+How many seconds a rank that is done may stay, so that its last checkpoint reaches every tier.
+A rank's process: from the agent's RankSpec to an exit code, and the outcome file that keeps the cause."""
 
 import os
 import socket
+import sys
 import time
-from collections.abc import Callable
-from contextlib import suppress
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +24,7 @@ from checkpointing.tiers.tier import RunTiers, resolve_tiers
 from trainer.contract.config import JobConfig, load
 from trainer.contract.failures.outcome import ExitCode
 from trainer.contract.launch_token import LaunchToken, holds
-from trainer.contract.ranks.progress import Phase, ProgressCell
+from trainer.contract.ranks.progress import Phase, ProgressCell, StopReason
 from trainer.contract.ranks.rank_messages import RankSpec, report_saves
 from trainer.contract.restore_test import read_order
 from trainer.contract.run_dir import RunDir
@@ -31,16 +35,75 @@ from trainer.worker.llama import Llama, LlamaWorkload
 from trainer.worker.parallel import mesh
 from trainer.worker.reporting import flight_recorder
 from trainer.worker.reporting.metrics import Journal
-from trainer.worker.reporting.stderr_best_effort import write_stderr
-from trainer.worker.reporting.ticker import Ticker
+from trainer.worker.reporting.phase_tracker import Ticker, write_stderr
 from trainer.worker.saved_state.data_state import require_resharding
 from trainer.worker.saved_state.rng_state import seed_generators
+from trainer.worker.saved_state.train_state import TrainObjects
 from trainer.worker.session import Session, new_train_state, skipped_positions, train_on
-from trainer.worker.shutdown_budget import seconds_left
-from trainer.worker.startup import device as devices
 from trainer.worker.startup import node_benchmark, rendezvous
-from trainer.worker.startup.data_loader_workers import protect_data_loader_workers
-from trainer.worker.train_objects import TrainObjects
+from trainer.worker.startup import rendezvous as devices
+from trainer.worker.startup.preimport import protect_data_loader_workers
+from trainer.worker.workload import WorkloadError
+
+_OURS = Path(__file__).parents[2]
+_LONGEST = 500
+
+
+@contextmanager
+def users_code(what: str) -> Iterator[None]:
+    """Whatever is raised inside becomes a WorkloadError that says that `what` raised it, and where.
+
+    What it prints goes to stderr: stdout belongs to the command's answer.
+    """
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    except WorkloadError as error:
+        cause = error.__cause__
+        raise WorkloadError(f"{error}{_place(cause) if cause is not None else ''}") from cause
+    except (Exception, SystemExit) as error:  # noqa: BLE001  # outermost edge of the user's code
+        said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        said = said if len(said) <= _LONGEST else f"{said[: _LONGEST - 3]}..."
+        raise WorkloadError(f"{what} raised {' '.join(said.split())}{_place(error)}") from error
+
+
+def _place(error: BaseException) -> str:
+    """` at FILE:LINE`: the innermost line that is neither ours nor a library's, or of the module that has no syntax."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f" at {error.filename}:{error.lineno}"
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not _is_library(frame.filename)]
+    return f" at {own[-1].filename}:{own[-1].lineno}" if own else ""
+
+
+def _is_library(name: str) -> bool:
+    path = Path(name)
+    ours = any(path.is_relative_to(_OURS / package) for package in ("orch", "orchestrator", "trainer", "checkpointing"))
+    return ours or "site-packages" in path.parts or name.startswith(("<", sys.prefix, sys.base_prefix))
+
+
+_EXIT_MARGIN = 5.0
+"""Seconds before the agent's deadline: for peers to meet, for the outcome and for the exit."""
+_UNLIMITED, _PEERS_STOPPED = 1800.0, 20.0
+"""Seconds without a deadline, and after a stop request that has reached other ranks only."""
+
+
+def seconds_left(
+    cell: ProgressCell, *, finished: bool, clock: Callable[[], float] = time.monotonic
+) -> Callable[[], float]:
+    """Says, whenever it is asked, how many seconds are left; a stop that comes meanwhile shortens them."""
+    began = clock()
+
+    def left() -> float:
+        reason, deadline = cell.read_stop_request()
+        if reason <= StopReason.SAVE_AND_GO_ON:
+            # A finished run that stayed until it is asked to stop would look like one that was cut short.
+            deadline = cell.read_expected_stop() if finished else 0.0
+        until = deadline or began + (_UNLIMITED if finished else _PEERS_STOPPED)
+        return until - _EXIT_MARGIN - clock()
+
+    return left
+
 
 if TYPE_CHECKING:
     from checkpointing.engine.checkpointer import Checkpointer

@@ -16,21 +16,17 @@ from trainer.contract.ranks.progress import Phase, ProgressCell
 from trainer.contract.ranks.rank_messages import RankSpec
 from trainer.contract.run_dir import AttemptDir, RunDir
 from trainer.worker.data import unwrapped
-from trainer.worker.optimizer import set_learning_rate
+from trainer.worker.optimizer import learning_rate, set_learning_rate
 from trainer.worker.parallel.gradient_buckets import CannotAverage
-from trainer.worker.reporting.metrics import Journal
-from trainer.worker.reporting.phase_tracker import phase_tracker
-from trainer.worker.reporting.progress_log import ProgressLog
-from trainer.worker.reporting.rank_comparison import RankComparison
-from trainer.worker.reporting.step_figures import StepFigures
+from trainer.worker.reporting.metrics import Journal, StepFigures
+from trainer.worker.reporting.phase_tracker import ProgressLog, phase_tracker
 from trainer.worker.reporting.traffic import TrafficMeter, groups_of, messages_of
-from trainer.worker.saved_state.loss_scale import LossScale
+from trainer.worker.reporting.work_timer import RankComparison
+from trainer.worker.saved_state.group_values import LossScale
 from trainer.worker.saved_state.rng_state import seed_by_data
-from trainer.worker.saved_state.train_state import Saver, TrainState
-from trainer.worker.train_objects import TrainObjects
+from trainer.worker.saved_state.train_state import Saver, TrainObjects, TrainState
 from trainer.worker.training.drill import Drill
 from trainer.worker.training.loop import Loop, LoopServices
-from trainer.worker.training.lr_schedule import learning_rate
 from trainer.worker.training.save_schedule import SaveSchedule
 from trainer.worker.training.spikes import SpikeDetector
 from trainer.worker.workload import WorkloadError

@@ -1,4 +1,5 @@
-"""What is trained: five methods, a base class that has an answer for all but the model and its loss, and its hooks.
+"""Scalars that a workload returns from `metrics` and `validate`, and how those of all ranks become one number.
+What is trained: five methods, a base class that has an answer for all but the model and its loss, and its hooks.
 
 docs/writing-a-workload.md shows all of them in one example. Everything that a restart must restore has to be in
 parameters, persistent buffers, the optimizer's or the scheduler's `state_dict()`, the data's position, the random
@@ -9,7 +10,7 @@ import importlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,17 +23,41 @@ from trainer.contract.pipeline.micro_batches import micro_batch_size
 from trainer.contract.ranks.progress import Phase
 from trainer.contract.token_shards import TokensError
 from trainer.worker.data import Data, StatefulData, TokenData
-from trainer.worker.host_adamw import HostAdamW
-from trainer.worker.metric_values import Mean as Mean
-from trainer.worker.metric_values import Metric
-from trainer.worker.metric_values import Rank0 as Rank0
-from trainer.worker.metric_values import Sum as Sum
-from trainer.worker.optimizer import adamw
+from trainer.worker.optimizer import HostAdamW, adamw
 from trainer.worker.parallel.data_parallel import offloads_optimizer, share_out
 from trainer.worker.parallel.fsdp_units import CannotShard, fsdp_units
+from trainer.worker.parallel.layer_wrappers import copy_views
 from trainer.worker.parallel.mesh import Layout
 from trainer.worker.reporting.phase_tracker import current_tracker
-from trainer.worker.view_outputs import copy_views
+
+Number = float | int | torch.Tensor
+"""A number, or a tensor with one element."""
+
+
+@dataclass(frozen=True)
+class Mean:
+    """The mean over the data-parallel ranks, weighted (by the number of samples, say); a bare number is one too."""
+
+    value: Number
+    weight: Number = 1.0
+
+
+@dataclass(frozen=True)
+class Sum:
+    """The sum over the data-parallel ranks; ranks that read the same data count once, with the mean of theirs."""
+
+    value: Number
+
+
+@dataclass(frozen=True)
+class Rank0:
+    """The number of rank 0 alone."""
+
+    value: Number
+
+
+Metric = Number | Mean | Sum | Rank0 | None
+"""None: no value this time."""
 
 
 class WorkloadError(Exception):

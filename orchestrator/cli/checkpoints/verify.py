@@ -119,7 +119,7 @@ def _whole(target: Target, level: int, meter: Any) -> "Report":
     torch_env.prepare()
     # The only levels that need torch, which takes seconds to import.
     from checkpointing.engine.audit.audit import audit_in
-    from trainer.worker.saved_state.expected_contents import expected
+    from trainer.worker.saved_state.checkpoint_contents import expected
 
     report: Report = audit_in(target.storage, target.name, level, meter, expected)
     return report

@@ -47,7 +47,7 @@ def branch_weights(
 @contextmanager
 def _weights(chosen: Target) -> Iterator[Any]:
     from checkpointing.engine.interchange.exporter import SealedCheckpoint  # torch
-    from trainer.worker.interchange.checkpoint_source import weights_of
+    from trainer.worker.interchange.checkpoint_export import weights_of
 
     with kept_while_read(chosen), SealedCheckpoint(chosen.storage, chosen.name) as sealed:
         yield weights_of(sealed, Path(chosen.path))

@@ -6,8 +6,7 @@ from torch import nn
 
 from trainer.contract.config import JobConfig, OptimizerConfig
 from trainer.contract.config_sections.parallel_config import FsdpConfig, ParallelConfig
-from trainer.worker.host_adamw import HostAdamW
-from trainer.worker.optimizer import adamw, prime
+from trainer.worker.optimizer import HostAdamW, adamw, prime
 from trainer.worker.workload import BaseWorkload, WorkloadError, build_optimizer
 
 

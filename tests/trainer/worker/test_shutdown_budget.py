@@ -3,7 +3,7 @@
 import pytest
 
 from trainer.contract.ranks.progress import ProgressCell, StopReason
-from trainer.worker.shutdown_budget import seconds_left
+from trainer.worker.main import seconds_left
 
 NOW = 1000.0
 

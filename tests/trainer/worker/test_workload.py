@@ -8,8 +8,7 @@ import torch
 from trainer.contract.config import ClusterShape, JobConfig, ModelConfig, TrainConfig, WorkloadConfig
 from trainer.contract.config_sections.parallel_config import ParallelConfig
 from trainer.worker import workload
-from trainer.worker.initial_weights import generator
-from trainer.worker.llama import LlamaWorkload
+from trainer.worker.llama import LlamaWorkload, generator
 from trainer.worker.workload import BaseWorkload, WorkloadError
 
 

@@ -24,8 +24,8 @@ from checkpointing.storage.durable import read_json
 from trainer.contract.config import JobConfig, ModelConfig
 from trainer.worker import workload
 from trainer.worker.interchange import hugging_face
+from trainer.worker.main import users_code
 from trainer.worker.saved_state.checkpoint_contents import OWN_BUFFERS, buffers_name, model_tensors, shared_tensors
-from trainer.worker.users_code import users_code
 
 PROVENANCE = "orch.json"
 """What an export of ours says about itself."""

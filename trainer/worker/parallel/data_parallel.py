@@ -1,23 +1,128 @@
-"""Wrapping a model for its data-parallel ranks: FSDP2 with another mesh or another resharding, or plain replicas."""
+"""Whether replicas are equal: numbers of which all ranks must have the same bits.
+What of a model its data-parallel ranks cannot share, or would get wrong without a word: refused by name.
+Wrapping a model for its data-parallel ranks: FSDP2 with another mesh or another resharding, or plain replicas."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import UninitializedParameter
 
 from trainer.contract.config import JobConfig
 from trainer.contract.config_sections.parallel_config import Offload, Reduce
-from trainer.worker.parallel.equal_replicas import require_equal
-from trainer.worker.parallel.fsdp_units import chosen_units
-from trainer.worker.parallel.gradient_buckets import CannotAverage, GradientBuckets, mark_replica, replicated_parameters
-from trainer.worker.parallel.gradient_facts import GradientFacts, usage_mark
+from trainer.worker.parallel.fsdp_units import (
+    CannotShard,
+    ReplacedParameters,
+    chosen_units,
+    refuse_recomputed_twice,
+    refuse_used_ones,
+)
+from trainer.worker.parallel.gradient_buckets import (
+    CannotAverage,
+    GradientBuckets,
+    GradientFacts,
+    mark_replica,
+    own_part,
+    replicated_parameters,
+    usage_mark,
+)
 from trainer.worker.parallel.mesh import Layout
-from trainer.worker.parallel.recomputed_layers import refuse_recomputed_twice
-from trainer.worker.parallel.refused_models import refuse_modules, refuse_parameters
-from trainer.worker.parallel.replaced_parameters import ReplacedParameters, refuse_used_ones
+
+_MODULUS = 65_521
+"""So small that the squares of a million ranks add up exactly in float64."""
+
+
+def residue(number: torch.Tensor) -> torch.Tensor:
+    """A number in float64 that two ranks share when they have the same bits of `number`, a float64 scalar."""
+    return number.view(torch.int64).remainder(_MODULUS).double()
+
+
+def are_equal(count: int, total: float, squares: float) -> bool:
+    """Whether `count` residues with this sum, and this sum of squares, are all the same."""
+    return count * squares == total * total
+
+
+def require_equal(parameters: Mapping[str, nn.Parameter], group: dist.ProcessGroup) -> None:
+    """Raise CannotAverage unless all ranks of the group have the same weights; collective."""
+    tensors = (own_part(one).detach() for one in parameters.values())
+    own = [one for one in tensors if one.numel() and (one.is_floating_point() or one.is_complex())]
+    norms = torch.stack([norm.double() for norm in torch._foreach_norm(own)])
+    mark = residue((norms * torch.arange(1, len(norms) + 1, device=norms.device)).sum())
+    sums = torch.stack([mark, mark * mark])
+    dist.all_reduce(sums, group=group)
+    if not are_equal(group.size(), *sums.tolist()):
+        raise CannotAverage(
+            "ranks begin with different weights, and parallel.strategy=ddp averages gradients alone: build the model "
+            "from the same random numbers on every rank (orch has seeded them), or from the same file"
+        )
+
+
+_DDP = "type parallel.strategy=ddp train.dtype=float32"
+"""Parameters then stay what they are."""
+
+
+def refuse_modules(model: nn.Module) -> None:
+    """Raise CannotShard for what goes wrong with replicas, too."""
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, UninitializedParameter):
+            raise CannotShard(f"{name} has no shape yet (a lazy module): give it a batch in build_model()")
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            continue
+        if module.max_norm is not None:
+            raise CannotShard(
+                f"{name}.max_norm={module.max_norm}: the forward pass would change weights, on each rank the rows that "
+                "it uses: leave max_norm out"
+            )
+        if module.sparse:
+            raise CannotShard(f"{name}.sparse=True: gradients of ranks are averaged as dense tensors: leave sparse out")
+
+
+def refuse_parameters(units: Sequence[nn.Module], model: nn.Module) -> None:
+    """Raise CannotShard, with the names, for parameters that FSDP would refuse in the midst of a step, or get wrong."""
+    if isinstance(model, nn.ModuleDict | nn.ModuleList):
+        raise CannotShard(
+            f"build_model() returns a {type(model).__name__}, which is never called itself, so that FSDP cannot gather "
+            f"what belongs to the whole: return a module with a forward() that has it as an attribute, or {_DDP}"
+        )
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        _refuse_one(name, parameter)
+    taken: set[int] = set()
+    for unit in (*units, model):
+        members = [one for one in unit.parameters() if id(one) not in taken]
+        taken |= {id(one) for one in members}
+        own = [one for one in members if one.requires_grad]
+        for parameter in own:
+            if parameter.dtype != own[0].dtype:
+                first, other = (f"{names[id(one)]} ({_dtype(one)})" for one in (own[0], parameter))
+                raise CannotShard(
+                    f"parameters {first} and {other} "
+                    "are sharded together and must have one type: model.float(), or put them into modules of their own"
+                )
+
+
+def _dtype(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _refuse_one(name: str, parameter: nn.Parameter) -> None:
+    if not parameter.dim():
+        raise CannotShard(f"parameter {name} has no dimension: give it one, as nn.Parameter(value.reshape(1))")
+    if parameter.is_complex():
+        # torch 2.13: an optimizer's view_as_real of a shard is a copy, and only weight decay moves the parameter.
+        raise CannotShard(f"parameter {name} is complex, and optimizers do not move shards of it: {_DDP}")
+    if not parameter.is_contiguous():
+        raise CannotShard(f"parameter {name} is not contiguous: make it so, as nn.Parameter(value.contiguous())")
+    hooks = "a hook of its own, which FSDP drops with the parameter that it replaces"
+    if parameter._post_accumulate_grad_hooks:
+        raise CannotShard(f"{name} has {hooks}: use optimizer.register_step_pre_hook in build_optimizer()")
+    if parameter._backward_hooks:
+        raise CannotShard(f"{name} has {hooks}: {_DDP}")
 
 
 def share_out(

@@ -1,10 +1,15 @@
-"""Averaging the gradients of replicas: parameters stay plain tensors, their gradients travel in buckets (DDP).
+"""What of a tensor lies on this rank.
+What ranks compare of their gradients in every step: which parameters have some, and whether all have the same.
+The row of numbers of a step, added up over all ranks: the same bits on each.
+Averaging the gradients of replicas: parameters stay plain tensors, their gradients travel in buckets (DDP).
 
 As torch's DistributedDataParallel does it (Li et al. 2020, section 3), but that buckets are never rebuilt: sums are
 taken in the same order in every step, so that a restart is bit-equal.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -13,7 +18,94 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from trainer.contract.model_costs.bucket_packing import packed
-from trainer.worker.parallel.own_part import like_own_part, own_part
+
+
+def own_part(tensor: torch.Tensor) -> torch.Tensor:
+    """The local part of a DTensor, in the same memory; any other tensor is its own."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def like_own_part(part: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+    """`part`, shaped as the local part of `whole`, as a tensor that lies on the ranks as `whole` does."""
+    if not isinstance(whole, DTensor):
+        return part
+    return DTensor.from_local(
+        part, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientFacts:
+    """What ranks compare of their gradients, and over how many ranks these are spread."""
+
+    used: int = 0  # `usage_mark` of this rank
+    alike: bool = False  # all ranks have the same gradients
+    compared: Sequence[torch.Tensor] = ()  # those of which all ranks must have the same; all of them where `alike`
+    stages: int = 1  # ranks that have different parameters of one model
+
+
+def usage_mark(parameters: Iterable[torch.Tensor]) -> int:
+    """Stands for which of these, whose gradients are reduced, have none or are frozen; 0 for none, at most 2**16.
+
+    Ranks that use different ones gather, and average, one for another: nothing else notices where shapes are equal.
+    """
+    missing = [
+        (number, parameter.requires_grad) for number, parameter in enumerate(parameters) if parameter.grad is None
+    ]
+    return zlib.crc32(repr(missing).encode()) % (1 << 16) + 1 if missing else 0
+
+
+_MOST_GATHERED = 1 << 16
+"""Numbers of all rows together; longer ones are cheaper to reduce than to gather."""
+
+
+class OtherCollective(RuntimeError):
+    """What a peer sent is no row of this step: it is in another collective."""
+
+
+class StepSums:
+    """A row that is under way to all ranks.
+
+    gloo reduces a short row in four small messages for each rank, one after the other: to gather the rows and to add
+    them up here takes one, and on two ranks a quarter of the time. A row ends with a mark of its step, because gloo
+    takes a message that is too short for a row.
+    """
+
+    def __init__(self, own: torch.Tensor, step: int) -> None:
+        """`own`: float64 [numbers], as long on every rank."""
+        world = dist.get_world_size()
+        self._step = step
+        self._rows: list[torch.Tensor] | None = None
+        self._own, self._work = own, None
+        if own.device.type == "cpu" and world * len(own) <= _MOST_GATHERED:
+            marked = torch.cat([own, own.new_tensor([_mark(step)])])
+            self._rows = list(own.new_zeros(world, len(marked)))
+            self._work = dist.all_gather(self._rows, marked, async_op=True)
+        else:
+            self._work = dist.all_reduce(own, async_op=True)
+
+    def wait(self) -> torch.Tensor:
+        """The sums [numbers]; on a GPU the device's stream waits. Raises OtherCollective."""
+        if self._work is not None:
+            self._work.wait()
+        if self._rows is None:
+            return self._own
+        strange = [rank for rank, row in enumerate(self._rows) if row[-1].item() != _mark(self._step)]
+        if strange:
+            raise OtherCollective(
+                f"step {self._step}: what came from rank {', '.join(map(str, strange))} is not the numbers of this "
+                "step: Is there a distributed collective mismatch in your code?"
+            )
+        # In one order everywhere: torch's sum over rows depends on how wide a host's vectors are.
+        sums = self._rows[0][:-1].clone()
+        for row in self._rows[1:]:
+            sums += row[:-1]
+        return sums
+
+
+def _mark(step: int) -> float:
+    """Neither a count nor a loss is likely to be it; exact for every step below 2**50."""
+    return -(step + 0.375)
 
 
 class CannotAverage(RuntimeError):

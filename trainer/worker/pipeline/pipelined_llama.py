@@ -8,12 +8,11 @@ from trainer.contract.config import JobConfig
 from trainer.contract.pipeline.micro_batches import micro_batch_count, micro_batch_size
 from trainer.contract.pipeline.stage_fit import split_of
 from trainer.contract.pipeline.stage_ranks import stages_of_rank
-from trainer.worker.experts.balance import ExpertBalance
+from trainer.worker.mixture_of_experts import ExpertBalance
 from trainer.worker.parallel.gradient_buckets import mark_replica
 from trainer.worker.parallel.mesh import Layout
-from trainer.worker.pipeline.build import stage, stage_module
-from trainer.worker.pipeline.llama_stage import LlamaStage, StagesOfRank
 from trainer.worker.pipeline.runtime import Pipeline
+from trainer.worker.pipeline.stage import LlamaStage, StagesOfRank, stage, stage_module
 
 
 class PipelinedLlama(StagesOfRank):

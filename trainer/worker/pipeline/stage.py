@@ -1,6 +1,19 @@
-"""Computes one stage of a pipeline, in whole backward passes or in those of activations and of weights."""
+"""A part of the built-in model: some of its layers, under their names in the whole model.
+Who is told what a stage does at this moment: a meter, or the cell in which a rank says where it is.
+Messages between the stages of a pipeline: activations to the next one, gradients to the one before.
+The tables of torch's own schedules, made without ranks or processes.
 
-from typing import Any, cast
+That of 1F1B is ours: torch 2.13 runs it without a table, and the one that it makes (`Schedule1F1B._get_pipeline_order`)
+begins with the second micro-batch on the last rank.
+
+Computes one stage of a pipeline, in whole backward passes or in those of activations and of weights.
+The stages of a rank, sharded over the data-parallel ranks that have the same ones."""
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -8,6 +21,240 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+from torch.distributed.pipelining.schedules import (
+    FORWARD,
+    FULL_BACKWARD,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+    _Action,
+    _ComputationType,
+    _PipelineScheduleRuntime,
+)
+
+from trainer.contract.config import JobConfig, ModelConfig, TrainConfig
+from trainer.contract.config_sections.pipeline_config import PipelineConfig, Schedule
+from trainer.contract.pipeline.schedule_table import Action, Kind, Table
+from trainer.contract.pipeline.stage_ranks import stages_of_rank
+from trainer.contract.pipeline.stage_split import StagePart
+from trainer.contract.ranks.stage_activity import AWAITED_SENDS, RECEIVES, Activity, Moment
+from trainer.worker.llama import Llama
+from trainer.worker.parallel import parallelize
+from trainer.worker.parallel.data_parallel import offloads_all
+from trainer.worker.parallel.fsdp_units import CLASSES
+from trainer.worker.parallel.mesh import Layout
+
+
+class NumberedLayers(nn.ModuleList):
+    """Layers in order, under their numbers in the whole model: `layers.5.attention.wq.weight` stays that."""
+
+    def __init__(self, layers: Mapping[int, nn.Module]) -> None:
+        super().__init__()
+        for number, layer in layers.items():
+            self.add_module(str(number), layer)
+
+
+class LlamaStage(Llama):
+    """Tokens, or activations [batch, length, dim], to activations; the last stage gives the mean loss of `targets`.
+
+    Made on the meta device, so that no stage ever has the whole model.
+    """
+
+    def __init__(self, config: ModelConfig, train: TrainConfig, part: StagePart) -> None:
+        super().__init__(config, train)
+        self.stage = part
+        vars(self)[CLASSES] = frozenset(type(module).__name__ for module in self.modules())
+        self.layers = NumberedLayers({number: self.layers[number] for number in part.layers})
+        if not part.is_first:
+            del self.embedding
+        if not part.is_last:
+            del self.norm, self.output
+
+    def forward(self, x: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
+        x = self.through_layers(self.embed(x) if self.stage.is_first else x)
+        return self.result(x, targets) if self.stage.is_last else x
+
+
+class StagesOfRank(nn.Module):
+    """All stages of one rank as one module: parameters under their names in the whole model, to optimize and to save.
+
+    It shares the modules of its stages and computes nothing.
+    """
+
+    def __init__(self, stages: Sequence[LlamaStage]) -> None:
+        super().__init__()
+        self.layers = NumberedLayers(
+            {
+                number: layer
+                for stage in stages
+                for number, layer in zip(stage.stage.layers, stage.layers, strict=True)
+            }
+        )  # fmt: skip
+        for stage in stages:
+            for name, child in stage.named_children():
+                if name != "layers":
+                    self.add_module(name, child)
+
+
+__all__ = ["EXPOSED_SENDS", "WAITS", "Activity", "Call", "Moment", "Watched", "Watcher"]
+
+Call = Callable[[], None]
+
+WAITS = RECEIVES
+EXPOSED_SENDS = AWAITED_SENDS
+
+
+class Watcher(Protocol):
+    """Asked once for each moment of a step; what it answers is called in every step, on the thread that trains.
+
+    One moment ends before the next one begins.
+    """
+
+    def begin_of(self, moment: Moment) -> Call | None:
+        """To be called where it begins."""
+
+    def end_of(self, moment: Moment) -> Call | None:
+        """To be called where it is over; not for one that raised."""
+
+
+class Watched:
+    """What is inside it, in every step, is told to all of `watchers`.
+
+    A call of Python's is cold between two passes of a model, and takes ten times as long as it does in a loop: there
+    are as few of them here as can be.
+    """
+
+    __slots__ = ("_begins", "_ends", "moment")
+
+    def __init__(self, watchers: Sequence[Watcher], moment: Moment) -> None:
+        self.moment = moment
+        self._begins = [call for watcher in watchers if (call := watcher.begin_of(moment))]
+        self._ends = [call for watcher in watchers if (call := watcher.end_of(moment))]
+
+    def __enter__(self) -> None:
+        for begin in self._begins:
+            begin()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if kind is None:
+            for end in self._ends:
+                end()
+
+
+class Messages:
+    """Those of one rank; shapes are known beforehand, so that no rank sends another one pickled metadata.
+
+    A message is named by the moment in which it is waited for: `WAIT_FOR_...`, stage and micro-batch.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._posted: dict[Moment, tuple[torch.Tensor, dist.Work | None]] = {}
+        self._sent: list[tuple[Watched, dist.Work]] = []
+        self.sent_bytes = 0  # since the beginning
+        self.may_send: Callable[[], bool] = lambda: True
+        """Asked before everything that is sent."""
+
+    def post(self, wait: Moment, buffer: torch.Tensor, source: int) -> None:
+        """Begin to receive into `buffer` from this rank of the group, before it is needed."""
+        self._posted[wait] = buffer, dist.irecv(buffer, group=self._group, group_src=source)
+
+    def hand_over(self, wait: Moment, tensor: torch.Tensor) -> None:
+        """What two stages of this rank have for each other is not sent."""
+        self._posted[wait] = tensor, None
+
+    def take(self, wait: Watched) -> torch.Tensor:
+        """What was posted or handed over; waits for it where that has to be."""
+        tensor, work = self._posted.pop(wait.moment)
+        if work is not None:
+            with wait:
+                work.wait()
+        return tensor
+
+    def posted(self, activity: Activity) -> int:
+        """How many receives are waited for in this activity."""
+        return sum(wait.activity is activity for wait in self._posted)
+
+    def send(self, send: Watched, tensor: torch.Tensor, target: int, wait: Watched) -> None:
+        """Begin to send to this rank of the group; `wait`: for that rank to take it, at the end of the step."""
+        with send:
+            if self.may_send():
+                self.sent_bytes += tensor.nbytes
+                work = dist.isend(tensor, group=self._group, group_dst=target)
+                assert work is not None
+                self._sent.append((wait, work))
+
+    def wait_for_sends(self) -> None:
+        """Until all that was sent has been taken, oldest first."""
+        for wait, work in self._sent:
+            with wait:
+                work.wait()
+        self._sent.clear()
+
+    def clear(self) -> None:
+        """Forget what is under way."""
+        self._posted.clear()
+        self._sent.clear()
+
+
+TorchTable = Mapping[int, Sequence[_Action | None]]
+
+_CLASSES = {
+    Schedule.GPIPE: ScheduleGPipe,
+    Schedule.INTERLEAVED: ScheduleInterleaved1F1B,
+    Schedule.ZERO_BUBBLE: ScheduleInterleavedZeroBubble,
+    Schedule.ZBV: ScheduleZBVZeroBubble,
+}
+
+
+def computations(config: PipelineConfig, micro_batches: int) -> dict[int, list[_Action | None]]:
+    """What each rank computes in one step, by rank of the pipeline, without sends and receives."""
+    if config.schedule == Schedule.ONE_F_ONE_B:
+        return {rank: list(_one_f_one_b(config.stages, rank, micro_batches)) for rank in range(config.ranks)}
+    kind = _CLASSES[Schedule(config.schedule)]
+    stages = _stand_ins(config, rank=0)
+    # torch makes the table of all ranks in each of them.
+    order = kind(stages[0] if kind is ScheduleGPipe else stages, micro_batches).pipeline_order
+    return {
+        rank: [action for action in actions if action is not None and action.is_compute_op]
+        for rank, actions in cast(TorchTable, order).items()
+    }
+
+
+def _one_f_one_b(stages: int, stage: int, micro_batches: int) -> Iterator[_Action]:
+    """As many forward passes as there are stages after this one, then one forward and one backward pass in turn."""
+    ahead = min(stages - 1 - stage, micro_batches)
+    for number in range(micro_batches + ahead):
+        if number < micro_batches:
+            yield _Action(stage, FORWARD, number)
+        if number >= ahead:
+            yield _Action(stage, FULL_BACKWARD, number - ahead)
+
+
+def with_communication(config: PipelineConfig, micro_batches: int) -> Table:
+    """All actions of one step as ranks run them: with sends, receives, and what FSDP does once."""
+    runtime = _PipelineScheduleRuntime(_stand_ins(config, rank=0), micro_batches)
+    runtime._prepare_schedule_with_comms(computations(config, micro_batches))
+    order = cast(TorchTable, runtime.pipeline_order_with_comms)
+    return [[plain(action) for action in order[rank] if action is not None] for rank in range(config.ranks)]
+
+
+def plain(action: _Action) -> Action:
+    """The same action without torch."""
+    micro_batch = -1 if action.microbatch_index is None else action.microbatch_index
+    return Action(action.stage_index, Kind(_ComputationType(action.computation_type).value), micro_batch)
+
+
+def _stand_ins(config: PipelineConfig, rank: int) -> Any:
+    """What a schedule reads of its stages when it makes its table; a stage itself needs a process group."""
+    return [
+        SimpleNamespace(
+            stage_index=stage, num_stages=config.stages, group_size=config.ranks, group_rank=rank,
+            is_first=stage == 0, is_last=stage == config.stages - 1, submod=None,
+        )
+        for stage in stages_of_rank(config, rank)
+    ]  # fmt: skip
 
 
 class Stage:
@@ -150,3 +397,54 @@ def add_up_in_reduce_dtype(module: nn.Module) -> None:
                     if hasattr(parameter, "_unsharded_param"):
                         parameter.accumulate_unsharded_grad_if_needed()
                         parameter.to_accumulated_grad_if_needed()
+
+
+def stage_module(config: JobConfig, part: StagePart, layout: Layout) -> LlamaStage:
+    """Sharded over `layout.fsdp`, the ranks that have the same stage, without initial weights.
+
+    Gathered parameters are kept from one micro-batch to the next, whatever `parallel.fsdp.reshard_after_forward` says:
+    the pipeline gathers them once a step, and finds gradients in them.
+    """
+    # torch warns in every rank's log of what would happen if an activation were changed in place.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+    # And of each part of the plan for tensor parallelism that is in another stage.
+    warnings.filterwarnings("ignore", message="Parallelize plan key .* could not be resolved")
+    fsdp = replace(config.parallel.fsdp, reshard_after_forward="never")
+    config = replace(config, parallel=replace(config.parallel, fsdp=fsdp))
+    with torch.device("meta"):
+        module = LlamaStage(config.model, config.train, part)
+    parallelize.shard(module, layout, config)
+    module.allocate(layout.device, offload=offloads_all(config))
+    return module
+
+
+def stage(
+    module: LlamaStage, train: TrainConfig, group: dist.ProcessGroup, device: torch.device, *,
+    sequences: int, tp: int = 1,
+) -> Stage:  # fmt: skip
+    """`module` in the pipeline of the ranks of `group`; `sequences`: those of one micro-batch.
+
+    `tp` ranks have a part of every sequence each between layers, and so between stages.
+    """
+    part, own = module.stage, module.part
+    length = (train.seq_len if own is None else own.chunk * len(own.chunks)) // tp
+    tokens, activation, loss = _examples(train, (sequences, length, module.config.dim))
+    return Stage(
+        module,
+        part.stage,
+        part.stages,
+        inputs=tokens if part.is_first else activation,
+        output=loss if part.is_last else activation,
+        group=group,
+        device=device,
+    )
+
+
+def _examples(train: TrainConfig, shape: tuple[int, int, int]) -> Sequence[torch.Tensor]:
+    """Tokens, activations of this `shape` and the loss of one micro-batch, as shapes and types alone."""
+    dtype = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}[train.dtype]
+    return (
+        torch.empty(shape[0], train.seq_len, dtype=torch.long, device="meta"),
+        torch.empty(shape, dtype=dtype, device="meta", requires_grad=True),
+        torch.empty((), dtype=torch.float32, device="meta", requires_grad=True),
+    )

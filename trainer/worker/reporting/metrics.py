@@ -1,20 +1,233 @@
-"""What a rank records while it trains: metrics, the work log and its events."""
+"""How evenly tokens are spread over the experts of each layer, once in many steps.
+Bytes of the model's states that this rank holds, counted from the tensors themselves.
+Where the time of a step went on this rank, the memory that it needed, and which share of the device was used.
+Lines that a thread of its own appends to a file: training waits for no file system, and many lines share a write.
+What a rank records while it trains: metrics, the work log and its events."""
 
 import os
+import resource
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from statistics import median
+from types import MappingProxyType
 from typing import Any
 
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
 from checkpointing.storage.durable import dump_line, write_durably
+from trainer.contract.config import JobConfig
+from trainer.contract.config_sections.parallel_config import ParallelConfig
 from trainer.contract.events import EventKind, EventLog
 from trainer.contract.failures.save_trouble import SaveTrouble
-from trainer.contract.logs.line_file import LineFile
+from trainer.contract.logs.line_file import LineFile, Lines
+from trainer.contract.model_costs.model_flops import peak_flops
+from trainer.contract.ranks.progress import SECTIONS
 from trainer.contract.ranks.rank_messages import RankSpec
 from trainer.contract.run_dir import AttemptDir
-from trainer.worker.reporting.lines_behind import LinesBehind
-from trainer.worker.reporting.stderr_best_effort import write_stderr
+from trainer.worker.reporting.phase_tracker import write_stderr
+from trainer.worker.reporting.traffic import TrafficMeter
+from trainer.worker.reporting.work_timer import EVERY, RankComparison
+
+
+def expert_loads(step: int, loads: Sequence[float], layers: int) -> dict[str, Any]:
+    """Tokens of each expert beside the mean of its layer: the least, the median, the most, and whose that is.
+
+    `loads`: of all ranks, for one layer after the other. Empty but at every EVERYth step of the run.
+    """
+    if step % EVERY or not loads or not sum(loads):
+        return {}
+    experts = len(loads) // layers
+    rows = [loads[first : first + experts] for first in range(0, len(loads), experts)]
+    shares = [load * experts / sum(row) for row in rows for load in row]
+    most = max(shares)
+    layer, expert = divmod(shares.index(most), experts)
+    return {
+        "experts": {
+            "least": round(min(shares), 4), "median": round(median(shares), 4), "most": round(most, 4),
+            "layer": layer, "expert": expert,
+        }
+    }  # fmt: skip
+
+
+def held_states(model: nn.Module, optimizer: torch.optim.Optimizer, parallel: ParallelConfig) -> dict[str, Any]:
+    """Bytes of parameters, gradients (as they are when the optimizer steps) and optimizer state; call after a step.
+
+    `on_host`: which of them `parallel.fsdp.offload` keeps in host memory.
+    """
+    weights = list(model.parameters())
+    state = (value for held in optimizer.state.values() for value in held.values() if isinstance(value, torch.Tensor))
+    return {
+        "parameters": _bytes(weights),
+        "gradients": _bytes(weight for weight in weights if weight.requires_grad),
+        "optimizer": _bytes(state),
+        "on_host": list(parallel.fsdp.on_host),
+    }
+
+
+def _bytes(tensors: Iterable[torch.Tensor]) -> int:
+    local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors)
+    return sum(tensor.numel() * tensor.element_size() for tensor in local)
+
+
+_NOTHING: Mapping[str, float] = MappingProxyType({})
+
+
+class StepFigures:
+    """Makes the part of a line of steps.jsonl that says what a step has cost."""
+
+    def __init__(
+        self,
+        config: JobConfig,
+        device: torch.device,
+        world_size: int,
+        flops_per_step: float | None,
+        meter: TrafficMeter,
+        comparison: RankComparison,
+    ) -> None:
+        """`flops_per_step`: model FLOPs of one optimizer step over all ranks, if the workload knows them."""
+        self._device, self._world_size, self._flops = device, world_size, flops_per_step
+        self._peak = 1e12 * config.train.peak_tflops or _peak(device, config.train.dtype)
+        self._meter, self._bytes, self._tells_bytes = meter, dict[str, int](), False
+        self._comparison, self._seconds_before = comparison, 0.0
+
+    def step_ended(self) -> None:
+        """Call when the collectives of a step have been given to torch."""
+        if (found := self._meter.step_ended()) is not None:
+            self._bytes, self._tells_bytes = found, True
+
+    def of(
+        self, step: int, seconds: float, stall: float, sections: Mapping[str, float],
+        exposed: Mapping[str, float] = _NOTHING,
+    ) -> dict[str, Any]:  # fmt: skip
+        """`seconds` of the step, of which saves took `stall`; `sections`: this rank's own work in each of them.
+
+        `exposed`: seconds of communication that nothing hid, measured in the step before: in `reductions`, and in a
+        pipeline in `receives` and `sends` between stages; `receives` as a share of that step are told as `bubble`. What
+        is left of this step is `waiting`: in these, in collectives within the passes, and for the host. All ranks call
+        it for the same steps: some compare the ranks.
+        """
+        work = {name: round(value, 6) for name, value in sections.items()}
+        waiting, memory = max(0.0, seconds - stall - sum(sections.values())), self._memory()
+        told = {"work": work, "waiting": round(waiting, 6), "memory": memory, **self._speed(seconds)}
+        told["exposed"] = {name: round(value, 6) for name, value in exposed.items()}
+        compared = {**sections, "waiting": waiting, **exposed}
+        before, self._seconds_before = self._seconds_before, seconds
+        if "receives" in exposed:
+            told["bubble"] = compared["bubble"] = round(exposed["receives"] / before, 4) if before > 0 else 0.0
+        if ranks := self._comparison.add(step, compared, memory):
+            told["ranks"] = ranks
+        # Not in every line: it is the same for all steps of a generation.
+        if self._bytes and (self._tells_bytes or ranks):
+            told["bytes"], self._tells_bytes = self._bytes, False
+        return told
+
+    def _memory(self) -> dict[str, int]:
+        """Peaks since the rank began, in bytes; `resident` is that of the process."""
+        if self._device.type == "cuda":
+            return {
+                "allocated": torch.cuda.max_memory_allocated(self._device),
+                "reserved": torch.cuda.max_memory_reserved(self._device),
+            }
+        return {"resident": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10}
+
+    def _speed(self, seconds: float) -> dict[str, float]:
+        if self._flops is None or seconds <= 0:
+            return {}
+        per_device = self._flops / seconds / self._world_size
+        mfu = {} if not self._peak else {"mfu": round(per_device / self._peak, 4)}
+        return {"tflops_per_rank": round(per_device / 1e12, 6), **mfu}
+
+
+def section_seconds(nanoseconds: Sequence[int]) -> dict[str, float]:
+    """Seconds by the name of the section."""
+    return {phase.name.lower(): value * 1e-9 for phase, value in zip(SECTIONS, nanoseconds, strict=True)}
+
+
+def _peak(device: torch.device, dtype: str) -> float | None:
+    return peak_flops(torch.cuda.get_device_name(device), dtype) if device.type == "cuda" else None
+
+
+BATCH_SECONDS = 1.0
+"""Lines that come within so long after a write are written together."""
+MOST_CHARACTERS = 16 << 20
+"""So much waits at most for a file that hangs; what comes then is lost."""
+
+
+class LinesBehind:
+    """Appends lines in order, within BATCH_SECONDS while the file answers; only `flush` and `close` wait for it.
+
+    `open_file` is called by that thread, at the first line; `lost` hears why lines could not be written.
+    """
+
+    def __init__(
+        self, open_file: Callable[[], Lines], lost: Callable[[str], object], *, batch_seconds: float = BATCH_SECONDS
+    ) -> None:
+        self._open, self._lost, self._batch_seconds = open_file, lost, batch_seconds
+        self._lines: list[str] = []
+        self._characters = 0
+        self._writing = self._hurry = self._closed = self._full = False
+        self._gathers = False  # nobody need wake the thread for a line
+        self._news = threading.Condition()
+        threading.Thread(target=self._run, name="orch-lines", daemon=True).start()
+
+    def append(self, line: str) -> None:
+        """Have `line` written; returns at once."""
+        with self._news:
+            full = self._characters + len(line) > MOST_CHARACTERS
+            told, self._full = self._full, full
+            if not full:
+                self._lines.append(line)
+                self._characters += len(line)
+                if not self._gathers:
+                    self._news.notify_all()
+        if full and not told:
+            self._lost("too much waits for a file that hangs; what follows is lost too, until it answers")
+
+    def flush(self, seconds: float) -> bool:
+        """Have all that was appended written now, and wait for that so long at most; whether it is."""
+        with self._news:
+            self._hurry = True
+            self._news.notify_all()
+            return self._news.wait_for(lambda: not (self._lines or self._writing), seconds)
+
+    def close(self, seconds: float = 5.0) -> None:
+        """Flush, then let the thread close the file when it has written the rest."""
+        if not self.flush(seconds):
+            self._lost("its file hangs at the end")
+        with self._news:
+            self._closed = True
+            self._news.notify_all()
+
+    def _run(self) -> None:
+        file: Lines | None = None
+        while lines := self._next():
+            try:
+                file = file or self._open()
+                file.append("\n".join(lines))
+            except OSError as error:
+                self._lost(str(error))
+            with self._news:
+                self._writing = False
+                self._news.notify_all()
+                # Many lines a second share a write; one now and then is written at once.
+                self._gathers = True
+                self._news.wait_for(lambda: self._hurry or self._closed, self._batch_seconds)
+                self._gathers = False
+        if file is not None:
+            file.close()
+
+    def _next(self) -> list[str]:
+        """What waits, once there is any; nothing after the end."""
+        with self._news:
+            self._news.wait_for(lambda: self._lines or self._closed)
+            lines, self._lines, self._characters = self._lines, [], 0
+            self._writing = bool(lines)
+            self._hurry = False
+            return lines
 
 
 def _report_steps(why: str) -> None:

@@ -1,16 +1,88 @@
-"""Times a rank's own work in each section of a step, without its waits for peers and with no collective."""
+"""Clocks that mark points in the work of a device: of a CPU, and of a GPU's stream.
+For how long a rank waits in the collectives of its steps: communication that nothing hides.
+Times a rank's own work in each section of a step, without its waits for peers and with no collective.
+How the figures of all ranks compare: the least, the median, the most, and whose that is, once in many steps."""
 
 import time
 from collections import deque
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from statistics import median
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.autograd import Variable
 from torch.distributed.fsdp import FSDPModule
 
 from trainer.contract.ranks.progress import SECTIONS, Phase
+
+Mark = TypeVar("Mark")
+
+
+class Clock(Protocol[Mark]):
+    """What marks points in the work of a device."""
+
+    def mark(self) -> Mark:
+        """This point."""
+
+    def seconds(self, first: Mark, last: Mark) -> float:
+        """Between two points; may wait for the device to reach them."""
+
+
+class HostClock:
+    """Of a CPU, which has done everything that it was asked for."""
+
+    mark = staticmethod(time.perf_counter)
+
+    def seconds(self, first: float, last: float) -> float:
+        return last - first
+
+
+class StreamClock:
+    """Of a GPU's current stream: to wait for a receive holds up the stream and not the host."""
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, first: torch.cuda.Event, last: torch.cuda.Event) -> float:
+        last.synchronize()
+        return float(first.elapsed_time(last)) / 1000
+
+
+class WaitMeter(Generic[Mark]):
+    """Adds up waits, step by step; a wait that has begun ends with the next `end`."""
+
+    def __init__(self, clock: Clock[Mark]) -> None:
+        self._clock = clock
+        self._begun: Mark | None = None
+        self._step: list[tuple[Mark, Mark]] = []
+        self._before: list[tuple[Mark, Mark]] = []
+
+    def begin(self) -> None:
+        """What follows is a wait."""
+        self.end()
+        self._begun = self._clock.mark()
+
+    def end(self) -> None:
+        """The wait is over, where one has begun."""
+        if self._begun is not None:
+            self._step.append((self._begun, self._clock.mark()))
+            self._begun = None
+
+    def step_ended(self) -> float:
+        """Seconds of the step before the one that ends now: by now a GPU, too, has come to its end."""
+        self.end()
+        ready, self._before, self._step = self._before, self._step, []
+        return sum(self._clock.seconds(*wait) for wait in ready)
+
+
+def wait_meter(device: torch.device) -> "WaitMeter[float] | WaitMeter[torch.cuda.Event]":
+    """A meter with the clock of this kind of device."""
+    return WaitMeter(StreamClock()) if device.type == "cuda" else WaitMeter(HostClock())
+
 
 _DATA = SECTIONS.index(Phase.DATA)
 
@@ -137,3 +209,49 @@ def _when_gradient_arrives(call: Callable[[], None]) -> Callable[..., None]:
             output.register_hook(_ignoring_arguments(call))
 
     return hook
+
+
+EVERY = 50
+"""Steps between two comparisons: each is one all-gather of a few numbers in host memory."""
+Gather = Callable[[Sequence[float]], list[list[float]]]
+
+
+class RankComparison:
+    """Averages this rank's figures over EVERY steps and compares them with those of all ranks; collective."""
+
+    def __init__(self, gather: Gather | None = None) -> None:
+        """`gather`: the rows of all ranks in their order; None: over torch's default group."""
+        self._gather = gather or _all_gather
+        self._sums: dict[str, float] = {}
+        self._steps = 0
+
+    def add(self, step: int, seconds: Mapping[str, float], memory: Mapping[str, int]) -> dict[str, Any]:
+        """Add a step; all ranks add the same ones, with the same names. Empty but at every EVERYth step of the run.
+
+        `seconds` are averaged, `memory` are peaks in bytes.
+        """
+        for name, value in seconds.items():
+            self._sums[name] = self._sums.get(name, 0.0) + value
+        self._steps += 1
+        if step % EVERY:
+            return {}
+        own = {name: total / self._steps for name, total in self._sums.items()}
+        self._sums, self._steps = {}, 0
+        names = [*own, *memory]
+        rows = self._gather([*own.values(), *map(float, memory.values())])
+        return {name: _compared([row[at] for row in rows]) for at, name in enumerate(names)}
+
+
+def _compared(values: Sequence[float]) -> dict[str, Any]:
+    most = max(values)
+    return {
+        "least": round(min(values), 6), "median": round(median(values), 6), "most": round(most, 6),
+        "rank": values.index(most),
+    }  # fmt: skip
+
+
+def _all_gather(row: Sequence[float]) -> list[list[float]]:
+    mine = torch.tensor(row, dtype=torch.float64)
+    rows = [torch.zeros_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, mine)
+    return [each.tolist() for each in rows]

@@ -30,12 +30,19 @@ from trainer.contract.user_code.code_record import CodeRecord
 from trainer.worker.data import TokenData, unwrapped
 from trainer.worker.reporting.metrics import Journal
 from trainer.worker.restore_test.comparability import Conditions, why_no_verdict, why_not_compared
-from trainer.worker.restore_test.examination import audit, find_fault, require_there, saving_attempt
-from trainer.worker.restore_test.recorded_steps import BOUNDS, OTHER_SOFTWARE, compare, recorded_steps
+from trainer.worker.restore_test.recorded_steps import (
+    BOUNDS,
+    OTHER_SOFTWARE,
+    audit,
+    compare,
+    find_fault,
+    recorded_steps,
+    require_there,
+    saving_attempt,
+)
 from trainer.worker.saved_state.rng_state import pack_rng
-from trainer.worker.saved_state.train_state import TrainState
+from trainer.worker.saved_state.train_state import TrainObjects, TrainState
 from trainer.worker.session import Session, new_train_state, skipped_positions, train_on
-from trainer.worker.train_objects import TrainObjects
 from trainer.worker.training.spikes import BadStep
 from trainer.worker.workload import WorkloadError
 

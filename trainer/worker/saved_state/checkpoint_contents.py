@@ -1,11 +1,115 @@
-"""What is in a checkpoint: named tensors to be filled in place, and a few plain facts."""
+"""What a tensor is like without its values: for tensors of a checkpoint that a fresh process does not have yet.
+Detection of tensors with the same name but different values on different ranks.
+What a checkpoint of a run must hold besides sound bytes: for `checkpointing.engine.audit.audit`.
+What is in a checkpoint: named tensors to be filled in place, and a few plain facts.
+A digest of a model's weights, by which two runs are compared."""
 
+import ctypes
+import json
+import logging
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+import torch.distributed as dist
+import xxhash
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from checkpointing.engine.audit.audit import Expected
+from checkpointing.engine.state.fingerprints import digest_replicas
+from checkpointing.format.manifest import Index, Manifest
+from checkpointing.storage.digests import digest
+from checkpointing.storage.durable import canonical
+from trainer.worker.parallel.mesh import Layout
+from trainer.worker.saved_state.rng_state import generators_fault, origin_fault, rng_name
+
+TensorMetadata = list[Any]
+"""In JSON: a tensor's dtype, shape, type of device, and whether it is sharded."""
+
+
+def tensor_metadata(tensor: torch.Tensor) -> TensorMetadata:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return [dtype, list(tensor.shape), tensor.device.type, isinstance(tensor, DTensor)]
+
+
+def zeros(wanted: TensorMetadata, likes: Iterable[torch.Tensor | None], device: torch.device) -> torch.Tensor | None:
+    """A tensor of this form, sharded as the first of `likes` that has its shape; None when there is none such.
+
+    What does not lie on the CPU is put on `device`.
+    """
+    dtype, shape, kind, sharded = wanted
+    for like in likes:
+        if like is not None and [list(like.shape), isinstance(like, DTensor)] == [shape, sharded]:
+            return torch.zeros_like(like, dtype=getattr(torch, dtype), requires_grad=False)
+    if sharded:
+        return None
+    return torch.zeros(shape, dtype=getattr(torch, dtype), device="cpu" if kind == "cpu" else device)
+
+
+def differing_tensors(tensors: Mapping[str, torch.Tensor]) -> set[str]:
+    """Collective: return the names of the plain tensors that differ between ranks, the same names on every rank.
+
+    If ranks have different names, shapes or types, all tensors count as different. DTensors are left out: they hold
+    one value for all ranks.
+    """
+    plain = {key: tensor for key, tensor in sorted(tensors.items()) if _has_values(tensor)}
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return set()
+    forms = canonical([[key, *tensor_metadata(tensor)] for key, tensor in plain.items()])
+    form = int(digest(forms)[:15], 16)
+    count, most, least, largest = _minimum(torch.tensor([len(plain), -len(plain), form, -form])).tolist()
+    if (count, least) != (-most, -largest):
+        return set(plain)
+    if not plain:
+        return set()
+    mine = digest_replicas(list(plain.values())).cpu().to(torch.int64).flatten()
+    lowest, highest = _minimum(torch.cat([mine, -mine])).view(2, -1, 2)
+    differs = (lowest != -highest).any(dim=1).tolist()
+    return {key for key, one in zip(plain, differs, strict=True) if one}
+
+
+def _has_values(tensor: torch.Tensor) -> bool:
+    """Whether the tensor has values to compare; the saver refuses tensors that cannot be saved."""
+    plain = not isinstance(tensor, DTensor) and not is_traceable_wrapper_subclass(tensor)
+    return plain and tensor.layout is torch.strided and not tensor.is_meta and not tensor.is_quantized
+
+
+def _minimum(numbers: torch.Tensor) -> torch.Tensor:
+    dist.all_reduce(numbers, op=dist.ReduceOp.MIN)
+    return numbers
+
+
+_GENERATORS = "rng/"
+_MODEL, _OPTIMIZER = "model/", "optimizer/"
+
+
+def expected(manifest: Manifest) -> Expected:
+    """Of a checkpoint that a rank of ours has saved (`extra` shows it); of any other one nothing is expected.
+
+    Step counts and data positions are not judged: programs skip steps, update twice, and begin with other state.
+    """
+    if "config_digest" not in manifest.extra:
+        return Expected()
+    ranks = manifest.world.get("ranks")
+
+    def unusable(key: str, packed: Tensor) -> str:
+        return generators_fault(packed) or origin_fault(packed, key, manifest.step)
+
+    return Expected(
+        required=tuple(rng_name(rank) for rank in range(ranks if isinstance(ranks, int) else 0)),
+        readable={_GENERATORS: unusable},
+        trained=trained_keys,
+    )
+
+
+def trained_keys(index: Index) -> set[str]:
+    """Keys of the parameters for which the optimizer holds state: those it has trained."""
+    holding = {key.removeprefix(_OPTIMIZER).partition("/")[0] for key in index.tensors if key.startswith(_OPTIMIZER)}
+    return {key for key in index.tensors if key.startswith(_MODEL) and key.removeprefix(_MODEL) in holding}
+
 
 OWN_BUFFERS = {"own_buffers": "all"}
 """In a checkpoint's facts: buffers of every dtype are kept per rank. Older releases kept those that float so."""
@@ -114,3 +218,81 @@ def shared_names(model: nn.Module) -> dict[str, str]:
         if name in kept and first.setdefault(id(tensor), name) != name:
             found[name] = first[id(tensor)]
     return found
+
+
+_HASH_CHUNK = 64 * 1024 * 1024
+
+
+def weights_digest(model: nn.Module, layout: Layout) -> str | None:
+    """XXH3-128 over the full tensors in the order of their names: the same in every layout. None but on rank 0.
+
+    A collective: every rank must call it.
+    """
+    tensors = _own_tensors(model) if layout.sizes.pp == 1 else _tensors_of_stages(model, layout)
+    digest = xxhash.xxh3_128()
+    for name, tensor in tensors:
+        if layout.rank == 0:
+            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+            _feed(digest, tensor.cpu().contiguous())
+    return digest.hexdigest() if layout.rank == 0 else None
+
+
+def _own_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors that this rank has, or shards of which it has, whole, by name."""
+    for name, tensor in sorted(model_tensors(model).items()):
+        with _no_word_of_speed():
+            yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _tensors_of_stages(model: nn.Module, layout: Layout) -> Iterator[tuple[str, torch.Tensor]]:
+    """On rank 0 the tensors of all stages, by name; on the others nothing: they send theirs, one at a time."""
+    group, place = layout.pp.get_group(), layout.place.pp
+    ranks = dist.get_process_group_ranks(group)
+    tensors = {
+        name: [str(one.dtype).removeprefix("torch."), list(one.shape)] for name, one in model_tensors(model).items()
+    }
+    known = [
+        (*told, stage) for stage, of_stage in enumerate(_gathered(tensors, group, layout)) for told in of_stage.items()
+    ]
+    own = _own_tensors(model)
+    for name, (dtype, shape), stage in sorted(known, key=lambda one: one[0]):
+        tensor = next(own)[1] if stage == place else None
+        if ranks[0] != 0:
+            continue  # one pipeline of several with the same weights is enough
+        if place == 0:
+            if tensor is None:
+                tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=layout.device)
+                dist.recv(tensor, ranks[stage], group=group)
+            yield name, tensor
+        elif tensor is not None:
+            dist.send(tensor.to(layout.device).contiguous(), ranks[0], group=group)
+
+
+def _gathered(told: dict[str, list[Any]], group: dist.ProcessGroup, layout: Layout) -> list[dict[str, list[Any]]]:
+    """What each rank of the group tells, as JSON: nobody unpickles what others have sent."""
+    text = json.dumps(told).encode()
+    size = torch.tensor([len(text)], device=layout.device)
+    sizes = [torch.zeros_like(size) for _ in range(group.size())]
+    dist.all_gather(sizes, size, group=group)
+    row = torch.zeros(max(map(int, sizes)), dtype=torch.uint8, device=layout.device)
+    row[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    rows = [torch.zeros_like(row) for _ in sizes]
+    dist.all_gather(rows, row, group=group)
+    return [json.loads(bytes(one[: int(length)].tolist())) for one, length in zip(rows, sizes, strict=True)]
+
+
+@contextmanager
+def _no_word_of_speed() -> Iterator[None]:
+    """torch warns in every rank's log that a tensor sharded twice is gathered in two operations: once a run is fine."""
+    logger = logging.getLogger("torch.distributed.tensor._redistribute")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
+def _feed(digest: xxhash.xxh3_128, tensor: torch.Tensor) -> None:
+    size = tensor.numel() * tensor.element_size()
+    for start in range(0, size, _HASH_CHUNK):
+        digest.update(ctypes.string_at(tensor.data_ptr() + start, min(_HASH_CHUNK, size - start)))

@@ -1,4 +1,6 @@
-"""What training changes in an optimizer's parameter groups: counters, sums, estimates; kept apart from the settings.
+"""Dynamic loss scaling: what keeps small gradients in float16 from becoming zero, and large ones from ending a run.
+A learning-rate schedule of the user's own, with the rates that it has set: some compute the next from the last.
+What training changes in an optimizer's parameter groups: counters, sums, estimates; kept apart from the settings.
 
 A value belongs to the configuration as long as it is the one that `build_optimizer` gave: it is not saved, and after a
 restart the configuration of that time counts. A value that training has changed is state: it is saved and comes back.
@@ -7,6 +9,7 @@ restart the configuration of that time counts. A value that training has changed
 
 import copy
 import types
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,9 +20,115 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from checkpointing.storage.digests import digest
-from trainer.worker.saved_state import nested_state
-from trainer.worker.saved_state.nested_state import Names, Unsavable
-from trainer.worker.workload import WorkloadError
+from trainer.worker.saved_state import object_state
+from trainer.worker.saved_state.object_state import Names, Unsavable
+from trainer.worker.workload import Scheduler, WorkloadError
+
+FIRST = 65536.0
+SMALLEST = 1.0
+"""Gradients that overflow without being scaled up are no fault of the scale."""
+_GROWS_AFTER = 2000
+"""Steps in a row without overflow after which the scale is doubled (as torch's GradScaler does by default)."""
+
+
+class LossScale:
+    """The factor of the loss in float16; one, for ever, in other precisions. All ranks see the same norms."""
+
+    def __init__(self, dtype: str) -> None:
+        self.is_dynamic = dtype == "float16"
+        self.scale = FIRST if self.is_dynamic else 1.0
+        self._good = 0
+        self.overflows = 0
+        """Steps of the run, over all its restarts, that the optimizer was not asked to make."""
+
+    def overflowed(self, norm: float) -> bool:
+        """Whether the optimizer must leave this step out; adapts the scale to the norm of its gradients."""
+        if not self.is_dynamic:
+            return False
+        if norm - norm != 0 and self.scale > SMALLEST:  # NaN or infinity
+            self.scale, self._good = self.scale / 2, 0
+            self.overflows += 1
+            return True
+        self._good += 1
+        if self._good == _GROWS_AFTER:
+            self.scale, self._good = self.scale * 2, 0
+        return False
+
+    def facts(self) -> dict[str, Any]:
+        """What a checkpoint keeps."""
+        scale = {"scale": self.scale, "good_steps": self._good} if self.is_dynamic else {}
+        return {**scale, "overflows": self.overflows} if scale or self.overflows else {}
+
+    def restore(self, facts: Mapping[str, Any]) -> None:
+        """Go on with the scale of a checkpoint; one made in another precision has none, an older orch's no count."""
+        self.overflows = int(facts.get("overflows", 0))
+        if self.is_dynamic and "scale" in facts:
+            self.scale, self._good = float(facts["scale"]), int(facts["good_steps"])
+
+
+_PARTS, _MILESTONES = "_schedulers", "_milestones"
+"""Private names in the states of torch's schedulers that stand for settings."""
+
+
+class SchedulerState:
+    """The state of a scheduler, with `lr` of the optimizer's groups, which nobody else saves; None has no state."""
+
+    def __init__(self, scheduler: Scheduler | None, optimizer: torch.optim.Optimizer) -> None:
+        """Make it when the scheduler is new."""
+        self._scheduler, self._optimizer = scheduler, optimizer
+        self._built = _settings(scheduler)
+        self.overruled: list[str] = []
+        """Settings that the restored state has otherwise than the scheduler was built with here, in words."""
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._scheduler is None:
+            return {}
+        rates = [group["lr"] for group in self._optimizer.param_groups]
+        return {"scheduler": self._scheduler.state_dict(), "lr": rates, "built": self._built}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Raises WorkloadError when the optimizer has another number of groups."""
+        assert self._scheduler is not None
+        groups, rates = self._optimizer.param_groups, state["lr"]
+        if len(groups) != len(rates):
+            raise WorkloadError(
+                f"the checkpoint has learning rates of {len(rates)} parameter groups, the optimizer has {len(groups)}"
+            )
+        for group, rate in zip(groups, rates, strict=True):
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(float(rate))  # a compiled or captured step reads this very tensor
+            else:
+                group["lr"] = float(rate)
+        self._scheduler.load_state_dict(state["scheduler"])
+        kept = state.get("built", self._built)  # an older orch did not save it
+        changed = [f"{key} {kept[key]} (now {now})" for key, now in self._built.items() if kept.get(key, now) != now]
+        self.overruled = [f"the schedule of the checkpoint goes on: {', '.join(changed)}"] if changed else []
+        self._built = kept
+
+
+def _settings(scheduler: Scheduler | None) -> dict[str, Any]:
+    """The plain numbers and words that a new scheduler has, and lists of them; those of its parts as `0.step_size`."""
+    return _plain_settings(scheduler.state_dict()) if scheduler is not None else {}
+
+
+def _plain_settings(state: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in state.items():
+        if isinstance(value, Counter):  # the milestones of MultiStepLR
+            value = sorted(value.elements())
+        if key == _PARTS and isinstance(value, list):  # of SequentialLR and ChainedScheduler
+            for number, part in enumerate(value):
+                inner = _plain_settings(part) if isinstance(part, Mapping) else {}
+                found |= {f"{number}.{name}": one for name, one in inner.items()}
+        elif (not key.startswith("_") or key == _MILESTONES) and _is_plain(value):
+            found[key.removeprefix("_")] = list(value) if isinstance(value, list) else value
+    return found
+
+
+def _is_plain(value: Any) -> bool:
+    values = value if isinstance(value, list) else [value]
+    return all(isinstance(one, (bool, int, float, str)) and one == one for one in values)
+
 
 _NOT_STATE = ("params", "lr")
 _SCALARS = (type(None), bool, int, float, str)
@@ -114,14 +223,14 @@ class GroupValues:
             return None
         if initial is None:
             return {"value": encoded[0]}
-        if initial.is_unchanged(nested_state.text(encoded[0]), held):
+        if initial.is_unchanged(object_state.text(encoded[0]), held):
             return None
         return {"value": encoded[0], "given": initial.text}
 
     def _encoded(self, number: int, key: str, value: Any, held: dict[str, torch.Tensor]) -> tuple[Any] | None:
         """None for what cannot be kept, which is remembered when it is not what was given."""
         try:
-            return (nested_state.encode(value, self._path(number, key), held, self._names),)
+            return (object_state.encode(value, self._path(number, key), held, self._names),)
         except Unsavable:
             if not self._is_untouched(value, self._initial[number].get(key)):
                 self.unsaved[key] = f"{key} of the parameter groups (a {type(value).__name__})"
@@ -130,10 +239,10 @@ class GroupValues:
     def _record_initial(self, number: int, key: str, value: Any) -> _InitialValue:
         held: dict[str, torch.Tensor] = {}
         try:
-            encoded = nested_state.encode(value, self._path(number, key), held, self._names)
+            encoded = object_state.encode(value, self._path(number, key), held, self._names)
         except Unsavable:
             return self._record_unsavable(value)
-        return _InitialValue(self._copy(value), nested_state.text(encoded), _cloned(held))
+        return _InitialValue(self._copy(value), object_state.text(encoded), _cloned(held))
 
     def _record_unsavable(self, value: Any) -> _InitialValue:
         text, tensors = self._comparable(value)
@@ -147,7 +256,7 @@ class GroupValues:
     def _comparable(self, value: Any) -> tuple[str | None, dict[str, torch.Tensor]]:
         tensors: dict[str, torch.Tensor] = {}
         try:
-            return nested_state.text(_comparable_json(value, "", tensors, self._names)), tensors
+            return object_state.text(_comparable_json(value, "", tensors, self._names)), tensors
         except _NO_COPY:
             return None, {}
 
@@ -162,7 +271,7 @@ class GroupValues:
         return copy.deepcopy(value, dict(self._not_copied))
 
     def _path(self, number: int, key: str) -> str:
-        return f"groups/{self._ids[number]}/{nested_state.path_part(key)}"
+        return f"groups/{self._ids[number]}/{object_state.path_part(key)}"
 
     def _all(self) -> Iterator[tuple[int, str, Any]]:
         for number, group in enumerate(self._optimizer.param_groups):
@@ -209,7 +318,7 @@ class GroupValues:
                 if "given" in value and initial is not None and value["given"] != initial.text:
                     overruled[key] = f"{key} is now given as {initial.text}, but training had changed it: that is kept"
                 _set_value(
-                    self._optimizer.param_groups[number], key, nested_state.decode(value["value"], tensors, parameters)
+                    self._optimizer.param_groups[number], key, object_state.decode(value["value"], tensors, parameters)
                 )
         return list(overruled.values())
 
@@ -257,7 +366,7 @@ def _comparable_json(
 ) -> Any:
     """`value` of any type in JSON, so that a change in place is seen; never read back. Raises TypeError for some."""
     if isinstance(value, torch.Tensor) or type(value) in _COMPARED:
-        return nested_state.encode(value, path, tensors, names)
+        return object_state.encode(value, path, tensors, names)
     if isinstance(value, types.MethodType):
         return [id(value.__func__), id(value.__self__)]
     if isinstance(value, (*_BY_IDENTITY, *_GROUPS, torch.optim.Optimizer)):

@@ -1,17 +1,180 @@
-"""What an object of the user's asks to be saved, by a `state_dict` and a `load_state_dict` of its own."""
+"""Nested Python values as plain JSON beside named tensors, and back, with every type as it was.
 
-from collections.abc import Iterator, Mapping
+Scalars and lists stand for themselves; everything else is an object with one key that names its type, as in
+`{"tuple": [0.9, 0.95]}`, `{"float": "inf"}` or `{"tensor": "optimizer/weight/exp_avg"}`.
+
+What an object of the user's asks to be saved, by a `state_dict` and a `load_state_dict` of its own."""
+
+import base64
+import json
+import math
+import re
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
-from trainer.worker.saved_state import nested_state
-from trainer.worker.saved_state.differing_tensors import differing_tensors
-from trainer.worker.saved_state.nested_state import Unsavable
-from trainer.worker.saved_state.tensor_metadata import tensor_metadata, zeros
+from trainer.worker.saved_state.checkpoint_contents import differing_tensors, tensor_metadata, zeros
 from trainer.worker.workload import WorkloadError
+
+Names = Mapping[torch.Tensor, str]
+"""Parameters by themselves, with their names in the model."""
+
+_MOST_INLINE = 4096
+"""Bytes that stand in the JSON; more are a tensor."""
+_PLAIN = (type(None), bool, int, str)
+_NUMBER = re.compile("-?[0-9]+")
+_CODES = {"%": "%25", ":": "%3A", "/": "%2F"}
+"""Of the signs that have a meaning in a path; the first is that of the codes themselves."""
+_SURROGATE = re.compile("[\ud800-\udfff]")
+"""What UTF-8 does not have: Python reads a byte of a file's name as one where that is no UTF-8."""
+_SURROGATE_CODE = re.compile("%U([0-9a-f]{4})")
+
+
+class Unsavable(Exception):
+    """A value of a type that is not kept; `path` says where it stands."""
+
+    def __init__(self, path: str, value: object) -> None:
+        super().__init__(f"{path} is a {type(value).__module__}.{type(value).__qualname__}")
+        self.path = path
+
+
+def encode(value: Any, path: str, tensors: dict[str, torch.Tensor], names: Names) -> Any:
+    """The JSON of `value`; its tensors are added to `tensors` under `path`. Raises Unsavable."""
+    kind = type(value)
+    if kind is str and _SURROGATE.search(value):
+        return {"str": base64.b64encode(value.encode(errors="surrogatepass")).decode()}
+    if kind in _PLAIN:
+        return value
+    if kind is float:
+        return value if math.isfinite(value) else {"float": str(value)}
+    if isinstance(value, torch.Tensor):
+        if value in names:
+            return {"parameter": names[value]}
+        while path in tensors:
+            path += "%"  # keys that are alike and not equal, as one NaN and another are
+        tensors[path] = value.detach()
+        return {"tensor": path}
+    if kind in _CONTAINERS:
+        items = [encode(item, f"{path}:{at}", tensors, names) for at, item in enumerate(_items(value))]
+        return items if kind is list else {_CONTAINERS[kind]: items}
+    if kind in _MAPPINGS:
+        keys = [encode(key, f"{path}:%{at}", tensors, names) for at, key in enumerate(value)]
+        pairs = [
+            [said, encode(item, f"{path}:{_of_key(key, said)}", tensors, names)]
+            for said, (key, item) in zip(keys, value.items(), strict=True)
+        ]
+        return {_MAPPINGS[kind]: pairs}
+    if kind is bytes:
+        if len(value) <= _MOST_INLINE:
+            return {"bytes": base64.b64encode(value).decode()}
+        return {"bytes": encode(torch.frombuffer(bytearray(value), dtype=torch.uint8), path, tensors, names)}
+    if kind is complex:
+        return {"complex": [encode(part, path, tensors, names) for part in (value.real, value.imag)]}
+    if kind is torch.dtype:
+        return {"dtype": str(value).removeprefix("torch.")}
+    raise Unsavable(path, value)
+
+
+_CONTAINERS: dict[type, str] = {list: "list", tuple: "tuple", set: "set", frozenset: "frozenset", deque: "deque"}
+_MAPPINGS: dict[type, str] = {dict: "dict", OrderedDict: "ordered", Counter: "counter"}
+
+
+def _items(value: Any) -> Any:
+    """The items of a container; a bounded deque begins with its bound."""
+    if isinstance(value, deque):
+        return [value.maxlen, *value]
+    return sorted(value, key=repr) if isinstance(value, set | frozenset) else value
+
+
+def _of_key(key: Any, encoded: Any) -> str:
+    return path_part(key) if type(key) in (str, int) else f"%({_escaped(text(encoded))})"
+
+
+def path_part(key: str | int) -> str:
+    """One part of a path for a key: no other key has it, and it has none of the signs between parts."""
+    return f"%s{key}" if isinstance(key, str) and _NUMBER.fullmatch(key) else _escaped(str(key))
+
+
+def key_of(word: str) -> str | int:
+    """The key that a word stands for."""
+    if _NUMBER.fullmatch(word):
+        return int(word)
+    if word.startswith("%s"):
+        return word[2:]
+    word = _SURROGATE_CODE.sub(lambda code: chr(int(code[1], 16)), word)
+    for sign, code in reversed(_CODES.items()):
+        word = word.replace(code, sign)
+    return word
+
+
+def _escaped(part: str) -> str:
+    for sign, code in _CODES.items():
+        part = part.replace(sign, code)
+    return _SURROGATE.sub(lambda found: f"%U{ord(found[0]):04x}", part)
+
+
+_MAKERS: dict[str, Callable[[Any], Any]] = {
+    "tuple": tuple,
+    "set": set,
+    "frozenset": frozenset,
+    "deque": lambda items: deque(items[1:], items[0]),
+    "dict": lambda pairs: dict(map(tuple, pairs)),
+    "ordered": lambda pairs: OrderedDict(map(tuple, pairs)),
+    "counter": lambda pairs: Counter(dict(map(tuple, pairs))),
+    "complex": lambda parts: complex(*parts),
+}
+
+
+def decode(value: Any, tensors: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.Tensor]) -> Any:
+    """What `encode` was given; raises KeyError for a tensor or a parameter that is not there."""
+    if isinstance(value, list):
+        return [decode(item, tensors, parameters) for item in value]
+    if not isinstance(value, dict):
+        return value
+    ((kind, inner),) = value.items()
+    if kind == "float":
+        return float(inner)
+    if kind == "str":
+        return base64.b64decode(inner).decode(errors="surrogatepass")
+    if kind == "tensor":
+        return tensors[inner]
+    if kind == "parameter":
+        return parameters[inner]
+    if kind == "dtype":
+        return getattr(torch, inner)
+    if kind == "bytes":
+        return base64.b64decode(inner) if isinstance(inner, str) else bytes(tensors[inner["tensor"]].tolist())
+    return _MAKERS[kind](decode(inner, tensors, parameters))
+
+
+def text(value: Any) -> str:
+    """Encoded values are equal when their texts are: 1, 1.0 and True differ, as 0.0 and -0.0 do."""
+    return json.dumps(value, sort_keys=True)
+
+
+def rename_tensors(value: Any, names: Mapping[str, str]) -> Any:
+    """Return an encoded value whose tensors are renamed by `names`."""
+    if isinstance(value, list):
+        return [rename_tensors(item, names) for item in value]
+    if isinstance(value, dict):
+        return {
+            kind: names.get(inner, inner) if kind == "tensor" else rename_tensors(inner, names)
+            for kind, inner in value.items()
+        }
+    return value
+
+
+def references(value: Any) -> list[str]:
+    """The names of all tensors in an encoded value."""
+    if isinstance(value, list):
+        return [name for item in value for name in references(item)]
+    if isinstance(value, dict):
+        return [name for kind, inner in value.items() for name in ([inner] if kind == "tensor" else references(inner))]
+    return []
 
 
 class ObjectState:
@@ -57,14 +220,14 @@ class ObjectState:
     def _encoded(self) -> tuple[Any, dict[str, torch.Tensor]]:
         value, found = self._answer or self._ask()
         own = self._own_names
-        return nested_state.rename_tensors(value, own), {own.get(key, key): tensor for key, tensor in found.items()}
+        return rename_tensors(value, own), {own.get(key, key): tensor for key, tensor in found.items()}
 
     def _ask(self) -> tuple[Any, dict[str, torch.Tensor]]:
         ask = getattr(self._owner, "state_dict", None)
         state = ask() if callable(ask) else {}
         found: dict[str, torch.Tensor] = {}
         try:
-            value = nested_state.encode(state, self._prefix, found, self._names) if state else None
+            value = encode(state, self._prefix, found, self._names) if state else None
         except Unsavable as reason:
             raise WorkloadError(f"what {self._called}.state_dict() returns: {reason}") from reason
         return _merge_references(value, found)
@@ -82,7 +245,7 @@ class ObjectState:
 
     def restored(self, facts: Mapping[str, Any]) -> Any:
         """What it has saved, with its tensors as they have been filled."""
-        return nested_state.decode(facts["value"], self._targets, self._parameters)
+        return decode(facts["value"], self._targets, self._parameters)
 
     def restore(self, facts: Mapping[str, Any]) -> None:
         """Hand the object what it has saved; nothing when the checkpoint has nothing of it."""
@@ -107,4 +270,4 @@ def _merge_references(value: Any, tensors: Mapping[str, torch.Tensor]) -> tuple[
             names[path] = first.setdefault(memory, path)
     merged = {path: name for path, name in names.items() if path != name}
     kept = {path: tensor for path, tensor in tensors.items() if path not in merged}
-    return (nested_state.rename_tensors(value, merged) if merged else value), kept
+    return (rename_tensors(value, merged) if merged else value), kept

@@ -1,4 +1,5 @@
-"""Everything of an optimizer that a restart must restore: the tensors by name, and the rest in JSON.
+"""Refuses optimizers that cannot be trained with or saved here, with the reason and what to do.
+Everything of an optimizer that a restart must restore: the tensors by name, and the rest in JSON.
 
 Tensors of a parameter's state are `optimizer/<parameter>/<key>`, tensors in the groups `groups/<group>/<key>`, those of
 further parts of `state_dict()` `entries/<part>`. Python's own values, and where in a nested one a tensor stands, are
@@ -6,26 +7,114 @@ the JSON beside them (`facts`).
 """
 
 import copy
+import inspect
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from trainer.worker import optimizer as optimizers
-from trainer.worker.saved_state import nested_state
-from trainer.worker.saved_state.buffer_state import cannot_be_filled
+from trainer.worker.saved_state import object_state
+from trainer.worker.saved_state.checkpoint_contents import TensorMetadata, tensor_metadata, zeros
 from trainer.worker.saved_state.group_values import GroupValues
-from trainer.worker.saved_state.nested_state import Unsavable
-from trainer.worker.saved_state.optimizer_checks import (
-    has_own_state_dict,
-    refuse_foreign,
-    refuse_hidden_state,
-    refuse_sharding,
-    refuse_step,
-)
-from trainer.worker.saved_state.tensor_metadata import TensorMetadata, tensor_metadata, zeros
+from trainer.worker.saved_state.model_state import cannot_be_filled
+from trainer.worker.saved_state.object_state import Names, Unsavable
 from trainer.worker.workload import WorkloadError
+
+_SHARDING_MESSAGES = ("Sharding propagation", "sharding strategy", "DTensor", "redistribut")
+
+
+def has_own_state_dict(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether `state_dict()` may hold more than torch itself puts there."""
+    changed = "state_dict" in vars(optimizer) or bool(getattr(optimizer, "_optimizer_state_dict_post_hooks", None))
+    return changed or type(optimizer).state_dict is not torch.optim.Optimizer.state_dict
+
+
+def refuse_hidden_state(optimizer: torch.optim.Optimizer, names: Names) -> None:
+    """Raises WorkloadError for state that `optimizer.state` has for no parameter, or does not have at all.
+
+    To be called when all state is made.
+    """
+    kind = type(optimizer).__name__
+    for key, held in optimizer.state.items():
+        of_parameter = isinstance(key, torch.Tensor) and key in names
+        if held and not of_parameter and not isinstance(key, str):
+            what = f"a tensor of shape {tuple(key.shape)}" if isinstance(key, torch.Tensor) else repr(key)
+            raise WorkloadError(
+                f"{kind} keeps state for {what}, which is no parameter of the model, so that it would not be saved: "
+                "keep it in `optimizer.state[parameter]`, or under a name, as in `optimizer.state['masters']`"
+            )
+    if _is_elsewhere(optimizer):
+        raise WorkloadError(
+            f"{kind} keeps state in other optimizers, not in its own `state`, so that it would not be saved: let its "
+            "`state` be theirs, as in `self.state[parameter] = inner.state[parameter]`, or choose one optimizer"
+        )
+
+
+def _is_elsewhere(optimizer: torch.optim.Optimizer) -> bool:
+    state = optimizer.state
+    if has_own_state_dict(optimizer):
+        packed = optimizer.state_dict().get("state") or {}
+        return (bool(packed) and not state) or _tensors(packed) > _tensors(state)
+    inside = (inner for inner in _inner(vars(optimizer).values()) if inner is not optimizer)
+    return any(held and state.get(key) is not held for inner in inside for key, held in inner.state.items())
+
+
+def _inner(values: Iterable[Any]) -> Iterator[torch.optim.Optimizer]:
+    for value in values:
+        if isinstance(value, torch.optim.Optimizer):
+            yield value
+        elif type(value) in (list, tuple):
+            yield from (each for each in value if isinstance(each, torch.optim.Optimizer))
+        elif type(value) is dict:
+            yield from (each for each in value.values() if isinstance(each, torch.optim.Optimizer))
+
+
+def _tensors(value: Any) -> int:
+    """How many tensors there are in a nested value."""
+    if isinstance(value, Mapping):
+        return sum(map(_tensors, value.values()))
+    if isinstance(value, list | tuple):
+        return sum(map(_tensors, value))
+    return int(isinstance(value, torch.Tensor))
+
+
+def refuse_foreign(optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str]) -> None:
+    """Raises WorkloadError when a parameter of the optimizer is none of the model's."""
+    for group in optimizer.param_groups:
+        foreign = [parameter for parameter in group["params"] if parameter not in names]
+        if foreign:
+            raise WorkloadError(
+                f"{type(optimizer).__name__} trains a parameter of shape {tuple(foreign[0].shape)} that the model does "
+                "not have, so that neither it nor its state would be saved: register it with the model"
+            )
+
+
+def refuse_step(optimizer: torch.optim.Optimizer) -> None:
+    """Raises WorkloadError for an optimizer whose steps the training loop cannot make."""
+    kind = type(optimizer).__name__
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise WorkloadError(
+            f"{kind} computes the loss several times in one step (`step(closure)`), but the training loop computes it "
+            "once: choose an optimizer whose `step()` needs no closure"
+        )
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise WorkloadError(f"{kind} needs sparse gradients, which cannot be reduced and clipped here: choose Adam")
+
+
+def refuse_sharding(optimizer: torch.optim.Optimizer, names: Names, error: Exception) -> None:
+    """Raises WorkloadError when `error` says that it needs whole parameters, as one that flattens or factors does."""
+    sharded = any(isinstance(parameter, DTensor) for parameter in names)
+    if sharded and any(word in str(error) for word in _SHARDING_MESSAGES):
+        kind = type(optimizer).__name__
+        raise WorkloadError(
+            f"{kind} cannot make a step on sharded parameters ({str(error).splitlines()[0]}): choose an optimizer "
+            "that works element by element, or give the workload a `parallelize` that does not shard"
+        ) from error
+
 
 PREFIXES = ("optimizer/", "groups/", "entries/")
 """Of the names of all its tensors."""
@@ -157,7 +246,7 @@ class OptimizerState:
             count += 1
             for key, value in held.items():
                 if not isinstance(value, torch.Tensor):
-                    found.setdefault(nested_state.path_part(key), {})[name] = self._encoded(name, key, value, {})
+                    found.setdefault(object_state.path_part(key), {})[name] = self._encoded(name, key, value, {})
         return {key: _shared(values) if len(values) == count else {"of": values} for key, values in found.items()}
 
     def _refuse_key(self, name: str, key: object) -> None:
@@ -169,7 +258,7 @@ class OptimizerState:
 
     def _encoded(self, name: str, key: str | int, value: object, found: dict[str, torch.Tensor]) -> Any:
         try:
-            return nested_state.encode(value, _tensor_key(name, key), found, self._names)
+            return object_state.encode(value, _tensor_key(name, key), found, self._names)
         except Unsavable as reason:
             kind = type(self._optimizer).__name__
             raise WorkloadError(
@@ -183,7 +272,7 @@ class OptimizerState:
         for key, value in {**_named_state(self._optimizer), **_extra_entries(self._optimizer)}.items():
             try:
                 held = {} if tensors is None else tensors
-                found[key] = nested_state.encode(value, _entry_key(key), held, self._names)
+                found[key] = object_state.encode(value, _entry_key(key), held, self._names)
             except Unsavable as reason:
                 self._unsaved[key] = f"{key} of its state_dict ({reason})"
         return found
@@ -203,7 +292,7 @@ class OptimizerState:
         late, gone = facts.get("late", {}), set(facts.get("gone", ()))
         there = {name for name in self._trained() if _has_state(name, facts["holders"])}
         state = [key for key in live if _owner(key) in there and key not in gone and key not in late]
-        named = nested_state.references([facts.get("groups", []), list(facts.get("entries", {}).values())])
+        named = object_state.references([facts.get("groups", []), list(facts.get("entries", {}).values())])
         fresh = {
             key: late.get(key) or self._metadata.get(key)
             for key in [*named, *late]
@@ -240,7 +329,7 @@ class OptimizerState:
         saved = facts.get("entries", {})
         self._load_entries(saved, self._targets)
         now = self._entries()
-        other = [key for key in saved if nested_state.text(now.get(key)) != nested_state.text(saved[key])]
+        other = [key for key in saved if object_state.text(now.get(key)) != object_state.text(saved[key])]
         return [*overruled, *(f"{key} of the optimizer's state_dict is not as it was saved" for key in other)]
 
     def _restore_old(self, absent: Collection[str]) -> list[str]:
@@ -256,12 +345,12 @@ class OptimizerState:
 
     def _restore_state(self, facts: Mapping[str, Any]) -> None:
         values = facts.get("values", {})
-        nested = set(nested_state.references(list(map(list, map(dict.values, values.values())))))
+        nested = set(object_state.references(list(map(list, map(dict.values, values.values())))))
         trained = self._trained()
         tensors: dict[str | None, dict[str | int, Any]] = {}
         for key, tensor in self._targets.items():
             if key not in nested:
-                tensors.setdefault(_owner(key), {})[nested_state.key_of(key.rpartition("/")[2])] = tensor
+                tensors.setdefault(_owner(key), {})[object_state.key_of(key.rpartition("/")[2])] = tensor
         for name, parameter in self._parameters.items():
             if name not in trained or not _has_state(name, facts["holders"]):
                 self._forget([parameter])
@@ -270,13 +359,13 @@ class OptimizerState:
             for key, value in values.items():
                 encoded = value["same"] if "same" in value else value["of"].get(name, _MISSING)
                 if encoded is not _MISSING:
-                    held[nested_state.key_of(key)] = nested_state.decode(encoded, self._targets, self._parameters)
+                    held[object_state.key_of(key)] = object_state.decode(encoded, self._targets, self._parameters)
             there = self._optimizer.state[parameter]
             there.clear()
             there.update(held)
 
     def _load_entries(self, entries: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
-        found = {key: nested_state.decode(value, tensors, self._parameters) for key, value in entries.items()}
+        found = {key: object_state.decode(value, tensors, self._parameters) for key, value in entries.items()}
         named_entries = {key: value for key, value in found.items() if key.startswith(_NAMED)}
         named: dict[Any, Any] = self._optimizer.state  # torch's own state has tensors as keys
         for key in list(_named_state(self._optimizer)):
@@ -291,7 +380,7 @@ class OptimizerState:
 
 
 def _tensor_key(name: str, key: str | int) -> str:
-    return f"{_STATE}{name}/{nested_state.path_part(key)}"
+    return f"{_STATE}{name}/{object_state.path_part(key)}"
 
 
 def _owner(key: str) -> str | None:
@@ -305,13 +394,13 @@ def _has_state(name: str, held_by: Mapping[str, list[str]]) -> bool:
 
 def _shared(values: Mapping[str, Any]) -> dict[str, Any]:
     first = next(iter(values.values()))
-    same = nested_state.text(first)
-    return {"same": first} if all(nested_state.text(value) == same for value in values.values()) else {"of": values}
+    same = object_state.text(first)
+    return {"same": first} if all(object_state.text(value) == same for value in values.values()) else {"of": values}
 
 
 def _entry_key(key: str) -> str:
     named_entries = _NAMED if key.startswith(_NAMED) else ""
-    return f"entries/{named_entries}{nested_state.path_part(key.removeprefix(named_entries))}"
+    return f"entries/{named_entries}{object_state.path_part(key.removeprefix(named_entries))}"
 
 
 def _named_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -1,36 +1,54 @@
-"""The state of a training run that goes into checkpoints: what the loop saves, and what a restart restores."""
+"""What a rank trains: the workload and what it made.
+The state of a training run that goes into checkpoints: what the loop saves, and what a restart restores."""
 
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from checkpointing.errors import SaveFailed
 from checkpointing.storage.durable import number
 from trainer.worker import optimizer as optimizers
-from trainer.worker.data import Positions, unwrapped
+from trainer.worker.data import Data, Positions, unwrapped
+from trainer.worker.parallel.mesh import Layout
 from trainer.worker.saved_state import checkpoint_contents
-from trainer.worker.saved_state.buffer_state import BufferState
 from trainer.worker.saved_state.checkpoint_contents import buffers_name
 from trainer.worker.saved_state.data_state import FACTS, DataState
-from trainer.worker.saved_state.loss_scale import LossScale
-from trainer.worker.saved_state.model_entries import ModelEntries
-from trainer.worker.saved_state.module_attributes import OBSERVED_STEPS, ModuleAttributes
-from trainer.worker.saved_state.module_extra_state import ModuleExtraState, extra_prefix
-from trainer.worker.saved_state.module_modes import ModuleModes
+from trainer.worker.saved_state.group_values import LossScale, SchedulerState
+from trainer.worker.saved_state.model_state import (
+    BufferState,
+    ModelEntries,
+    ModuleExtraState,
+    ModuleModes,
+    ParameterForms,
+    extra_prefix,
+    nan_weights,
+)
 from trainer.worker.saved_state.object_state import ObjectState
 from trainer.worker.saved_state.optimizer_state import OptimizerState
-from trainer.worker.saved_state.parameter_forms import ParameterForms, nan_weights
 from trainer.worker.saved_state.rng_state import pack_rng, rng_name, seed_by_data, set_origin, unpack_rng
-from trainer.worker.saved_state.scheduler_state import SchedulerState
-from trainer.worker.saved_state.software_of_ranks import FIRST, RANKS, changed_software, software_facts
-from trainer.worker.saved_state.state_inventory import StateInventory
-from trainer.worker.saved_state.unsaved_attributes import UnsavedAttributes
-from trainer.worker.startup.software import software
-from trainer.worker.train_objects import TrainObjects
-from trainer.worker.workload import BaseWorkload, WorkloadError
+from trainer.worker.saved_state.unsaved_state import OBSERVED_STEPS, ModuleAttributes, StateInventory, UnsavedAttributes
+from trainer.worker.startup.software import FIRST, RANKS, changed_software, software, software_facts
+from trainer.worker.workload import BaseWorkload, Scheduler, Workload, WorkloadError
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainObjects:
+    """The workload and what it made, sharded and on its device."""
+
+    workload: Workload
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    data: Data
+    layout: Layout
+    scheduler: Scheduler | None = None
+    """The workload's own; None: the learning rate follows `optimizer.lr`."""
+    set_initial_weights: Callable[[], None] | None = None
+    """To be called when no checkpoint was restored; None: the model has them already."""
 
 
 class Saver(Protocol):

@@ -16,8 +16,8 @@ from trainer.contract.config import JobConfig, build
 from trainer.contract.secrets.secret_redaction import in_use
 from trainer.contract.user_code.record_code import record_imported
 from trainer.worker import workload
+from trainer.worker.main import users_code
 from trainer.worker.parallel.fsdp_units import CannotShard, chosen_units
-from trainer.worker.users_code import users_code
 
 
 def main(arguments: list[str]) -> None:

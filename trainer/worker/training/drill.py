@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from trainer.contract.config_sections.drill_config import KINDS, DrillEvent
-from trainer.worker.parallel.step_sums import StepSums
+from trainer.worker.parallel.gradient_buckets import StepSums
 
 _AFTER_STEP = frozenset({"kill-rank", "stop-rank", "raise"})
 _KINDS = tuple(KINDS)

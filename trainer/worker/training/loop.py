@@ -14,28 +14,20 @@ from trainer.contract.events import EventKind
 from trainer.contract.failures.outcome import ExitCode
 from trainer.contract.failures.save_trouble import short_reason
 from trainer.contract.ranks.progress import Phase, ProgressCell, StopReason
-from trainer.worker.optimizer import set_learning_rate
-from trainer.worker.parallel.gradient_facts import GradientFacts
+from trainer.worker.data import LoaderDraws
+from trainer.worker.optimizer import learning_rate, set_learning_rate
+from trainer.worker.parallel.gradient_buckets import GradientFacts
 from trainer.worker.pipeline.pipelined_llama import balance_of
-from trainer.worker.reporting.expert_loads import expert_loads
-from trainer.worker.reporting.held_states import held_states
-from trainer.worker.reporting.metrics import Journal
-from trainer.worker.reporting.phase_tracker import PhaseTracker
-from trainer.worker.reporting.progress_log import ProgressLog
-from trainer.worker.reporting.step_figures import StepFigures, section_seconds
-from trainer.worker.saved_state.train_state import Saver, TrainState
-from trainer.worker.saved_state.weights_digest import weights_digest
-from trainer.worker.train_objects import TrainObjects
+from trainer.worker.reporting.metrics import Journal, StepFigures, expert_loads, held_states, section_seconds
+from trainer.worker.reporting.phase_tracker import PhaseTracker, ProgressLog
+from trainer.worker.saved_state.checkpoint_contents import weights_digest
+from trainer.worker.saved_state.train_state import Saver, TrainObjects, TrainState
 from trainer.worker.training import reduction
 from trainer.worker.training.drill import Drill
-from trainer.worker.training.loader_draws import LoaderDraws
-from trainer.worker.training.lr_schedule import learning_rate
-from trainer.worker.training.metric_reducer import MetricReducer
 from trainer.worker.training.passes import passes_of
-from trainer.worker.training.reduction import OwnNumbers, RankZeroMessage, Reduced, StepResult
-from trainer.worker.training.save_schedule import SaveSchedule, SaveVote
+from trainer.worker.training.reduction import MetricReducer, OwnNumbers, RankZeroMessage, Reduced, StepResult
+from trainer.worker.training.save_schedule import SaveSchedule, SaveVote, StopFlag
 from trainer.worker.training.spikes import SpikeDetector
-from trainer.worker.training.stop import StopFlag
 from trainer.worker.training.validation import Validation, refuse_unknown_metric, steps_on_plateau
 from trainer.worker.workload import WorkloadError, hook
 

@@ -1,4 +1,5 @@
-"""When a run saves: the configured interval or a measured one, decided by rank 0 and followed by all ranks alike."""
+"""Stop requests: read from the progress cell at a step boundary, and served once.
+When a run saves: the configured interval or a measured one, decided by rank 0 and followed by all ranks alike."""
 
 import time
 from collections import deque
@@ -7,6 +8,32 @@ from enum import IntEnum
 
 from checkpointing.config import AUTO, CheckpointConfig
 from checkpointing.save_interval import SaveCosts, differs_enough, interval, quantile, retry_after, skip_before_stop
+from trainer.contract.ranks.progress import ProgressCell, StopReason
+
+
+class StopFlag:
+    """One rank's view of what its agent asks for.
+
+    A request to save and go on stays in the cell until the agent has seen the save's event, many steps
+    later perhaps; `served` makes sure that it is answered by one save only.
+    """
+
+    def __init__(self, cell: ProgressCell) -> None:
+        self._cell = cell
+        self._served: tuple[StopReason, float] | None = None
+
+    def asked(self) -> StopReason:
+        """What this rank puts into the step's reduction."""
+        request = self._cell.read_stop_request()
+        if request != self._served:
+            self._served = None
+        return StopReason.NONE if self._served else request[0]
+
+    def served(self) -> None:
+        """Every rank has agreed on a save: do not ask for the same one again."""
+        request = self._cell.read_stop_request()
+        self._served = request if request[0] == StopReason.SAVE_AND_GO_ON else None
+
 
 _SAMPLES = 64
 _HUNG = 8.0

@@ -9,9 +9,7 @@ from torch.nn import functional
 
 from tests.trainer.worker.forked_ranks import report
 from trainer.contract.config_sections.parallel_config import CpMethod, ParallelConfig
-from trainer.worker.context_parallel.ring import RingAttention
-from trainer.worker.context_parallel.sequence_part import SequencePart, sequence_part
-from trainer.worker.context_parallel.ulysses import UlyssesAttention
+from trainer.worker.parallel.context_parallel import RingAttention, SequencePart, UlyssesAttention, sequence_part
 
 BATCH, WIDTH = 2, 8
 

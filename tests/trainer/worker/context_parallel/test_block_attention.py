@@ -4,15 +4,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from trainer.worker.context_parallel.block_attention import (
-    BlockResult,
-    CpuFlash,
-    CudaFlash,
-    Kernel,
-    Plain,
-    joined,
-    kernel_for,
-)
+from trainer.worker.parallel.context_parallel import BlockResult, CpuFlash, CudaFlash, Kernel, Plain, joined, kernel_for
 
 KEYS = 12
 

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from trainer.contract.config_sections.parallel_config import CpMethod, ParallelConfig
-from trainer.worker.context_parallel.ring import visible
-from trainer.worker.context_parallel.sequence_part import sequence_part
+from trainer.worker.parallel.context_parallel import sequence_part, visible
 
 LENGTH = 48
 

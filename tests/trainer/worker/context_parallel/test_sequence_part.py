@@ -5,8 +5,8 @@ import torch
 
 from trainer.contract.config import ModelConfig, TrainConfig
 from trainer.contract.config_sections.parallel_config import CpMethod, ParallelConfig
-from trainer.worker.context_parallel.sequence_part import sequence_part
 from trainer.worker.llama import Llama
+from trainer.worker.parallel.context_parallel import sequence_part
 from trainer.worker.workload import WorkloadError
 
 

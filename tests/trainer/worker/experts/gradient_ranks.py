@@ -11,9 +11,8 @@ from torch.distributed.tensor import DTensor
 
 from tests.trainer.worker.forked_ranks import report
 from trainer.contract.config import JobConfig, build
-from trainer.worker import parallelize
 from trainer.worker.llama import Llama
-from trainer.worker.parallel import mesh
+from trainer.worker.parallel import mesh, parallelize
 from trainer.worker.parallel.data_parallel import GradientSync
 from trainer.worker.pipeline.pipelined_llama import balance_of, pipelined_llama
 

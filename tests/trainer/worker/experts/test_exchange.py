@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from trainer.contract.config_sections.experts_config import ExpertsConfig
-from trainer.worker.experts import exchange
-from trainer.worker.experts.exchange import TokenExchange
-from trainer.worker.experts.expert_weights import Experts
+from trainer.worker import mixture_of_experts
+from trainer.worker.mixture_of_experts import Experts, TokenExchange
 
 
 class OneRank:
@@ -45,8 +44,8 @@ def test_what_experts_compute_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> N
         calls.append(f"exchange {len(sent)}")
         received.copy_(sent)
 
-    monkeypatch.setattr(exchange.dist, "all_to_all_single", to_itself)
-    monkeypatch.setattr(exchange, "current_tracker", lambda: Tracker(calls))
+    monkeypatch.setattr(mixture_of_experts.dist, "all_to_all_single", to_itself)
+    monkeypatch.setattr(mixture_of_experts, "current_tracker", lambda: Tracker(calls))
     experts = Recording(4, ExpertsConfig(count=3, ffn_dim=8))
     experts.calls = calls
     for weight in experts.parameters():
@@ -62,5 +61,5 @@ def test_what_experts_compute_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_rows_are_sorted_by_expert_and_then_by_rank() -> None:
     """Two ranks send rows for three experts: 1, 0 and 2 of them, and 2, 1 and 0."""
-    order = exchange._by_expert(torch.tensor([[1, 0, 2], [2, 1, 0]]))
+    order = mixture_of_experts._by_expert(torch.tensor([[1, 0, 2], [2, 1, 0]]))
     assert order.tolist() == [0, 3, 4, 5, 1, 2]

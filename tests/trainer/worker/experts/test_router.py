@@ -5,9 +5,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from trainer.contract.config_sections.experts_config import ExpertsConfig
-from trainer.worker.experts.balance import ExpertBalance
-from trainer.worker.experts.permutation import inverse, permuted
-from trainer.worker.experts.router import Router
+from trainer.worker.mixture_of_experts import ExpertBalance, Router, inverse, permuted
 
 DIM, TOKENS = 16, 512
 

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from tests.trainer.worker.layouts.test_fsdp_units import Model
+from trainer.worker.parallel.data_parallel import refuse_modules, refuse_parameters
 from trainer.worker.parallel.fsdp_units import CannotShard
-from trainer.worker.parallel.refused_models import refuse_modules, refuse_parameters
 
 
 def test_parameters_that_cannot_be_sharded_together_are_named() -> None:

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from tests.trainer.worker.forked_ranks import Case, report
-from trainer.worker.parallel.step_sums import OtherCollective, StepSums
+from trainer.worker.parallel.gradient_buckets import OtherCollective, StepSums
 
 
 def sums(case: Case) -> Any:

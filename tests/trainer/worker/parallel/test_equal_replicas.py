@@ -8,9 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from trainer.worker.parallel.equal_replicas import are_equal, require_equal, residue
-from trainer.worker.parallel.gradient_buckets import CannotAverage
-from trainer.worker.parallel.gradient_facts import usage_mark
+from trainer.worker.parallel.data_parallel import are_equal, require_equal, residue
+from trainer.worker.parallel.gradient_buckets import CannotAverage, usage_mark
 
 
 def marks(*numbers: float) -> tuple[int, float, float]:

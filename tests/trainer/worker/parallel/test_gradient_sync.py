@@ -15,10 +15,13 @@ from trainer.contract.config import JobConfig, build
 from trainer.contract.config_sections.parallel_config import Reduce
 from trainer.worker.parallel import data_parallel, mesh
 from trainer.worker.parallel.data_parallel import GradientSync, fsdp_options, share_out
-from trainer.worker.parallel.fsdp_units import CannotShard
+from trainer.worker.parallel.fsdp_units import (
+    CannotShard,
+    ReplacedParameters,
+    refuse_recomputed_twice,
+    refuse_used_ones,
+)
 from trainer.worker.parallel.gradient_buckets import CannotAverage, mark_replica
-from trainer.worker.parallel.recomputed_layers import refuse_recomputed_twice
-from trainer.worker.parallel.replaced_parameters import ReplacedParameters, refuse_used_ones
 
 pytestmark = pytest.mark.usefixtures("world")
 CPU = torch.device("cpu")

@@ -26,13 +26,11 @@ from trainer.contract.config_sections.pipeline_config import PipelineConfig
 from trainer.contract.pipeline.stage_fit import split_of
 from trainer.contract.pipeline.stage_ranks import stages_of_rank
 from trainer.contract.pipeline.stage_split import StagePart
-from trainer.worker import parallelize
 from trainer.worker.llama import Llama
+from trainer.worker.parallel import parallelize
 from trainer.worker.parallel.mesh import Layout
-from trainer.worker.pipeline.activities import Call, Moment
-from trainer.worker.pipeline.build import stage, stage_module
-from trainer.worker.pipeline.llama_stage import LlamaStage, StagesOfRank
 from trainer.worker.pipeline.runtime import Pipeline
+from trainer.worker.pipeline.stage import Call, LlamaStage, Moment, StagesOfRank, stage, stage_module
 
 CPU = torch.device("cpu")
 MICRO_BATCHES, SEQUENCES = 8, 2

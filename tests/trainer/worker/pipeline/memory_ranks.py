@@ -16,7 +16,7 @@ from trainer.worker.optimizer import adamw
 from trainer.worker.parallel import mesh
 from trainer.worker.parallel.data_parallel import GradientSync
 from trainer.worker.pipeline.pipelined_llama import PipelinedLlama, pipelined_llama
-from trainer.worker.reporting.held_states import held_states
+from trainer.worker.reporting.metrics import held_states
 from trainer.worker.training import reduction
 from trainer.worker.training.reduction import RankZeroMessage
 

@@ -20,10 +20,9 @@ from torch import nn
 from trainer.contract.config_sections.pipeline_config import PipelineConfig
 from trainer.contract.pipeline.bubble import RankSeconds
 from trainer.contract.pipeline.stage_ranks import stages_of_rank
-from trainer.worker.device_clock import HostClock
-from trainer.worker.pipeline.bubble_meter import BubbleMeter
-from trainer.worker.pipeline.runtime import Pipeline
+from trainer.worker.pipeline.runtime import BubbleMeter, Pipeline
 from trainer.worker.pipeline.stage import Stage
+from trainer.worker.reporting.work_timer import HostClock
 
 WIDTH = 4
 

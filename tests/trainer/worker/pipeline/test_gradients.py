@@ -11,8 +11,7 @@ from tests.trainer.worker.pipeline.gradient_program import MICRO_BATCHES, STAGES
 from tests.warm_programs import WarmPrograms
 from trainer.contract.config_sections.pipeline_config import PipelineConfig
 from trainer.contract.pipeline.schedule_table import COMPUTES, Kind
-from trainer.worker.pipeline.activities import EXPOSED_SENDS, WAITS, Activity
-from trainer.worker.pipeline.torch_tables import with_communication
+from trainer.worker.pipeline.stage import EXPOSED_SENDS, WAITS, Activity, with_communication
 
 pytestmark = pytest.mark.multi
 

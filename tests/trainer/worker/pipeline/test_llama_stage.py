@@ -8,7 +8,7 @@ from trainer.contract.config_sections.pipeline_config import PipelineConfig
 from trainer.contract.pipeline.stage_fit import split_of
 from trainer.worker.llama import Llama
 from trainer.worker.parallel.fsdp_units import chosen_units
-from trainer.worker.pipeline.llama_stage import LlamaStage, StagesOfRank
+from trainer.worker.pipeline.stage import LlamaStage, StagesOfRank
 
 CPU = torch.device("cpu")
 JOB = JobConfig(

@@ -12,9 +12,8 @@ from tests.warm_programs import WarmPrograms
 from trainer.contract.config_sections.pipeline_config import PipelineConfig, Schedule
 from trainer.contract.pipeline.bubble import RankSeconds, bubbles, formula
 from trainer.contract.pipeline.simulation import StageSeconds, simulate
-from trainer.worker.pipeline.activities import Activity, Moment, Watched
-from trainer.worker.pipeline.bubble_meter import BubbleMeter, meter_for
-from trainer.worker.pipeline.torch_tables import with_communication
+from trainer.worker.pipeline.runtime import BubbleMeter, meter_for
+from trainer.worker.pipeline.stage import Activity, Moment, Watched, with_communication
 
 PROGRAM = "tests.trainer.worker.pipeline.sleeping_program"
 SECONDS, MICRO_BATCHES, STEPS = 0.1, 8, 4
@@ -49,7 +48,7 @@ def test_waits_and_computations_are_summed_up_by_stage() -> None:
 
 def test_a_meter_of_a_cpu_measures_by_the_host_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = SetClock()
-    monkeypatch.setattr("trainer.worker.pipeline.bubble_meter.HostClock", lambda: clock)
+    monkeypatch.setattr("trainer.worker.pipeline.runtime.HostClock", lambda: clock)
     meter = meter_for(torch.device("cpu"))
     with Watched([meter], Moment(Activity.FORWARD, 0, 0)):
         clock.now += 2.0

@@ -17,12 +17,9 @@ from trainer.contract.pipeline.schedule_table import COMPUTES, Kind
 from trainer.contract.pipeline.stage_fit import split_of
 from trainer.contract.pipeline.stage_ranks import stages_of_rank
 from trainer.worker.llama import Llama
-from trainer.worker.pipeline.activities import Activity, Call, Moment
-from trainer.worker.pipeline.build import stage
-from trainer.worker.pipeline.llama_stage import LlamaStage
 from trainer.worker.pipeline.pipelined_llama import PipelinedLlama, balance_of, pipeline_of
 from trainer.worker.pipeline.runtime import Pipeline
-from trainer.worker.pipeline.torch_tables import with_communication
+from trainer.worker.pipeline.stage import Activity, Call, LlamaStage, Moment, stage, with_communication
 
 CPU = torch.device("cpu")
 RANKS, MICRO_BATCHES, SEQUENCES = 2, 4, 2

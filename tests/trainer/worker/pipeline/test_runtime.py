@@ -10,11 +10,8 @@ from trainer.contract.config import JobConfig, ModelConfig, TrainConfig
 from trainer.contract.config_sections.pipeline_config import PipelineConfig
 from trainer.contract.pipeline.stage_fit import split_of
 from trainer.worker.llama import Llama
-from trainer.worker.pipeline.activities import Activity, Call, Moment
-from trainer.worker.pipeline.build import stage
-from trainer.worker.pipeline.llama_stage import LlamaStage
 from trainer.worker.pipeline.runtime import Pipeline
-from trainer.worker.pipeline.stage import Stage
+from trainer.worker.pipeline.stage import Activity, Call, LlamaStage, Moment, Stage, stage
 
 CPU = torch.device("cpu")
 JOB = JobConfig(

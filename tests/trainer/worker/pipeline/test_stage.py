@@ -11,9 +11,7 @@ from trainer.contract.config import JobConfig, ModelConfig, TrainConfig
 from trainer.contract.config_sections.pipeline_config import PipelineConfig
 from trainer.contract.pipeline.stage_fit import split_of
 from trainer.worker.parallel import mesh
-from trainer.worker.pipeline.build import stage_module
-from trainer.worker.pipeline.llama_stage import LlamaStage
-from trainer.worker.pipeline.stage import Stage
+from trainer.worker.pipeline.stage import LlamaStage, Stage, stage_module
 
 CPU = torch.device("cpu")
 STAGES, SEQUENCES, LENGTH, MICRO_BATCHES = 3, 2, 4, 6

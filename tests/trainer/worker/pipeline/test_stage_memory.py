@@ -14,7 +14,7 @@ from trainer.contract.config_sections.parallel_config import place_in
 from trainer.contract.model_costs.state_bytes import state_bytes
 from trainer.contract.pipeline.stage_memory import pipeline_peak_bytes
 from trainer.contract.pipeline.stage_parameters import parameters_of_rank
-from trainer.worker.pipeline.torch_tables import with_communication
+from trainer.worker.pipeline.stage import with_communication
 
 pytestmark = pytest.mark.multi
 

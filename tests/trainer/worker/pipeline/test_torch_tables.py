@@ -10,7 +10,7 @@ from trainer.contract.pipeline.micro_batches import takes
 from trainer.contract.pipeline.schedule_table import COMPUTES, Kind, activations_held
 from trainer.contract.pipeline.simulation import StageSeconds, Timeline, simulate
 from trainer.contract.pipeline.stage_ranks import stages_of_rank
-from trainer.worker.pipeline.torch_tables import with_communication
+from trainer.worker.pipeline.stage import with_communication
 
 EVEN = StageSeconds(forward=1.0, input_gradient=1.0, weight_gradient=1.0)
 PER_RANK = {

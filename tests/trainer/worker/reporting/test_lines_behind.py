@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from trainer.contract.logs.line_file import LineFile
-from trainer.worker.reporting import lines_behind
-from trainer.worker.reporting.lines_behind import LinesBehind
+from trainer.worker.reporting import metrics
+from trainer.worker.reporting.metrics import LinesBehind
 
 NEVER = 3600.0
 
@@ -100,7 +100,7 @@ def test_a_disk_that_is_full_is_reported_and_later_lines_are_written(tmp_path: P
 
 
 def test_too_much_for_a_file_that_hangs_is_lost_and_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lines_behind, "MOST_CHARACTERS", 10)
+    monkeypatch.setattr(metrics, "MOST_CHARACTERS", 10)
     told: list[str] = []
     file = Hanging()
     lines = LinesBehind(lambda: file, told.append, batch_seconds=0.0)

@@ -12,11 +12,10 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from tests.trainer.worker.set_clock import SetClock
 from trainer.contract.ranks.progress import SECTIONS, Phase, ProgressCell
 from trainer.contract.ranks.stage_activity import Activity, Moment
-from trainer.worker.compilation import compile_forward, is_compiled
+from trainer.worker.parallel.layer_wrappers import compile_forward, is_compiled
 from trainer.worker.reporting import work_timer
 from trainer.worker.reporting.phase_tracker import PhaseTracker, phase_tracker
-from trainer.worker.reporting.wait_meter import WaitMeter
-from trainer.worker.reporting.work_timer import CpuStopwatch, CudaStopwatch, exclude_fsdp_waits
+from trainer.worker.reporting.work_timer import CpuStopwatch, CudaStopwatch, WaitMeter, exclude_fsdp_waits
 from trainer.worker.workload import evaluating
 
 DATA, FORWARD, BACKWARD, OPTIMIZER = range(4)

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from trainer.worker.reporting.progress_log import ProgressLog
+from trainer.worker.reporting.phase_tracker import ProgressLog
 
 
 class Desk:

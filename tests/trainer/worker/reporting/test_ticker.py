@@ -6,7 +6,7 @@ from typing import cast
 import pytest
 
 from trainer.contract.ranks.progress import ProgressCell
-from trainer.worker.reporting.ticker import Ticker
+from trainer.worker.reporting.phase_tracker import Ticker
 
 
 def test_it_ticks_until_it_is_stopped() -> None:

@@ -12,7 +12,7 @@ from checkpointing.format.manifest import FileEntry, Index, Manifest, TensorInfo
 from checkpointing.storage.backends import LocalStorage
 from checkpointing.tiers.catalog import Catalog
 from tests.checkpointing.engine.built_checkpoint import build
-from trainer.worker.saved_state.expected_contents import expected
+from trainer.worker.saved_state.checkpoint_contents import expected
 from trainer.worker.saved_state.rng_state import generators_fault, pack_rng, rng_name, set_origin
 
 FACTS = {"step": 4, "consumed": 32, "loss": 1.0, "config_digest": "f00d", "seed": 7, "fingerprint": None}

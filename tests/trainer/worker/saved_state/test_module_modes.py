@@ -4,7 +4,7 @@ import json
 
 from torch import nn
 
-from trainer.worker.saved_state.module_modes import ModuleModes
+from trainer.worker.saved_state.model_state import ModuleModes
 
 
 def built() -> nn.Sequential:

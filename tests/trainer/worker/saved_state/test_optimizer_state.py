@@ -18,7 +18,7 @@ from torch.optim.adagrad import Adagrad
 
 from checkpointing.storage.durable import canonical
 from trainer.worker import optimizer as optimizers
-from trainer.worker.saved_state import nested_state
+from trainer.worker.saved_state import object_state
 from trainer.worker.saved_state.optimizer_state import OptimizerState
 from trainer.worker.workload import WorkloadError
 
@@ -159,7 +159,7 @@ class Run:
         }
         groups = [{key: value for key, value in g.items() if key != "params"} for g in self.optimizer.param_groups]
         held = sorted(state.items()), [sorted(group.items()) for group in groups]
-        told = nested_state.text(nested_state.encode([*map(list, held)], "", tensors, {}))
+        told = object_state.text(object_state.encode([*map(list, held)], "", tensors, {}))
         values = {key: (str(tensor.dtype), tensor.tolist()) for key, tensor in tensors.items()}
         return "\n".join([told, str(values), str([parameter.tolist() for parameter in self.net.parameters()])])
 
@@ -346,17 +346,17 @@ def spelled(value: Any) -> Any:
 @settings(max_examples=200)
 @given(value=VALUES)
 def test_a_value_comes_back_with_every_type_as_it_was(value: Any) -> None:
-    encoded = nested_state.encode(value, "here", {}, {})
-    again = nested_state.decode(json.loads(canonical(encoded)), {}, {})
+    encoded = object_state.encode(value, "here", {}, {})
+    again = object_state.decode(json.loads(canonical(encoded)), {}, {})
     assert spelled(again) == spelled(value)
-    assert nested_state.text(nested_state.encode(again, "here", {}, {})) == nested_state.text(encoded)
+    assert object_state.text(object_state.encode(again, "here", {}, {})) == object_state.text(encoded)
 
 
 def test_tensors_and_parameters_in_a_value_come_back_by_name() -> None:
     parameter, tensor = nn.Parameter(torch.ones(2)), torch.arange(3)
     held: dict[str, torch.Tensor] = {}
-    encoded = nested_state.encode({"a": (tensor, [1.5]), parameter: -0.0}, "x", held, {parameter: "net.w"})
-    assert nested_state.references(encoded) == ["x:a:0"]
-    again = nested_state.decode(json.loads(canonical(encoded)), held, {"net.w": parameter})
+    encoded = object_state.encode({"a": (tensor, [1.5]), parameter: -0.0}, "x", held, {parameter: "net.w"})
+    assert object_state.references(encoded) == ["x:a:0"]
+    again = object_state.decode(json.loads(canonical(encoded)), held, {"net.w": parameter})
     assert torch.equal(again["a"][0], tensor)
     assert str(again[parameter]) == "-0.0"

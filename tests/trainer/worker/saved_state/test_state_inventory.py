@@ -13,7 +13,7 @@ from torch import nn
 from trainer.worker import optimizer as optimizers
 from trainer.worker.saved_state import checkpoint_contents
 from trainer.worker.saved_state.rng_state import pack_rng, rng_name
-from trainer.worker.saved_state.state_inventory import StateInventory
+from trainer.worker.saved_state.unsaved_state import StateInventory
 
 CPU = torch.device("cpu")
 

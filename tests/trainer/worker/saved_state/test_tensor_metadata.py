@@ -5,7 +5,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from trainer.worker.saved_state.tensor_metadata import tensor_metadata, zeros
+from trainer.worker.saved_state.checkpoint_contents import tensor_metadata, zeros
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 

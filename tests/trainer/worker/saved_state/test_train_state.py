@@ -11,11 +11,9 @@ from torch import nn
 
 from trainer.contract.config_sections.parallel_config import ParallelConfig
 from trainer.worker.parallel import mesh
-from trainer.worker.saved_state import checkpoint_contents, nested_state
-from trainer.worker.saved_state.software_of_ranks import changed_software, software_facts
-from trainer.worker.saved_state.train_state import TrainState
-from trainer.worker.startup.software import software
-from trainer.worker.train_objects import TrainObjects
+from trainer.worker.saved_state import checkpoint_contents, object_state
+from trainer.worker.saved_state.train_state import TrainObjects, TrainState
+from trainer.worker.startup.software import changed_software, software, software_facts
 
 
 class NoData:
@@ -178,7 +176,7 @@ def test_numbers_and_tensors_of_a_state_are_parts_of_one_answer(layout: mesh.Lay
         assert state.save(Saver(None))
     numbers = []
     for tensors, facts in given:
-        saved = nested_state.decode(facts["value"], tensors, {})
+        saved = object_state.decode(facts["value"], tensors, {})
         assert [tensor.tolist() for tensor in saved["ahead"]] == [[saved["read"]] * 2] * saved["read"]
         numbers.append(saved["read"])
     assert numbers[0] < numbers[1]

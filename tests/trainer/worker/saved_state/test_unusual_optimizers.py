@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from checkpointing.storage.durable import canonical
 from trainer.worker import optimizer as optimizers
-from trainer.worker.saved_state import nested_state
+from trainer.worker.saved_state import object_state
 from trainer.worker.saved_state.optimizer_state import OptimizerState
 from trainer.worker.workload import WorkloadError
 
@@ -69,15 +69,15 @@ def values(value: Any) -> str:
 @given(value=NESTED)
 def test_no_two_tensors_share_a_path(value: Any) -> None:
     tensors: dict[str, torch.Tensor] = {}
-    encoded = nested_state.encode(value, "here", tensors, {})
-    assert sorted(nested_state.references(encoded)) == sorted(tensors)
-    assert values(nested_state.decode(json.loads(canonical(encoded)), tensors, {})) == values(value)
+    encoded = object_state.encode(value, "here", tensors, {})
+    assert sorted(object_state.references(encoded)) == sorted(tensors)
+    assert values(object_state.decode(json.loads(canonical(encoded)), tensors, {})) == values(value)
 
 
 def test_paths_do_not_depend_on_the_order_of_keys() -> None:
     for keys in ([1, "1", 0.5, "0.5"], ["0.5", "1", 0.5, 1]):
         tensors: dict[str, torch.Tensor] = {}
-        nested_state.encode({key: torch.zeros(1) for key in keys}, "here", tensors, {})
+        object_state.encode({key: torch.zeros(1) for key in keys}, "here", tensors, {})
         assert sorted(tensors) == ["here:%(0.5)", "here:%s1", "here:0.5", "here:1"]
 
 
@@ -85,14 +85,14 @@ def test_tensors_that_are_keys_and_keys_that_are_nan_keep_apart() -> None:
     value = {torch.tensor(1): torch.tensor(2), torch.tensor(3): torch.tensor(4), float("nan"): torch.tensor(5)}
     value[float("nan")] = torch.tensor(6)
     tensors: dict[str, torch.Tensor] = {}
-    nested_state.encode(value, "here", tensors, {})
+    object_state.encode(value, "here", tensors, {})
     assert sorted(tensor.item() for tensor in tensors.values()) == [1, 2, 3, 4, 5, 6]
 
 
 @given(key=st.text(st.characters()) | st.integers() | KEYS.filter(lambda key: type(key) in (str, int)))
 def test_a_key_comes_back_from_its_path_part(key: str | int) -> None:
-    word = nested_state.path_part(key)
-    assert nested_state.key_of(word) == key
+    word = object_state.path_part(key)
+    assert object_state.key_of(word) == key
     assert not set(word) & {":", "/"}
     assert word.encode().decode() == word
 

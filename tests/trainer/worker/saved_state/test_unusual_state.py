@@ -26,8 +26,7 @@ from trainer.contract.failures.outcome import ExitCode
 from trainer.worker import workload as workloads
 from trainer.worker.data import with_position
 from trainer.worker.parallel import mesh
-from trainer.worker.saved_state.train_state import TrainState
-from trainer.worker.train_objects import TrainObjects
+from trainer.worker.saved_state.train_state import TrainObjects, TrainState
 from trainer.worker.workload import WorkloadError
 
 SAVED, LAST = 3, 6

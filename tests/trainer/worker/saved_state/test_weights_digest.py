@@ -14,8 +14,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from trainer.worker.saved_state import weights_digest as module
-from trainer.worker.saved_state.weights_digest import weights_digest
+from trainer.worker.saved_state import checkpoint_contents as module
+from trainer.worker.saved_state.checkpoint_contents import weights_digest
 
 CPU = torch.device("cpu")
 

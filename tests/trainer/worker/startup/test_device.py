@@ -7,7 +7,7 @@ import torch
 
 from trainer.contract.config import ClusterShape, JobConfig
 from trainer.worker import workload
-from trainer.worker.startup import device as devices
+from trainer.worker.startup import rendezvous as devices
 from trainer.worker.workload import BaseWorkload
 
 

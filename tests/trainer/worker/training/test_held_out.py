@@ -8,9 +8,8 @@ import torch
 
 from trainer.contract.config import TrainConfig
 from trainer.worker.data import TokenData
-from trainer.worker.metric_values import Mean
-from trainer.worker.training.held_out import held_out_validation
-from trainer.worker.workload import WorkloadError
+from trainer.worker.training.validation import held_out_validation
+from trainer.worker.workload import Mean, WorkloadError
 
 
 def objects(data: Any) -> Any:

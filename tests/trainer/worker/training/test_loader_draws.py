@@ -11,7 +11,7 @@ from tests.trainer.worker.my_workload import Plane, Points
 from tests.trainer.worker.training.one_rank import OneRank
 from trainer.contract.failures.outcome import ExitCode
 from trainer.contract.ranks.progress import StopReason
-from trainer.worker.training.loader_draws import REASON, LoaderDraws
+from trainer.worker.data import REASON, LoaderDraws
 
 NUMBERS = torch.arange(8)
 OPENED: dict[str, Callable[[], Any]] = {

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from trainer.worker.training.scalar_loss import scalar_loss
+from trainer.worker.training.reduction import scalar_loss
 from trainer.worker.workload import WorkloadError
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from trainer.contract.config import OptimizerConfig
-from trainer.worker.training.lr_schedule import learning_rate
+from trainer.worker.optimizer import learning_rate
 
 OPTIMIZER = OptimizerConfig(warmup_steps=10, lr=1.0, min_lr_ratio=0.1)
 

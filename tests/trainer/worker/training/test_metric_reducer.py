@@ -10,9 +10,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from trainer.worker.metric_values import Mean, Metric, Rank0, Sum
-from trainer.worker.training.metric_reducer import MetricReducer
-from trainer.worker.workload import WorkloadError
+from trainer.worker.training.reduction import MetricReducer
+from trainer.worker.workload import Mean, Metric, Rank0, Sum, WorkloadError
 
 pytestmark = pytest.mark.usefixtures("world")
 

@@ -9,7 +9,7 @@ import torch
 
 from trainer.contract.config_sections.drill_config import DrillEvent
 from trainer.contract.ranks.progress import Phase
-from trainer.worker.pipeline.activities import Watcher
+from trainer.worker.pipeline.stage import Watcher
 from trainer.worker.training.drill import Drill
 from trainer.worker.training.passes import StagedPasses, WholePasses, require_batches
 from trainer.worker.workload import WorkloadError

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from trainer.contract.ranks.progress import StopReason
-from trainer.worker.parallel.gradient_facts import GradientFacts
+from trainer.worker.parallel.gradient_buckets import GradientFacts
 from trainer.worker.training import reduction
 from trainer.worker.training.reduction import (
     OwnNumbers,

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from trainer.contract.ranks.progress import Phase
-from trainer.worker.pipeline.activities import Activity, Moment
-from trainer.worker.training.stage_phases import StagePhases
+from trainer.worker.pipeline.stage import Activity, Moment
+from trainer.worker.training.passes import StagePhases
 
 
 class Tracker:

@@ -4,7 +4,7 @@ import pytest
 
 from trainer.contract.ranks.progress import ProgressCell, StopReason
 from trainer.worker.training.reduction import agreed_stop, stop_votes
-from trainer.worker.training.stop import StopFlag
+from trainer.worker.training.save_schedule import StopFlag
 
 
 @pytest.fixture

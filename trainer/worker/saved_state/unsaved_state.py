@@ -1,6 +1,13 @@
-"""The tensors of a rank's checkpoint by name: walked once, and checked before every save."""
+"""Plain attributes of modules that training changes, such as `dropout.p`: not saved, but reported once they are lost.
 
-from collections.abc import Callable, Iterator, Sequence
+Many modules keep in an attribute what every forward pass computes anew. So a restart reports only what its first steps
+leave as the new model has it, and counters that begin anew.
+
+Plain attributes of Python objects that training changes: not saved, but reported when a restart has lost them.
+The tensors of a rank's checkpoint by name: walked once, and checked before every save."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from operator import is_
 from typing import Any
 
@@ -8,9 +15,135 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from trainer.worker.saved_state import checkpoint_contents
+from trainer.worker.saved_state import checkpoint_contents, object_state
+from trainer.worker.saved_state.object_state import Unsavable
 from trainer.worker.saved_state.optimizer_state import OptimizerState
 from trainer.worker.saved_state.rng_state import pack_rng, rng_name
+
+_PLAIN_ATTRIBUTES = (bool, int, float, str, type(None))
+_MOST = 100
+"""Attributes that a save notes, and characters of each."""
+OBSERVED_STEPS = 3
+"""Steps after a restart before the report: an attribute that takes turns between two values has changed by then."""
+
+
+class ModuleAttributes:
+    """Numbers, words and tuples of them in the modules of a model, by `model.<module>.<attribute>`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """Make it when the model is new."""
+        self._model = model
+        self._built = self._texts()
+        self._saved: dict[str, str] = {}
+        self._seen: list[dict[str, str]] = []
+        self.step = 0
+        """The step of the checkpoint that was restored."""
+
+    def changed(self) -> dict[str, str]:
+        """Return those that are not as they were built, as text."""
+        found = {name: text for name, text in self._texts().items() if self._built.get(name) != text}
+        return dict(sorted(found.items())[:_MOST])
+
+    def begin(self, saved: Mapping[str, str], step: int) -> None:
+        """Remember what a save after `step` had noted and the restored model does not have."""
+        now = self._texts()
+        self._saved, self.step = {name: text for name, text in saved.items() if now.get(name) != text}, step
+        self._seen = [now]
+
+    def step_ended(self) -> list[str]:
+        """Observe a step; return the names of lost attributes, once."""
+        if not self._saved:
+            return []
+        self._seen.append(self._texts())
+        if len(self._seen) <= OBSERVED_STEPS:
+            return []
+        found = [name for name, text in self._saved.items() if self._is_lost(name, text)]
+        self._saved, self._seen = {}, []
+        return found
+
+    def _is_lost(self, name: str, saved: str) -> bool:
+        seen = [texts.get(name, "") for texts in self._seen]
+        return len(set(seen)) == 1 or _counts_anew(seen, saved, self.step)
+
+    def _texts(self) -> dict[str, str]:
+        found = {}
+        for prefix, module in self._model.named_modules():
+            for key, value in vars(module).items():
+                if not key.startswith("_") and key != "training" and _is_plain(value):
+                    text = repr(value)
+                    if len(text) <= _MOST:
+                        found[f"model.{prefix}.{key}" if prefix else f"model.{key}"] = text
+        return found
+
+
+def _is_plain(value: object) -> bool:
+    return type(value) in _PLAIN_ATTRIBUTES or (
+        type(value) is tuple and all(type(one) in _PLAIN_ATTRIBUTES for one in value)
+    )
+
+
+def _counts_anew(seen: list[str], saved: str, step: int) -> bool:
+    """Whether it is a number that has risen by the same amount in all `step` steps before the save, and does again."""
+    try:
+        first, *later, total = (int(text) for text in (*seen, saved))
+    except ValueError:
+        return False
+    rise = later[0] - first
+    return rise != 0 and total == first + rise * step and later == [first + rise * n for n in range(1, len(later) + 1)]
+
+
+_MAX_CHARACTERS = 1000
+"""Characters of an attribute's JSON; what is longer is data, not a counter."""
+
+
+@cache
+def _torch_attributes() -> frozenset[str]:
+    """The attributes that every optimizer has; not at import, which must compute nothing."""
+    return frozenset(vars(torch.optim.SGD([torch.zeros(1)], lr=0.0))) | {"_opt_called", "_step_count"}
+
+
+class UnsavedAttributes:
+    """The attributes of some objects, by `<object>.<attribute>`, compared with what they were when these were made."""
+
+    def __init__(self, objects: Mapping[str, object]) -> None:
+        self._objects = dict(objects)
+        self._initial = self._texts()
+
+    def changed(self) -> dict[str, str]:
+        """Those that are not as they were, as JSON text."""
+        return {name: text for name, text in self._texts().items() if self._initial.get(name) != text}
+
+    def lost(self, saved: Mapping[str, str]) -> list[str]:
+        """Those of a save that are not as they were then."""
+        now = self._texts()
+        return sorted(name for name, text in saved.items() if now.get(name) != text)
+
+    def _texts(self) -> dict[str, str]:
+        found = {}
+        for owner, each in self._objects.items():
+            for key, value in getattr(each, "__dict__", {}).items():
+                if not (isinstance(each, torch.optim.Optimizer) and key in _torch_attributes()):
+                    text = _text(value)
+                    if text is not None:
+                        found[f"{owner}.{key}"] = text
+        return found
+
+
+def _text(value: Any) -> str | None:
+    """The attribute, or what its own `state_dict` says; None for what is neither small nor plain."""
+    if isinstance(value, torch.Tensor | torch.nn.Module | torch.optim.Optimizer):
+        return None
+    if isinstance(value, str | list | tuple | dict | set | frozenset) and len(value) > _MAX_CHARACTERS:
+        return None
+    tensors: dict[str, torch.Tensor] = {}
+    try:
+        if callable(getattr(value, "state_dict", None)) and not isinstance(value, type):
+            value = value.state_dict()
+        text = object_state.text(object_state.encode(value, "", tensors, {}))
+    except Unsavable:
+        return None
+    return None if tensors or len(text) > _MAX_CHARACTERS else text
+
 
 Holder = dict[str, Any]
 _PLAIN = (type(None), bool, int, float, str)

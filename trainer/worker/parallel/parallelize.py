@@ -16,12 +16,11 @@ from torch.distributed.tensor.parallel import (
 
 from trainer.contract.config import JobConfig
 from trainer.contract.layout.check import refusal
-from trainer.worker.compilation import compile_forward
-from trainer.worker.context_parallel.apply import context_parallel
-from trainer.worker.experts.apply import expert_parallel, share_tokens
-from trainer.worker.experts.mixture import MixtureOfExperts
+from trainer.worker.mixture_of_experts import MixtureOfExperts, expert_parallel, share_tokens
+from trainer.worker.parallel.context_parallel import context_parallel
 from trainer.worker.parallel.data_parallel import share_out
 from trainer.worker.parallel.fsdp_units import CannotShard
+from trainer.worker.parallel.layer_wrappers import compile_forward
 from trainer.worker.parallel.mesh import Layout
 from trainer.worker.workload import WorkloadError, mixed_precision
 

@@ -1,1 +1,0 @@
-"""Layers whose feed-forward is a mixture of experts: routing, exchange of tokens, and even loads."""

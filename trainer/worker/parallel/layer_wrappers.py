@@ -1,0 +1,76 @@
+"""Units of FSDP that return views: an operation in place on one would drop the hook that gathers its weights again.
+torch.compile of parts of a model, and how one sees that a model has been compiled.
+Which layers compute their activations a second time in the backward pass, and what of them is kept."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from trainer.contract.config import TrainConfig
+
+
+def copy_views(unit: nn.Module) -> None:
+    """Have `unit` return copies where it returns views (after `flatten`, `squeeze`, a Linear over three dimensions).
+
+    Call it before `fully_shard`. Without it torch warns in every rank's log, and `nn.ReLU(inplace=True)` behind such a
+    unit makes the backward pass fail.
+    """
+    unit.register_forward_hook(_copied)
+
+
+def _copied(_unit: nn.Module, _inputs: Any, output: Any) -> Any:
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return output
+    return tree_map_only(torch.Tensor, _without_base, output)
+
+
+def _without_base(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.clone() if tensor.requires_grad and tensor._base is not None else tensor
+
+
+def compile_forward(module: nn.Module) -> None:
+    """Compile what `module` computes, without its hooks: those of FSDP gather and free parameters around it."""
+    module.forward = torch.compile(module.forward, dynamic=False)
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Whether `model`, or a part of it, has been given to torch.compile."""
+    return any(_is_compiled(part) for part in model.modules())
+
+
+def _is_compiled(part: nn.Module) -> bool:
+    own = vars(part).get("forward")
+    wrapped = type(part).__name__ == "OptimizedModule" or part._compiled_call_impl is not None
+    return wrapped or hasattr(own, "_torchdynamo_orig_callable")
+
+
+Recompute = Callable[..., torch.Tensor]
+"""Calls a function with tensors; its activations are computed again when its gradient is asked for."""
+
+_aten = torch.ops.aten
+_PRODUCTS = (
+    _aten.mm.default,
+    _aten.addmm.default,
+    _aten.bmm.default,
+    _aten._scaled_dot_product_efficient_attention.default,
+    _aten._scaled_dot_product_flash_attention.default,
+    _aten._scaled_dot_product_flash_attention_for_cpu.default,
+    _aten._scaled_dot_product_cudnn_attention.default,
+)
+"""Products and attention, by the operations that they become on CPUs and GPUs."""
+
+
+def for_layer(number: int, train: TrainConfig) -> Recompute | None:
+    """How layer `number` is computed; None: it keeps its activations."""
+    if not train.activation_checkpointing or number % train.recompute.every:
+        return None
+    if train.recompute.keep == "nothing":
+        return partial(checkpoint, use_reentrant=False)
+    return partial(
+        checkpoint, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, list(_PRODUCTS))
+    )

@@ -1,0 +1,360 @@
+"""Entries of a model's `state_dict()` that are neither parameters, buffers nor extra state: nothing restores them.
+Extra state of modules besides their tensors: torch's `get_extra_state` and `set_extra_state`.
+Which parameters train and which modules are in train mode: saved where training has changed it, and put back.
+Persistent buffers in whatever form training has given them: late, grown, of another type, shared, or None.
+
+A restart rebuilds the model with the buffers of the first step. A save records every difference in the facts of the
+rank, so that the restart can allocate these buffers and put them in place.
+
+Names, shapes and types of the parameters that `build_model` made. A restart can only restore these."""
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from trainer.worker.saved_state import checkpoint_contents, object_state
+from trainer.worker.saved_state.checkpoint_contents import buffer_slots, buffers_name, tensor_metadata, zeros
+from trainer.worker.saved_state.object_state import Unsavable
+from trainer.worker.workload import WorkloadError
+
+_EXTRA = "_extra_state"
+
+
+class ModelEntries:
+    """Refuses such entries by name: tensors at once, plain values once training has changed them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """Make it when the model is new; raises WorkloadError."""
+        self._model = model
+        self._built = self._texts()
+
+    def refuse_changed(self) -> None:
+        """Raise WorkloadError if an entry has changed since the model was built."""
+        if self._built:
+            now = self._texts()
+            for name in sorted(now.keys() | self._built.keys()):
+                if now.get(name) != self._built.get(name):
+                    raise _error(name, "has changed")
+
+    def _texts(self) -> dict[str, str]:
+        model = self._model
+        known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        known |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
+        found: dict[str, str] = {}
+        for name, value in model.state_dict().items():
+            if name in known or name.rpartition(".")[2] == _EXTRA:
+                continue
+            if isinstance(value, torch.Tensor):
+                if _address(value) not in _addresses(model):  # else it is one of them under another name
+                    raise _error(name, "is a tensor")
+            else:
+                found[name] = _text(name, value)
+        return found
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).untyped_storage().data_ptr()
+
+
+def _addresses(model: nn.Module) -> set[int]:
+    return {_address(each) for each in (*model.parameters(), *model.buffers()) if each.layout is torch.strided}
+
+
+def _text(name: str, value: Any) -> str:
+    try:
+        return object_state.text(object_state.encode(value, name, {}, {}))
+    except Unsavable:
+        return f"{type(value)} {id(value)}"
+
+
+def _error(name: str, what: str) -> WorkloadError:
+    return WorkloadError(
+        f"{name} in the model's state_dict() {what}, and is no parameter, buffer or extra state of a module, so that a "
+        "restart could not restore it: use register_buffer(), or get_extra_state() and set_extra_state()"
+    )
+
+
+def extra_prefix(rank: int) -> str:
+    """Return the key prefix of a rank's extra state, which may differ between ranks."""
+    return f"extra/rank-{rank:05d}"
+
+
+class ModuleExtraState:
+    """The extra state of all modules of a model, by module name."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """Raise WorkloadError for a module with `get_extra_state` but without `set_extra_state`."""
+        self._model = model
+        for name, module in _with_state(model):
+            if type(module).set_extra_state is nn.Module.set_extra_state:
+                raise WorkloadError(
+                    f"{name or 'the model'} ({type(module).__name__}) has get_extra_state() and no set_extra_state(), "
+                    "so that a restart could not restore it: add set_extra_state(state)"
+                )
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: module.get_extra_state() for name, module in _with_state(self._model)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the state of every module; raises WorkloadError unless exactly the same modules have one."""
+        modules = dict(_with_state(self._model))
+        for name in sorted(state.keys() ^ modules.keys()):
+            where = "the checkpoint" if name in state else "the model"
+            raise WorkloadError(
+                f"only {where} has an extra state of module {name or 'the model itself'}: put the code back as it was"
+            )
+        for name, module in modules.items():
+            module.set_extra_state(state[name])
+
+
+def _with_state(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for name, module in model.named_modules():
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            yield name, module
+
+
+Flags = dict[str, bool]
+_GRADIENTS, _TRAINING = "requires_grad", "training"
+
+
+class ModuleModes:
+    """`requires_grad` of parameters and `training` of modules, compared with those of a new model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """Make it when the model is new."""
+        self._model = model
+        self._built = {kind: _flags(model, kind) for kind in (_GRADIENTS, _TRAINING)}
+
+    def facts(self) -> dict[str, Flags]:
+        """Return the differences from a new model; a name that ends with a point stands for all of that module."""
+        found = {kind: _changes(built, _flags(self._model, kind)) for kind, built in self._built.items()}
+        return {kind: flags for kind, flags in found.items() if flags}
+
+    def restore(self, saved: Mapping[str, Any]) -> list[str]:
+        """Set what the facts of a checkpoint name; return in words what the model does not have."""
+        unknown = []
+        for kind in self._built:
+            flags, used = saved.get(kind, {}), set[str]()
+            for name, each in _named(self._model, kind):
+                entry = next((one for one in (*_wholes(name), name) if one in flags), None)
+                if entry is not None:
+                    used.add(entry)
+                    setattr(each, kind, flags[entry])  # not `train()`, which changes the modules inside too
+            unknown += [
+                f"{kind} of {name} had changed, and is not in the model" for name in sorted(flags.keys() - used)
+            ]
+        return unknown
+
+
+def _named(model: nn.Module, kind: str) -> Iterator[tuple[str, Any]]:
+    found: Iterable[tuple[str, Any]] = model.named_parameters() if kind == _GRADIENTS else model.named_modules()
+    return ((f"model.{name}" if name else "model", each) for name, each in found)
+
+
+def _flags(model: nn.Module, kind: str) -> Flags:
+    return {name: getattr(each, kind) for name, each in _named(model, kind)}
+
+
+def _wholes(name: str) -> Iterator[str]:
+    """Return `model.`, `model.layers.` and so on: what a part of the model belongs to, the largest first."""
+    parts = name.split(".")
+    return (".".join(parts[:count]) + "." for count in range(1, len(parts) + 1))
+
+
+def _changes(built: Flags, now: Flags) -> Flags:
+    """Return the values that are not as they were built; one entry for a module in which all are alike."""
+    changed = [name for name, value in now.items() if name in built and built[name] != value]
+    inside: dict[str, list[bool]] = {}
+    for name, value in now.items() if changed else ():
+        for whole in _wholes(name):
+            inside.setdefault(whole, []).append(value)
+    alike = {whole for whole, values in inside.items() if len(values) > 1 and len(set(values)) == 1}
+    return {next((one for one in _wholes(name) if one in alike), name): now[name] for name in changed}
+
+
+Description = list[Any] | dict[str, str] | None
+"""Description of a buffer in JSON: its metadata, `{"same": NAME}` for a shared buffer, or None."""
+
+
+def cannot_be_filled(tensor: torch.Tensor) -> bool:
+    """Whether nothing can be copied into a tensor: its values share memory, or are kept as their conjugates."""
+    part = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    if part.layout is not torch.strided or part.is_nested:
+        return False
+    if part.is_conj() or part.is_neg():
+        return True
+    return any(size > 1 and stride == 0 for size, stride in zip(part.shape, part.stride(), strict=True))
+
+
+class BufferState:
+    """The persistent buffers of one rank's model, described for a save and put back at a restore."""
+
+    def __init__(self, model: nn.Module, rank: int, device: torch.device) -> None:
+        """Record the buffers of a newly built model."""
+        self._model, self._rank, self._device = model, rank, device
+        self._built = _describe(model)
+        self._modules = {name for name, _ in model.named_modules()}
+        self._alike = checkpoint_contents.alike_on_all_ranks(model)
+        self._targets: dict[str, torch.Tensor] = {}
+        self._wanted: dict[str, Description] = {}
+
+    def facts(self) -> dict[str, Any]:
+        """Return the buffers' differences from a new model, in JSON; raises WorkloadError for one in a new module."""
+        now = _describe(self._model)
+        changed = {name: form for name, form in now.items() if name not in self._built or self._built[name] != form}
+        for name, form in changed.items():
+            if name.rpartition(".")[0] not in self._modules:
+                raise WorkloadError(
+                    f"buffer {name} is in a module that was made after build_model(), so that a restart could not "
+                    "restore it: make the module in build_model()"
+                )
+            if isinstance(form, list) and form[-1]:
+                raise WorkloadError(
+                    f"buffer {name} became a sharded tensor of shape {form[1]} after build_model(), so that a restart "
+                    "could not restore it: register it in build_model() with its final shape"
+                )
+        gone = sorted(self._built.keys() - now.keys())
+        return {key: value for key, value in {"changed": changed, "gone": gone}.items() if value}
+
+    def targets(self, states: Sequence[Mapping[str, Any]], saved: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        """Allocate the buffers of a checkpoint with the facts `saved` and the ranks' `states`.
+
+        A rank beyond the saving world size begins with the buffers of rank 0.
+        """
+        self._wanted = self._describe_wanted(states[self._rank if self._rank < len(states) else 0])
+        live = checkpoint_contents.persistent_buffers(self._model)
+        found = {name: self._room(name, form, live) for name, form in self._wanted.items() if isinstance(form, list)}
+        ranks = saved.get("ranks")  # not saved by older versions: then both are read if they exist
+        self._source = self._rank if ranks is None or self._rank < ranks else 0
+        self._targets = self._keys(found, self._source, saved)
+        if ranks is None and self._rank:
+            first = {name: torch.zeros_like(buffer) for name, buffer in found.items()}
+            self._targets = {**self._keys(first, 0, saved), **self._targets}
+        return self._targets
+
+    def _describe_wanted(self, state: Mapping[str, Any]) -> dict[str, Description]:
+        facts = state.get("buffers", {})
+        gone = set(facts.get("gone", ()))
+        wanted = {name: form for name, form in self._built.items() if name not in gone}
+        for name, form in facts.get("changed", {}).items():
+            if name.rpartition(".")[0] not in self._modules:
+                raise WorkloadError(
+                    f"the checkpoint has buffer {name}, of a module that the model does not have: put the code back as "
+                    "it was"
+                )
+            wanted[name] = form
+        return wanted
+
+    def _room(self, name: str, form: list[Any], live: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        there = live.get(name)
+        if there is not None and tensor_metadata(there) == form and not cannot_be_filled(there):
+            return there
+        made = zeros(form, (there,), self._device)
+        if made is None:
+            raise WorkloadError(f"the checkpoint has buffer {name} {form}, which the model does not have")
+        return made
+
+    def _keys(
+        self, buffers: Mapping[str, torch.Tensor], rank: int, saved: Mapping[str, Any]
+    ) -> dict[str, torch.Tensor]:
+        shared = {name for name, one in buffers.items() if name in self._alike or isinstance(one, DTensor)}
+        own = {f"{buffers_name(rank)}{name}": one for name, one in buffers.items() if name not in shared}
+        of_rank = checkpoint_contents.of_each_rank(own, saved)
+        rest = {f"model/{key.removeprefix(buffers_name(rank))}": own[key] for key in own.keys() - of_rank.keys()}
+        return {**of_rank, **rest, **{f"model/{name}": buffers[name] for name in shared}}
+
+    def restore(self, absent: Collection[str]) -> None:
+        """Put the filled targets into the model; `absent`: targets that the checkpoint did not fill."""
+        slots = {name: (module, key) for name, module, key in buffer_slots(self._model)}
+        modules = dict(self._model.named_modules())
+        for name in slots.keys() - self._wanted.keys():
+            module, key = slots[name]
+            del module._buffers[key]
+        for name, form in self._wanted.items():
+            module, key = slots.get(name) or (modules[name.rpartition(".")[0]], name.rpartition(".")[2])
+            if key not in module._buffers:
+                module.__dict__.pop(key, None)  # a plain attribute that the buffer has replaced
+            module._buffers[key] = self._fill_buffer(form["same"] if isinstance(form, dict) else name, absent, form)
+
+    def _fill_buffer(self, name: str, absent: Collection[str], form: Description) -> torch.Tensor | None:
+        if form is None:
+            return None
+        key = f"{buffers_name(self._source)}{name}"
+        if key not in self._targets:
+            return self._targets[f"model/{name}"]
+        if key in absent:
+            self._targets[key].copy_(self._targets[f"{buffers_name(0)}{name}"])
+        return self._targets[key]
+
+
+def _describe(model: nn.Module) -> dict[str, Description]:
+    found: dict[str, Description] = {}
+    names: dict[int, str] = {}
+    for name, module, key in buffer_slots(model):
+        buffer = module._buffers[key]
+        if buffer is None:
+            found[name] = None
+        elif id(buffer) in names:
+            found[name] = {"same": names[id(buffer)]}
+        else:
+            names[id(buffer)] = name
+            found[name] = tensor_metadata(buffer)
+    return found
+
+
+class ParameterForms:
+    """Names, shapes and types of the parameters of a new model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """Raise WorkloadError for a parameter that no checkpoint could be loaded into."""
+        self._model = model
+        self._built = _forms(model)
+        for name, parameter in model.named_parameters():
+            if cannot_be_filled(parameter):
+                raise WorkloadError(
+                    f"several values of parameter {name} share one place in memory (expand), or are kept as their "
+                    "conjugates, so that it could not be restored: make it of value.clone()"
+                )
+
+    def refuse_changed(self) -> None:
+        """Raise WorkloadError if the parameters have changed since the model was built."""
+        now = _forms(self._model)
+        if now == self._built:
+            return
+        for name in sorted(now.keys() | self._built.keys()):
+            if name not in self._built:
+                raise _form_error(f"parameter {name} was made after build_model()")
+            if name not in now:
+                raise _form_error(f"parameter {name} of build_model() is gone")
+            if now[name] != self._built[name]:
+                built, form = (f"torch.{dtype} of shape {shape}" for dtype, shape in (self._built[name], now[name]))
+                raise _form_error(f"parameter {name} was {built} after build_model() and is {form} now")
+
+
+def _form_error(what: str) -> WorkloadError:
+    return WorkloadError(
+        f"{what}, so that a restart, which builds the model anew, could not restore it: make all parameters in "
+        "build_model() with their final shape and type"
+    )
+
+
+def _forms(model: nn.Module) -> dict[str, tuple[str, tuple[int, ...]]]:
+    forms = {name: tensor_metadata(parameter) for name, parameter in model.named_parameters()}
+    return {name: (dtype, tuple(shape)) for name, (dtype, shape, *_) in forms.items()}
+
+
+def nan_weights(model: nn.Module) -> frozenset[str]:
+    """Return the keys of this rank's weights that hold NaN before training, such as uninitialized memory."""
+    weights = {
+        f"model/{name}": (parameter._local_tensor if isinstance(parameter, DTensor) else parameter).detach()
+        for name, parameter in model.named_parameters()
+        if parameter.is_floating_point() and parameter.numel()
+    }
+    return frozenset(key for key, weight in weights.items() if bool(torch.isnan(_widen(weight)).any()))
+
+
+def _widen(weight: torch.Tensor) -> torch.Tensor:
+    return weight if weight.itemsize > 1 else weight.to(torch.float32)  # 8-bit floats support few operations

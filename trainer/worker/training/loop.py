@@ -201,7 +201,7 @@ class Loop:
             # A stop has no time for a validation: the next start makes up for it.
             if validates and reason <= StopReason.SAVE_AND_GO_ON:
                 self._validate(step)
-                self._check_best(self._train_state.metrics)
+                self._check_best(self._validation.names)
                 saves = saves or bool(self._config.checkpoint.best.metric)
             if reason or saves:
                 self._save(reason)

@@ -19,7 +19,7 @@ _HIGH = 0.5
 """A spike is so much above the median, as a share of it: what is rare in a quiet run need not be harmful."""
 
 _LEVEL = 10.0
-"""A new level of the losses is at most so many times the old one."""
+"""A new level of the losses is at most this many times the old one."""
 
 
 class BadStep(ArithmeticError):
@@ -76,7 +76,8 @@ class SpikeDetector:
             return False
         # Bad bytes raise a loss without a bound by orders of magnitude, and training on them does harm.
         median = _median(self._sorted)
-        return loss - median <= (_LEVEL - 1) * abs(median)
+        scale = median if self._sorted[0] > 0 else self._distance(median)
+        return loss - median <= (_LEVEL - 1) * scale
 
     def check(self, loss: float, grad_norm: float) -> str | None:
         """Why a step with these is a bad one; None when it is accepted."""
@@ -98,20 +99,29 @@ class SpikeDetector:
         # Cheap, and true of nearly every step: the deviation need not be known.
         if above <= _HIGH * abs(median):
             return None
-        spread = _NORMAL * _median(sorted(abs(each - median) for each in self._window))
-        deviations = above / max(spread, _FLOOR * abs(median), 1e-12)
-        if deviations <= limit or self._is_usual_factor(loss, median, _AS_A_FACTOR * limit):
+        if self._sorted[0] > 0:
+            spread = _NORMAL * _median(sorted(abs(each - median) for each in self._window))
+            excess, unit = above / max(spread, _FLOOR * median), "robust standard deviations"
+            usual = self._is_usual_factor(loss, median, _AS_A_FACTOR * limit)
+        else:
+            # Losses around zero have no usual factor. Equal ones, as of equal rewards, give no scale at all.
+            largest = self._distance(median)
+            excess, unit = above / largest if largest else 0.0, "times the largest distance of the window"
+            usual = False
+        if excess <= limit or usual:
             return None
         return (
-            f"loss {loss:.6g} is {deviations:.0f} robust standard deviations above {median:.6g}, the median of the "
+            f"loss {loss:.6g} is {excess:.0f} {unit} above {median:.6g}, the median of the "
             f"{len(self._window)} steps before it (detection.spike.deviations={limit:g}; "
             "if losses rise on purpose: detection.spike.deviations=0)"
         )
 
+    def _distance(self, median: float) -> float:
+        """Return the largest distance of a loss in the window from its median."""
+        return max(median - self._sorted[0], self._sorted[-1] - median)
+
     def _is_usual_factor(self, loss: float, median: float, limit: float) -> bool:
-        """Whether the logarithm of `loss` is within `limit` deviations; False where a loss of the window has none."""
-        if self._sorted[0] <= 0:
-            return False
+        """Whether the logarithm of `loss` is within `limit` deviations; all losses of the window are positive."""
         usual = math.log(median)
         spread = _NORMAL * _median(sorted(abs(math.log(each) - usual) for each in self._window))
         return math.log(loss) - usual <= limit * max(spread, _FLOOR)

@@ -72,6 +72,8 @@ class Validation:
         self._validate: Validate | None = hook(objects.workload, "validate")
         if self._validate is None:
             self._validate = held_out_validation(objects, config.batches)
+        self.names: tuple[str, ...] = ()
+        """Names of the newest validation, those without a value included."""
 
     @property
     def exists(self) -> bool:
@@ -89,14 +91,17 @@ class Validation:
         assert self._validate is not None
         with _evaluation(self._objects):
             found = self._validate(self._objects.model)
-        numbers = MetricReducer("validate", self._objects.layout).reduce(found)
+        reducer = MetricReducer("validate", self._objects.layout)
+        numbers = reducer.reduce(found)
+        self.names = reducer.names
         self._step_on_plateau(numbers)
         return numbers
 
     def _step_on_plateau(self, numbers: dict[str, float]) -> None:
         scheduler = self._objects.scheduler
-        if steps_on_plateau(scheduler) and numbers:
-            scheduler.step(next(iter(numbers.values())))
+        # Without a value of the first number, another one would take its place.
+        if steps_on_plateau(scheduler) and self.names and self.names[0] in numbers:
+            scheduler.step(numbers[self.names[0]])
 
 
 @contextmanager

@@ -72,8 +72,35 @@ def test_losses_near_zero_that_differ_by_factors_make_no_spike_of_the_highest():
     near_zero = [0.001 * 2.0 ** (index * 7 % 5 - 2) for index in range(50)]
     assert full(near_zero).check(0.03, 1.0) is None
     assert full(near_zero).check(40.0, 1.0) is not None
-    with_zero = [0.0, *near_zero[1:]]
-    assert full(with_zero).check(0.03, 1.0) is not None  # without logarithms, only differences count
+
+
+@pytest.mark.parametrize(
+    ("losses", "loss", "bad"),
+    [
+        ([0.0] * 50, 0.005, False),  # policy gradients of equal rewards: a batch with a signal is the first of its kind
+        ([0.0] * 49 + [0.004], 0.005, False),
+        ([0.0] * 49 + [0.004], 4.0, True),
+        ([0.001 * (index % 7 - 3) for index in range(50)], 0.05, False),
+        ([0.001 * (index % 7 - 3) for index in range(50)], 5.0, True),
+        ([0.0, *QUIET[1:]], 30.0, False),
+        ([0.0, *QUIET[1:]], 3000.0, True),
+    ],
+)
+def test_losses_around_zero_are_judged_by_their_largest_distance(losses, loss, bad):
+    reason = full(losses).check(loss, 1.0)
+    assert (reason is not None) == bad
+    assert reason is None or "times the largest distance of the window above" in reason
+
+
+@pytest.mark.parametrize(("loss", "accepted"), [(0.02, True), (0.05, False)])
+def test_a_new_level_around_zero_is_at_most_ten_times_the_largest_distance(loss, accepted):
+    around = deque([0.001 * (index % 7 - 3) for index in range(50)])
+    detector = SpikeDetector(SpikeConfig(deviations=1), around)
+    if accepted:
+        detector.judge(result(loss), 59, 3)
+        return
+    with pytest.raises(LossSpike):
+        detector.judge(result(loss), 59, 3)
 
 
 def test_a_small_regression_that_converges_is_never_held():

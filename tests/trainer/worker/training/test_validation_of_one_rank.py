@@ -1,6 +1,7 @@
 """When the loop validates, and what it saves for that: one rank, in this process."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,8 +9,11 @@ import torch
 
 from tests.trainer.worker.my_workload import Validated
 from tests.trainer.worker.training.one_rank import VALIDATED, OneRank, ask, workload_of
+from trainer.contract.config import ValidationConfig
 from trainer.contract.failures.outcome import ExitCode
 from trainer.contract.ranks.progress import StopReason
+from trainer.worker.training.validation import Validation
+from trainer.worker.workload import Mean
 
 MakeRank = Callable[..., OneRank]
 HERE = "tests.trainer.worker.training.test_validation_of_one_rank"
@@ -48,6 +52,30 @@ def test_a_validation_that_a_stop_left_out_saves_nothing_that_it_does_not_rate(o
     run.restart()
     assert run.train() == ExitCode.FINISHED
     assert (run.saver.tried, run.validated()) == ([4, 8], [4, 8])
+
+
+def test_a_validation_without_a_value_of_the_best_metric_rates_no_checkpoint(one_rank: MakeRank) -> None:
+    best = {"every": 0, "best": {"metric": "batches"}}
+    run = one_rank(workload=VALIDATED, validation={"every": 2}, checkpoint=best)
+    workload: Any = run.session.objects.workload
+    values = iter([Mean(1.0), Mean(0.0, weight=0), None, Mean(4.0)])
+    workload.validate = lambda model: {"batches": next(values)}
+    assert run.train() == ExitCode.FINISHED
+    rated = {step: facts["metrics"].get("batches") for step, facts in run.saver.facts.items()}
+    assert rated == {2: 1.0, 4: None, 6: None, 8: 4.0}
+
+
+def test_a_plateau_is_judged_by_the_first_number_alone(one_rank: MakeRank) -> None:
+    objects = one_rank(workload=VALIDATED).session.objects
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(objects.optimizer)
+    workload: Any = objects.workload
+    values = iter([None, Mean(3.0)])
+    workload.validate = lambda model: {"first": next(values), "second": 1.0}
+    validation = Validation(replace(objects, scheduler=scheduler), ValidationConfig(every=1), last=8)
+    assert validation.run() == {"second": 1.0}
+    assert scheduler.last_epoch == 0
+    validation.run()
+    assert (scheduler.last_epoch, scheduler.best) == (1, 3.0)
 
 
 def test_a_stop_in_the_last_step_leaves_its_validation_until_the_state_is_saved(one_rank: MakeRank) -> None:

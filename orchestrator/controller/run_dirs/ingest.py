@@ -246,13 +246,16 @@ def _seen(writer: _EventWriter) -> None:
     # What is there when an attempt begins, and nobody has told of, was written when the one before it ended.
     written_by = writer.attempt if new or known else max(1, writer.attempt - 1)
     damage = str(writer.data.get("damage") or "")
+    was = str(writer.data.get("was") or "")
+    # A sign of damage may be wrong, and the program may write it anew: only one that was set aside is called CORRUPT.
     checkpoint = Checkpoint(
         run=writer.run, name=writer.name, step=step, attempt=written_by,
-        trust=Trust.CORRUPT if damage else Trust.COMMITTED, reason=f"it {damage}" if damage else "",
+        trust=Trust.CORRUPT if damage and was else Trust.COMMITTED,
+        reason=f"it {damage}, as attempt {writer.attempt} saw it" if damage else "",
         bytes=writer.bytes, path=path, committed_at=writer.event.time, tier=os.path.dirname(path),
     )  # fmt: skip
     writer.store.put_checkpoint(checkpoint, epoch=writer.epoch)
-    if was := str(writer.data.get("was") or ""):  # it was set aside, and has its place again
+    if was:  # it was set aside, and has its place again
         aside = [one for one in writer.store.checkpoints(writer.run) if one.name == was]
         writer.doubt(next(iter(aside), None), Trust.DELETED, f"moved back to {path}")
     elif new or (written_by < writer.attempt and not known):
@@ -261,7 +264,7 @@ def _seen(writer: _EventWriter) -> None:
 
 
 def _set_aside(writer: _EventWriter) -> None:
-    if writer.known() is None:  # a damaged one is told of by nobody before
+    if writer.known() is None:  # it is set aside before anybody has told of it
         path = str(writer.data["path"])
         checkpoint = Checkpoint(
             run=writer.run, name=writer.name, step=writer.step, attempt=max(1, writer.attempt - 1),

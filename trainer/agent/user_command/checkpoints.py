@@ -4,8 +4,9 @@ import os
 import re
 import struct
 import zipfile
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from json import JSONDecodeError, JSONDecoder, detect_encoding
 from pathlib import Path
 
@@ -17,12 +18,12 @@ from trainer.contract.user_command.command_checkpoints import CommandCheckpoints
 MOST = 20
 """Checkpoints that are looked into; of older ones only the names are known."""
 _MOST_FILES, _DEEPEST = 2000, 3
-_LARGEST_JSON = 64 << 20
+_LARGEST = 64 << 20
 _ARCHIVES = frozenset({".pt", ".pth", ".bin", ".ckpt", ".npz"})
 _WEIGHTS = frozenset({".safetensors", ".distcp", ".json", ".pkl", ".npy", *_ARCHIVES})
 """Endings of files that are never empty in a whole checkpoint, but for markers."""
 _MARKERS = frozenset({".bin", ".json", ".pkl"})
-"""Endings that programs give to empty markers too: an empty one is torn only if another checkpoint has it filled."""
+"""Endings that programs give to empty markers too, and to files of a rank that has nothing to write."""
 _NUMBER = re.compile(r"\d+")
 _INCOMPLETE = "checkpoint-is-incomplete.txt"
 """Hugging Face's Trainer leaves it in a checkpoint that it had no time to finish, and does not look for it later."""
@@ -125,12 +126,33 @@ def damage(one: CommandCheckpoint, filled: Collection[str]) -> str:
         return f"is marked as incomplete by {_INCOMPLETE}"
     if not one.files:
         return "is an empty folder"
+    read_metadata = cache(_read_metadata)  # once for all its ranks
     for name in sorted(one.files):
-        if one.files[name][0] == 0 and Path(name).suffix in _MARKERS and _kind(name) not in filled:
+        if one.files[name][0] == 0 and _may_be_empty(one, name, filled, read_metadata):
             continue
         if reason := _torn(one.path / name if name else one.path, one.files[name][0]):
             return legible(f"is damaged: {name or one.path.name} {reason}")
     return ""
+
+
+def _may_be_empty(
+    one: CommandCheckpoint, name: str, filled: Collection[str], read_metadata: Callable[[Path], bytes]
+) -> bool:
+    """Whether a whole checkpoint may have this file with nothing in it."""
+    # torch writes one for each rank, and names in its metadata those that hold something.
+    if name.endswith(".distcp"):
+        return os.fsencode(Path(name).name) not in read_metadata((one.path / name).parent)
+    # A marker is empty in all checkpoints; of several files of one kind some may be of ranks with nothing to write.
+    return Path(name).suffix in _MARKERS and (_kind(name) not in filled or _kind(name) in _kinds(one, filled=True))
+
+
+def _read_metadata(folder: Path) -> bytes:
+    """Return what torch.distributed.checkpoint wrote about its files, a pickle; nothing where it cannot be read."""
+    try:
+        with open_regular(folder / ".metadata") as stream:
+            return stream.read(_LARGEST)
+    except OSError:
+        return b""
 
 
 def _lacks(one: CommandCheckpoint, older: Sequence[CommandCheckpoint]) -> str:
@@ -166,7 +188,7 @@ def _torn(file: Path, size: int) -> str:
                 check_length(stream, size)
         elif file.suffix in _ARCHIVES:
             return _cut_archive(file)
-        elif file.suffix == ".json" and size <= _LARGEST_JSON:
+        elif file.suffix == ".json" and size <= _LARGEST:
             return _cut_json(file)
     except Malformed as error:
         return f"is no whole safetensors file: {error}"

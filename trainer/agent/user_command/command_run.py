@@ -64,7 +64,8 @@ class CommandRun:
         aside, older = self._memory.aside, self._command_progress.older() if self._command_progress else None
         return CommandPast(
             failures=tuple(self._memory.failures), newest=known, saved=self._saved(), trained=self._trained,
-            older=older.path.name if older else "", ever_saved=self._memory.saved,
+            older=older.path.name if older else "",
+            first=not self._memory.saved and self._command_progress is not None and self._command_progress.is_alone(),
             aside=tuple(one.name for one in aside), doubtful=any(not one.damage for one in aside),
             disk=self._disk or "",
         )  # fmt: skip
@@ -79,7 +80,7 @@ class CommandRun:
             self._step_watch.start_generation(generation)
         if self._on and self._command_progress is not None:
             await self._command_progress.start_generation()
-            self._memory.saved = self._memory.saved or self._command_progress.has_whole()
+            self._memory.saved = self._memory.saved or self._has_whole()
 
     async def check(self, now: Generation) -> None:
         """While the program runs: now and then, and at once when a rank has failed."""
@@ -92,7 +93,7 @@ class CommandRun:
         if self._on and not self._progress_kept and self._worked(now):
             # Whatever ends this attempt, the next one need not know of failures before it.
             self._progress_kept = True
-            await self._keep(CommandMemory(saved=self._memory.saved or self._saved()))
+            await self._keep(CommandMemory(saved=self._memory.saved or self._has_whole()))
 
     async def end_generation(self, decision: Decision, now: Generation, *, cleared: bool) -> None:
         """A generation is over; `cleared`: nothing of it is left that could write."""
@@ -103,7 +104,7 @@ class CommandRun:
         if self._command_progress is not None and cleared:
             await self._command_progress.check_settled()
         self._remember(decision, now)
-        self._memory.saved = self._memory.saved or self._saved()
+        self._memory.saved = self._memory.saved or self._has_whole()
         if decision.set_aside and cleared:
             await self._set_aside(decision.set_aside, now.number)
         # Somebody has to look at it: what was tried in vain is undone, and the next attempt starts without it.
@@ -145,6 +146,9 @@ class CommandRun:
 
     def _saved(self) -> bool:
         return self._command_progress is not None and self._command_progress.saved()
+
+    def _has_whole(self) -> bool:
+        return self._command_progress is not None and self._command_progress.has_whole()
 
     def _earlier_trained(self) -> bool:
         """Whether an attempt before this one ran for longer than a start takes."""

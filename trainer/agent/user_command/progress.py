@@ -52,13 +52,16 @@ class CommandProgress:
         self.began_from: CommandCheckpoint | None = None
         self._latest: list[CommandCheckpoint] = []
         self._told: dict[str, int] = {}  # identity -> step of those that events have told of
+        self._highest = -1  # step of any checkpoint that was there when a generation of this attempt began or ended
         self._first, self._looked_at = True, 0.0
         self._looking: asyncio.Future[Found] | None = None
 
     async def start_generation(self) -> None:
         """What is there now is what the program starts from."""
+        left = self._latest
         await self.check_settled()
         self.began_from = self._latest[0] if self._latest else None
+        self._highest = max([self._highest, *(one.step for one in (*left, *self._latest))])
         self._first = False
 
     async def check(self, failed_at: float | None) -> None:
@@ -80,9 +83,12 @@ class CommandProgress:
         await self._check_now(settled=True)
 
     def saved(self) -> bool:
-        """Whether there is a whole checkpoint that is newer than what the program started from."""
+        """Whether there is a checkpoint that is newer than what the program started from.
+
+        A sign of damage may be wrong; but a step that is torn again and again is no progress.
+        """
         step = -1 if self.began_from is None else self.began_from.step
-        return any(one.step > step and not one.damage for one in self._latest)
+        return any(one.step > (self._highest if one.damage else step) for one in self._latest)
 
     def older(self) -> CommandCheckpoint | None:
         """The newest one, older than what the program started from, without a known sign of damage."""
@@ -93,6 +99,11 @@ class CommandProgress:
     def has_whole(self) -> bool:
         """Whether any present checkpoint has no known sign of damage."""
         return any(not one.damage for one in self._latest)
+
+    def is_alone(self) -> bool:
+        """Whether no other checkpoint is there than what the program started from."""
+        began = self.began_from
+        return began is not None and all(one.identity == began.identity for one in self._latest)
 
     def forget(self, one: CommandCheckpoint) -> None:
         """Forget a checkpoint that was set aside, so that no event reports it as deleted."""
@@ -114,8 +125,9 @@ class CommandProgress:
         before = {one.identity: one.files for one in self._latest}
         for at, one in reversed(list(enumerate(found))):
             # The newest one may still be written: it counts once it has stayed the same from look to look.
-            whole = not one.damage and (settled or at > 0 or before.get(one.identity) == one.files)
-            if whole and one.identity not in self._told:
+            # So may one with a sign of damage: it counts once nobody writes any more.
+            written = settled or (not one.damage and (at > 0 or before.get(one.identity) == one.files))
+            if written and one.identity not in self._told:
                 self._write_event(one)
         # A folder that is empty all at once is more likely out of sight than emptied.
         for identity in [name for name in self._told if found and name not in there]:
@@ -125,7 +137,7 @@ class CommandProgress:
             self._note_saved()
 
     def _note_saved(self) -> None:
-        """Set the saved step of the run to the newest whole checkpoint that is present."""
+        """Set the saved step of the run to the newest checkpoint that is present."""
         self._progress.saved = max((one.step for one in self._latest if one.identity in self._told), default=0)
         self._progress.step = self._progress.saved if self._counts_steps else self._progress.step
 
@@ -133,5 +145,5 @@ class CommandProgress:
         self._told[one.identity] = one.step
         self._events.write(
             EventKind.CHECKPOINT_SEEN, step=one.step, name=one.identity, path=str(one.path), bytes=one.bytes,
-            new=not self._first,
+            new=not self._first, **({"damage": one.damage} if one.damage else {}),
         )  # fmt: skip

@@ -59,7 +59,7 @@ class CommandPast:
     saved: bool = False  # a checkpoint since this generation began
     trained: bool = False  # at some time before this generation
     older: str = ""  # name of an older checkpoint without a known sign of damage, or empty
-    ever_saved: bool = True  # a whole one was there at some time, as far as is known
+    first: bool = False  # no other one is there, and no whole one ever was, as far as is known
     aside: tuple[str, ...] = ()  # names of the checkpoints set aside since the program last trained
     doubtful: bool = False  # one of them without a sign of damage
     disk: str = ""  # why nothing could be written into the run's folder when a rank had failed; empty: it could
@@ -104,7 +104,7 @@ def command_cause(ends: Sequence[RankEnd], past: CommandPast, seconds: float) ->
     mine = CommandFailure(
         mark=_mark(early or root), seconds=seconds, written=root.written, exception=root.exception, crashed=not own,
         saved=past.saved, trained=past.saved or seconds > START_SECONDS,
-        loading=_loading(root, past, doubt=bool(past.newest and past.newest.damage and not past.newest.lacking)),
+        loading=_loading(root, past, doubt=_is_torn(past)),
         began_from=past.newest.identity if past.newest else "",
     )  # fmt: skip
     judgement = judge([*past.failures, mine], past)
@@ -185,13 +185,14 @@ def _why_set_aside(row: Sequence[CommandFailure], past: CommandPast) -> str:
     last, newest = row[-1], past.newest
     if newest is None or len(past.aside) >= MOST_SET_ASIDE:
         return ""
-    # The last whole checkpoint is never given up. A damaged first one costs no progress.
-    if not past.older and (past.ever_saved or not newest.damage):
+    # The last whole checkpoint is never given up, nor are several that all look damaged: the sign may be wrong.
+    # A damaged first one costs no progress.
+    if not past.older and not (past.first and newest.damage):
         return ""
     if not newest.damage and (past.doubtful or last.crashed):
         return ""
     # Bytes that cannot be whole speak for themselves. Otherwise only failures to load something count.
-    by_bytes = bool(newest.damage and past.older and not newest.lacking)
+    by_bytes = bool(_is_torn(past) and past.older)
     # A large one takes long to load: where it is damaged, failing while it is loaded is no sign of having trained.
     soon = [
         one for one in row
@@ -227,7 +228,9 @@ def likely_cause(root: RankEnd, past: CommandPast, row: Sequence[CommandFailure]
                 "made no difference" if same_without(row) else "is the newest now, from which it fails in another way"
             )
             return f"; its newest checkpoint was {past.aside[0]}, and {past.newest.name}{torn} {then}"
-        alone = "" if past.older else ", and orch sees no whole older one: repair it, or move it away to begin anew"
+        # Only what failed while it loaded it is helped by that.
+        advised = not past.older and _of_its_checkpoint(root, past)
+        alone = ", and orch sees no whole older one: repair it, or move it away to begin anew" if advised else ""
         return f"; its newest checkpoint is {past.newest.name}{torn}{alone}"
     if not past.trained:
         return ""
@@ -240,16 +243,21 @@ def likely_cause(root: RankEnd, past: CommandPast, row: Sequence[CommandFailure]
 
 
 def _final_kind(kind: FailureKind, root: RankEnd, past: CommandPast) -> FailureKind:
-    if kind is FailureKind.OUT_OF_MEMORY and not (past.newest is not None and past.newest.damage):
-        return kind
-    return FailureKind.STORAGE if _of_its_checkpoint(root, past) else FailureKind.USER_ERROR
+    if _of_its_checkpoint(root, past):
+        return FailureKind.STORAGE
+    return kind if kind is FailureKind.OUT_OF_MEMORY else FailureKind.USER_ERROR
 
 
 def _of_its_checkpoint(root: RankEnd, past: CommandPast) -> bool:
     """Whether not the code but what it loads has to be fixed."""
-    if past.newest is not None and past.newest.damage:
+    if _is_torn(past) and past.older:
         return True
     return _loading(root, past, doubt=True) and (past.trained or past.newest is not None)
+
+
+def _is_torn(past: CommandPast) -> bool:
+    """Whether the bytes of the newest checkpoint cannot be whole."""
+    return past.newest is not None and bool(past.newest.damage) and not past.newest.lacking
 
 
 def _loading(root: RankEnd, past: CommandPast, *, doubt: bool) -> bool:

@@ -1,8 +1,10 @@
 """PURE: whether a program failed while it loaded its newest checkpoint, by the text of the error alone.
 
-What it printed before is no sign: most programs print the checkpoint that they resume from, whatever they fail of next.
+Only an error that the bytes of a file can cause counts, whatever else it names: a GPU, the network or a missing right
+never does. What was printed before is no sign: most programs print what they resume from, whatever they fail of next.
 """
 
+import errno
 import re
 from collections.abc import Sequence
 from itertools import takewhile
@@ -12,6 +14,10 @@ from trainer.contract.failures.failure_patterns import Meaning, error_says
 
 _FRAME = re.compile(r'^\s+File "')
 _COMPLAINT = re.compile(r"(?i:error|fail|cannot|could not|unable|corrupt|invalid|truncated|unexpected)")
+_CHAINED = re.compile(r"(During handling of the above|The above) exception")
+_ERRNO = re.compile(r"\b(?:errno|os error)\W{1,3}(\d{1,5})", re.IGNORECASE)
+_OF_BYTES = frozenset({errno.ENOENT, errno.EINVAL, errno.EBADMSG, errno.EUCLEAN})
+"""What the system answers for a file that is missing, cut off or damaged; the bytes of a file cause no other errno."""
 _URL = r"://"
 _ABSOLUTE = r"(?<![\w./:~+@-])~?/(?![\w./+-]{0,300}\.(?:cc|cpp|cu|h|hpp|rs):\d)[\w.]"  # but for lines of source code
 _QUOTED = r"['\"][^'\"]{0,300}/[^'\"]{0,300}['\"]"
@@ -32,22 +38,29 @@ def is_loading_error(said: str, lines: Sequence[str], checkpoint: str, *, raised
     text = "\n".join((*trace, said))
     if not raised and not _COMPLAINT.search(said):
         return False
-    # A file on a disk causes none of these, wherever it is loaded.
-    if error_says(said, Meaning.MEMORY, Meaning.GPU_MEMORY, Meaning.HARDWARE, Meaning.OUTSIDE):
+    words = "\n".join((*_causes(lines), said))
+    if any(int(number) not in _OF_BYTES for number in _ERRNO.findall(words)) or error_says(text, Meaning.TRAINING_DATA):
         return False
-    if error_says(text, Meaning.NO_CHECKPOINT):
-        return False
+    parsed = error_says(words, Meaning.UNREADABLE, Meaning.CUT_OFF, Meaning.BROKEN)
     if _is_named(checkpoint, said):
-        return True
+        return parsed or error_says(words, Meaning.MISSING)
     # The error names another file or a server.
     if _PLACE.search(said):
         return False
     code = [line for line in trace if not _FRAME.match(line)]
     if any(_is_named(checkpoint, line) for line in code):
-        return True
+        return parsed
     if any(error_says(line, Meaning.LOADING) and _ARGUMENT.search(line) for line in code):
         return False
-    return error_says(text, Meaning.LOADING) or (doubt and error_says(said, Meaning.CUT_OFF))
+    by_itself = error_says(said, Meaning.UNREADABLE) or (doubt and error_says(said, Meaning.CUT_OFF))
+    return by_itself or (parsed and error_says(text, Meaning.LOADING))
+
+
+def _causes(lines: Sequence[str]) -> list[str]:
+    """Return the words of the exceptions that the last one was raised from, or while they were handled."""
+    lines = [RANK_PREFIX.sub("", line) for line in lines]
+    chained = [at for at, line in enumerate(lines) if _CHAINED.match(line)]
+    return [lines[at - 1] for at in chained if at]
 
 
 def _last_traceback(lines: Sequence[str]) -> list[str]:

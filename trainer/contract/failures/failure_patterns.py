@@ -21,9 +21,12 @@ class Meaning(StrEnum):
     NO_RENDEZVOUS = "no_rendezvous"  # ranks did not meet
     MISMATCH = "mismatch"  # ranks called different collectives
     OUTSIDE = "outside"  # what a program only meets: the network, a file server, the end of a process beside it
-    LOADING = "loading"  # what programs raise, and where, when they load a file that was cut off
+    UNREADABLE = "unreadable"  # what only the bytes of a file of weights or state cause
     CUT_OFF = "cut_off"  # what a file that was cut off raises where it is read, and also an answer of a server
-    NO_CHECKPOINT = "no_checkpoint"  # of a GPU, its driver or the training data: no checkpoint causes it
+    BROKEN = "broken"  # what the bytes of any file cause, and other things too
+    MISSING = "missing"  # a file that is not there
+    LOADING = "loading"  # code that loads a checkpoint
+    TRAINING_DATA = "training_data"  # code of a data loader
     NO_SECRETS = "no_secrets"  # an agent cannot read the run's secrets
     TIME_LIMIT = "time_limit"
     PREEMPTED = "preempted"
@@ -122,14 +125,23 @@ TABLE = tuple(
         (Meaning.OUTSIDE, _ERROR, r"\b(429 Client|50[0234] Server) Error\b|HTTP Error (429|50[0234])\b"),
         (Meaning.OUTSIDE, _ERROR, r"Too Many Requests|Bad Gateway|Service (Temporarily )?Unavailable"),
         (Meaning.OUTSIDE, _ERROR, r"DataLoader worker .{0,200}(killed|exited unexpectedly)"),
-        (Meaning.LOADING, _ERROR, r"SafetensorError|deserializing header|PytorchStreamReader|central directory"),
-        (Meaning.LOADING, _ERROR, r"UnpicklingError|invalid load key|unexpected EOF|BadZipFile"),
-        (Meaning.LOADING, _ERROR, r"loading state_dict|storage has wrong byte size"),
-        (Meaning.LOADING, _ERROR, r"torch\.load\(|load_state_dict\(|load_file\(|load_(from_)?checkpoint"),
-        (Meaning.LOADING, _ERROR, r"torch/serialization\.py\", line \d+, in \w*load"),
+        # Network file systems: a client that Lustre has evicted, CIFS, FUSE, an expired key of Kerberos or AFS
+        (Meaning.OUTSIDE, _ERROR, r"\[Errno (6[47]|7[01]|10[0-478]|11[0-36]|12[16-9])\]"),
+        (Meaning.UNREADABLE, _ERROR, r"SafetensorError|deserializing header|central directory"),
+        # but for what the system refused it
+        (Meaning.UNREADABLE, _ERROR, r"PytorchStreamReader(?!.{0,200}: (file \w+|allocation) failed)"),
+        (Meaning.UNREADABLE, _ERROR, r"UnpicklingError|invalid load key|unexpected EOF|BadZipFile"),
+        (Meaning.UNREADABLE, _ERROR, r"load(ing|ed) state[_ ]dict|storage has wrong byte size"),
         (Meaning.CUT_OFF, _ERROR, r"EOFError|JSONDecodeError"),
-        (Meaning.NO_CHECKPOINT, _ERROR, r"(CUDA|HIP|cuDNN|NCCL)( driver)? error|CUBLAS_STATUS|CUDNN_STATUS"),
-        (Meaning.NO_CHECKPOINT, _ERROR, r"on (a )?CUDA device|NVIDIA driver|torch/utils/data/|in DataLoader worker"),
+        (Meaning.BROKEN, _ERROR, r"(?i:corrupt|truncated|damaged|\bincomplete\b|malformed)"),
+        (Meaning.BROKEN, _ERROR, r"(?i:checksum|\bcrc|\bdigest\b|\bmagic\b|unexpected end|end of file|ended before)"),
+        (Meaning.BROKEN, _ERROR, r"UnicodeDecodeError|DataLossError|while decompressing|gzipped|requires a buffer of"),
+        (Meaning.BROKEN, _ERROR, r"(?i:(size|shape) mismatch|(missing|unexpected) key)"),
+        (Meaning.BROKEN, _ERROR, r"\[Errno (22|74|117)\]"),
+        (Meaning.MISSING, _ERROR, r"No such file or directory|no file named|Can't find a valid checkpoint"),
+        (Meaning.LOADING, _ERROR, r"torch\.load\(|load_state_dict\(|load_file\(|load_(from_)?checkpoint|\bdcp\.load\("),
+        (Meaning.LOADING, _ERROR, r"torch/serialization\.py\", line \d+, in \w*load"),
+        (Meaning.TRAINING_DATA, _ERROR, r"torch/utils/data/|in DataLoader worker"),
         (Meaning.REQUEUED, _LOG, r"DUE TO JOB REQUEUE"),
         (Meaning.CANCELLED, _LOG, r"CANCELLED AT .{0,500} \*\*\*$"),
         (Meaning.TEARDOWN, _LOG, r"srun: (Job step aborted|forcing job termination|Force Terminated)"),

@@ -46,6 +46,8 @@ SAID: list[tuple[EventKind, dict[str, Any], str]] = [
      "saves every 1200 steps from now on: a save costs 2 s"),
     (EventKind.CHECKPOINT_SEEN, {"step": 20, "name": "a.1f", "path": "/out/a", "bytes": 1 << 20, "new": True},
      "the program has a checkpoint of step 20 (1.0 MiB)"),
+    (EventKind.CHECKPOINT_SEEN, {"step": 20, "name": "a.1f", "bytes": 7, "damage": "is damaged: a.pt is empty"},
+     "the program has a checkpoint of step 20 (7 B), which is damaged: a.pt is empty"),
     (EventKind.CHECKPOINT_SET_ASIDE, {"step": 20, "name": "a.1f", "path": "/out/.orch-set-aside.20", "reason": "torn"},
      "checkpoint 20 is now /out/.orch-set-aside.20: torn"),
 ]  # fmt: skip

@@ -348,7 +348,7 @@ def test_checkpoints_of_a_command_count_as_what_its_attempt_saved(tmp_path: Path
     aside = {"reason": "it lacks a file", "path": "/out/.orch-set-aside.20.001-002"}
     log.write(EventKind.CHECKPOINT_SET_ASIDE, step=20, name="c-20.1f", damaged=True, **aside)
     log.write(EventKind.CHECKPOINT_SET_ASIDE, step=10, name="c-10.1f", damaged=False, **aside)
-    # A damaged one is told of by nobody while it lies at its place.
+    # It is set aside before anybody has told of it.
     log.write(EventKind.CHECKPOINT_SET_ASIDE, step=30, name="c-30.1f", damaged=True, **aside)
     read(world)
     rows = {item.step: item for item in world.store.checkpoints(world.name)}
@@ -366,6 +366,16 @@ def test_checkpoints_of_a_command_count_as_what_its_attempt_saved(tmp_path: Path
     assert known["c-20.1f.back"] == (corrupt, "/out/c-20"), "it has its place again, and is no better for that"
     assert known["c-10.1f.back"] == (Trust.COMMITTED, "/out/c-10")
     assert {known["c-20.1f"][0], known["c-10.1f"][0]} == {Trust.DELETED}
+
+
+def test_a_checkpoint_of_a_command_with_a_sign_of_damage_counts_and_its_row_shows_the_sign(tmp_path: Path) -> None:
+    world, log = begun(tmp_path)
+    seen = {"step": 20, "name": "c-20.1f", "path": "/out/c-20", "bytes": 7, "new": True}
+    log.write(EventKind.CHECKPOINT_SEEN, **seen, damage="is damaged: a.pt is empty")
+    read(world)
+    (row,) = world.store.checkpoints(world.name)
+    assert (row.trust, row.reason) == (Trust.COMMITTED, "it is damaged: a.pt is empty, as attempt 1 saw it")
+    assert world.attempts[0].saved_step == 20
 
 
 def test_what_a_command_saved_just_before_its_attempt_ended_counts_for_that_attempt(tmp_path: Path) -> None:

@@ -139,6 +139,32 @@ def test_an_empty_file_is_a_marker_where_no_checkpoint_has_it_filled(tmp_path, m
     assert torn == [True, 9 in marked, False]
 
 
+def test_torch_writes_an_empty_file_for_a_rank_that_has_nothing_to_write(tmp_path):
+    """Its metadata names the files that hold something; the checkpoint before is of fewer ranks."""
+    metadata = b"\x80\x04__0_0.distcp\x94"
+    write(
+        tmp_path,
+        "checkpoint-9",
+        {"__0_0.distcp": b"x", "__1_0.distcp": b"x", ".metadata": b"__0_0.distcp __1_0.distcp"},
+    )
+    write(tmp_path, "checkpoint-10", {"__0_0.distcp": b"x", "__1_0.distcp": b"", ".metadata": metadata})
+    assert [one.damage for one in examined(find(tmp_path, CONFIG)[0])] == ["", ""]
+    (tmp_path / "checkpoint-10" / "__0_0.distcp").write_bytes(b"")
+    torn, _ = examined(find(tmp_path, CONFIG)[0])
+    assert torn.damage == "is damaged: __0_0.distcp is empty"
+    (tmp_path / "checkpoint-10" / ".metadata").unlink()
+    unknown, _ = examined(find(tmp_path, CONFIG)[0])
+    assert unknown.damage == ""
+
+
+def test_a_rank_may_have_nothing_for_a_file_that_other_ranks_fill(tmp_path):
+    write(tmp_path, "checkpoint-9", WHOLE | {"seen_0.json": b"[1]", "seen_1.json": b"[2]"})
+    write(tmp_path, "checkpoint-10", WHOLE | {"seen_0.json": b"[1]", "seen_1.json": b""})
+    assert [one.damage for one in examined(find(tmp_path, CONFIG)[0])] == ["", ""]
+    (tmp_path / "checkpoint-10" / "seen_0.json").write_bytes(b"")
+    assert examined(find(tmp_path, CONFIG)[0])[0].damage == "is damaged: seen_0.json is empty"
+
+
 def test_numbers_that_begin_with_zeros_and_a_blank_text_are_no_signs(tmp_path):
     write(tmp_path, "checkpoint-10", {**WHOLE, "indices.bin": bytes(300), "notes.json": b"\n"})
     assert [one.damage for one in examined(find(tmp_path, CONFIG)[0])] == [""]

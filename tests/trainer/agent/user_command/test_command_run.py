@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import json
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -361,6 +362,48 @@ def test_the_last_one_of_many_stays_although_it_is_torn(tmp_path: Path, out: Pat
     attempt.fails()
     attempt.fails()
     assert names(out) == ["checkpoint-10"]
+
+
+BUG = RankEnd(rank=0, node="n0", at=0.0, step=None, exit_code=1, exception="KeyError", message="lr")
+
+
+def test_checkpoints_that_all_look_damaged_stay_and_count_as_progress(tmp_path: Path, out: Path) -> None:
+    """The sign may be wrong for all of them alike."""
+    attempt = Attempt(tmp_path, 1, restarts=99)
+    for step in (10, 20, 30):
+        attempt.fails(BUG, while_it_ran=lambda step=step: save(out, step, '{"tor'))
+    assert attempt.progress.saved == 30
+    seen = attempt.told(EventKind.CHECKPOINT_SEEN)
+    assert [data["step"] for data in seen] == [10, 20, 30]
+    assert {data["damage"] for data in seen} == {"is damaged: state.json is no whole JSON file"}
+    last = [attempt.fails() for _ in range(3)][-1]
+    assert last.failure is not None
+    assert (last.action, last.failure.kind) == (Action.END, FailureKind.STORAGE)
+    assert "checkpoint-30, which is damaged: state.json is no whole JSON file" in last.reason
+    assert names(out) == ["checkpoint-10", "checkpoint-20", "checkpoint-30"]
+
+
+def test_the_programs_own_bug_is_its_own_whatever_its_checkpoints_look_like(tmp_path: Path, out: Path) -> None:
+    save(out, 10, '{"tor')
+    save(out, 20, '{"tor')
+    attempt = Attempt(tmp_path, 1, restarts=99)
+    last = [attempt.fails(BUG) for _ in range(3)][-1]
+    assert last.failure is not None
+    assert (last.action, last.failure.kind) == (Action.END, FailureKind.USER_ERROR)
+    assert "move it away" not in last.reason
+
+
+def test_the_same_step_torn_again_and_again_is_no_progress(tmp_path: Path, out: Path) -> None:
+    save(out, 10)
+    attempt = Attempt(tmp_path, 1, restarts=99)
+    saved = []
+    for _ in range(3):
+        attempt.fails(BUG, while_it_ran=lambda: save(out, 20, '{"tor'))
+        past = attempt.program.past()
+        assert past is not None
+        saved.append(past.saved)
+        shutil.rmtree(out / "checkpoint-20")
+    assert saved == [True, False, False]
 
 
 def test_a_folder_that_cannot_be_read_changes_nothing(tmp_path: Path, out: Path) -> None:

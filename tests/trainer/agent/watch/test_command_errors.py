@@ -150,6 +150,7 @@ def test_days_of_training_between_two_failures_make_them_two():
         ([raised("DistStoreError", "2/4 clients joined")], FailureKind.UNKNOWN, "could not meet its peers"),
         ([raised("gaierror", "Temporary failure in name resolution")], FailureKind.UNKNOWN, "gaierror"),
         ([raised("OSError", "[Errno 116] Stale file handle")], FailureKind.UNKNOWN, "Stale file handle"),
+        ([raised("BrokenPipeError", "[Errno 108] Cannot send: '/o/c/a.pt'")], FailureKind.UNKNOWN, "Cannot send"),
         ([raised("RuntimeError", "DataLoader worker (pid 7) is killed by signal: x")], FailureKind.UNKNOWN, "pid"),
         ([raised("OSError", "[Errno 28] No space left on device")], FailureKind.STORAGE, "its storage"),
         ([end(exit_code=75)], FailureKind.UNKNOWN, "asked to be restarted"),
@@ -181,7 +182,8 @@ def traceback(code: str, *said: str, file: str = "/home/ml/train.py") -> tuple[s
         (TORN, raised(), True),
         (TORN, end(exit_code=None, signal=int(signal.SIGBUS)), True),
         (SOUND, LOADING, True),
-        (SOUND, raised("KeyError", lines=traceback("load(path / 'checkpoint-50')", "KeyError: bad")), True),
+        (SOUND, raised("error", "Error -3 while decompressing data", lines=traceback("load('checkpoint-50')")), True),
+        (SOUND, raised("KeyError", lines=traceback("load(path / 'checkpoint-50')", "KeyError: bad")), False),
         (SOUND, raised(), False),  # nothing says that it was loading anything
         (SOUND, end(exit_code=None, signal=int(signal.SIGBUS)), False),
         (TORN, end(exit_code=None, signal=int(signal.SIGKILL)), False),  # somebody else's doing
@@ -210,15 +212,33 @@ def test_the_last_whole_checkpoint_is_never_given_up():
     )
 
 
-def test_a_damaged_one_goes_only_where_another_is_left_or_none_ever_was():
-    assert not Program(newest=TORN, older="", ever_saved=True).times(2, LOADING).set_aside
-    first = Program(newest=TORN, older="", ever_saved=False).times(2, LOADING).set_aside
+def test_a_damaged_one_goes_only_where_a_whole_one_is_left_or_it_is_the_first_of_all():
+    """Where several look damaged and none whole, the sign is in doubt and not the checkpoints."""
+    assert not Program(newest=TORN, older="", first=False).times(2, LOADING).set_aside
+    assert Program(newest=TORN, older="").times(3, LOADING).failure.kind is FailureKind.STORAGE
+    first = Program(newest=TORN, older="", first=True).times(2, LOADING).set_aside
     assert "will be moved away: it lacks trainer_state.json; orch sees no whole older one" in first
-    cut = Program(newest=replace(TORN, lacking=False), older="", ever_saved=False)
+    cut = Program(newest=replace(TORN, lacking=False), older="", first=True)
     assert not cut.times(2, raised("ConnectionError")).set_aside  # it was not loading anything
     assert not cut.fails(LOADING).set_aside
     assert cut.fails(LOADING).set_aside
-    assert not Program(newest=SOUND, older="", ever_saved=False).times(2, LOADING).set_aside
+    assert not Program(newest=SOUND, older="", first=True).times(2, LOADING).set_aside
+
+
+@pytest.mark.parametrize("newest", [SOUND, TORN])
+@pytest.mark.parametrize(
+    ("what", "kind"),
+    [("KeyError", FailureKind.USER_ERROR), ("OutOfMemoryError", FailureKind.OUT_OF_MEMORY)],
+)
+def test_a_failure_that_shows_nothing_of_loading_keeps_its_kind_and_no_advice_costs_the_only_checkpoint(
+    newest, what, kind
+):
+    failure = Program(newest=newest, older="").times(3, raised(what, "bad")).failure
+    assert failure.kind is kind
+    assert "move it away" not in failure.reason
+    assert Program(newest=TORN, older="checkpoint-20", aside=("a", "b", "c")).times(3, raised()).failure.kind is (
+        FailureKind.STORAGE
+    ), "its bytes cannot be whole, and a whole one is there"
 
 
 def test_only_failures_from_a_checkpoint_without_a_sign_of_damage_are_paused():
@@ -250,6 +270,7 @@ def test_failures_with_another_cause_do_not_count_against_a_checkpoint_without_a
 
 SHARD = "[Errno 2] No such file or directory: '/mnt/data/imagenet/shard-00017.bin'"
 UNZIPPED = "PytorchStreamReader failed reading zip archive: failed finding central directory"
+STATE = "'/out/checkpoint-50/state.pt'"
 NOT_OF_THE_CHECKPOINT = {
     "file": raised("FileNotFoundError", SHARD, lines=traceback("open(shard, 'rb')")),
     "file-loaded": raised("FileNotFoundError", SHARD, lines=traceback("torch.load(shard)")),
@@ -276,6 +297,30 @@ NOT_OF_THE_CHECKPOINT = {
     "handled": raised("ValueError", "bad", lines=("    torch.load(p)", "EOFError: x", *traceback("model(batch)"))),
     "after": raised("ValueError", "bad", lines=(*traceback("model(b)", "ValueError: bad"), "see checkpoint-50")),
     "printed": end(lines=("Resuming training from out/checkpoint-50",)),
+    "printed-digest": end(lines=("Resuming from out/checkpoint-50, of digest 7e1f",)),
+    "evicted": raised("BrokenPipeError", f"[Errno 108] Cannot send after transport endpoint shutdown: {STATE}"),
+    "aborted": raised("ConnectionAbortedError", f"[Errno 103] Software caused connection abort: {STATE}"),
+    "host": raised("OSError", f"[Errno 112] Host is down: {STATE}"),
+    "remote": raised("OSError", f"[Errno 121] Remote I/O error: {STATE}"),
+    "expired": raised("OSError", f"[Errno 127] Key has expired: {STATE}"),
+    "busy": raised("OSError", f"[Errno 16] Device or resource busy: {STATE}"),
+    "right": raised("PermissionError", f"[Errno 13] Permission denied: {STATE}"),
+    "open-files": raised("OSError", f"[Errno 24] Too many open files: {STATE}"),
+    "again": raised("BlockingIOError", f"[Errno 11] Resource temporarily unavailable: {STATE}"),
+    "rust": raised("SafetensorError", f"I/O error: Stale file handle (os error 116): {STATE}"),
+    "unread": raised("RuntimeError", "PytorchStreamReader failed reading file data/0: file read failed",
+                     lines=traceback("torch.load('out/checkpoint-50/state.pt')")),
+    "thread": raised("RuntimeError", "can't start new thread", lines=traceback("load_checkpoint('out/checkpoint-50')")),
+    "gpus": raised("RuntimeError", "No CUDA GPUs are available", lines=traceback("load_checkpoint(path)")),
+    "gpus-named": raised("RuntimeError", "CUDA unknown error", lines=traceback("load('out/checkpoint-50').cuda()")),
+    "library": raised("ImportError", "libcudart.so.12: cannot open shared object file: No such file or directory",
+                      lines=traceback("load('out/checkpoint-50')")),
+    "interrupted": raised("KeyboardInterrupt", "", lines=traceback("torch.load('out/checkpoint-50/state.pt')")),
+    "refused": raised("RuntimeError", "upload of checkpoint-50 refused: 403 Forbidden"),
+    "no-cause": end(lines=("Resuming from out/checkpoint-50", "error: cannot read out/checkpoint-50/model.bin")),
+    "wrapped": raised("OSError", "Unable to load weights from out/checkpoint-50/model.bin: corrupted?", lines=(
+        *traceback("torch.load(file)", f"OSError: [Errno 108] Cannot send after transport endpoint shutdown: {STATE}"),
+        "The above exception was the direct cause of the following exception:", *traceback("load_checkpoint(path)"))),
 }  # fmt: skip
 
 
@@ -295,7 +340,16 @@ OF_THE_CHECKPOINT = {
     )),
     "json": raised("JSONDecodeError", "Expecting value", lines=traceback("read('out/checkpoint-50/state.json')")),
     "words": raised("RuntimeError", "loader.cc: checkpoint-50 has a bad checksum"),
-    "line": end(lines=("Resuming from out/checkpoint-50", "error: cannot read out/checkpoint-50/model.bin")),
+    "line": end(lines=("Resuming from out/checkpoint-50", "error: out/checkpoint-50/model.bin is truncated")),
+    "quoted": raised("FileNotFoundError", 'No such file or directory: "out/checkpoint-50/model.safetensors"'),
+    "lacks": raised("ValueError", "Can't find a valid checkpoint at out/checkpoint-50"),
+    "bad-message": raised("OSError", f"[Errno 74] Bad message: {STATE}"),
+    "shape": raised("ValueError", "Size mismatch between saved [4] and current [5] for w",
+                    lines=traceback("dcp.load(state, checkpoint_id=path)")),
+    "keys": raised("RuntimeError", "Error(s) in loading state_dict for Net: Missing key(s) in state_dict: w"),
+    "wrapped": raised("OSError", "Unable to load weights from pytorch checkpoint file for 'out/checkpoint-50/a.bin'",
+        lines=(*traceback("torch.load(file)", "UnpicklingError: invalid load key, '\\x00'."),
+        "During handling of the above exception, another exception occurred:", *traceback("load_state_dict(file)"))),
 }  # fmt: skip
 
 
@@ -308,7 +362,7 @@ def test_an_error_that_names_the_checkpoint_or_what_loads_it_counts_against_it(f
 def test_what_ended_too_early_is_the_checkpoint_where_that_has_a_sign_of_damage(what):
     """The first of all, which is moved only if the program could not load it."""
     ended = raised(what, "x", lines=traceback("json.load(file)"))
-    assert Program(newest=TORN, older="", ever_saved=False).times(2, ended).set_aside
+    assert Program(newest=TORN, older="", first=True).times(2, ended).set_aside
     assert not Program(newest=SOUND).times(2, ended).set_aside
     assert Program(newest=SOUND).times(3, ended).failure.kind is FailureKind.STORAGE  # somebody has to look at it
 
@@ -318,7 +372,7 @@ def test_a_plain_number_or_word_names_a_checkpoint_only_in_a_path(name, path):
     newest = replace(SOUND, name=name)
     unrelated = raised("ValueError", f"use the latest version; index {name} of 60", lines=traceback("model(batch)"))
     assert not Program(newest=newest).times(2, unrelated).set_aside
-    assert Program(newest=newest).times(2, raised("ValueError", f"cannot read {path}")).set_aside
+    assert Program(newest=newest).times(2, raised("ValueError", f"{path} is truncated")).set_aside
 
 
 def test_a_program_that_ran_on_from_its_checkpoint_keeps_it():

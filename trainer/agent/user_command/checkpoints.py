@@ -74,7 +74,7 @@ def _read(path: Path, step: int, identity: str) -> CommandCheckpoint | None:
     try:
         found = list(_files(path)) if path.is_dir() else [path]
         states = [(file, _state(file)) for file in found[:_MOST_FILES]]
-    except OSError:  # deleted by the program while it was looked at
+    except OSError:  # deleted by the program while it was looked at, or out of reach
         return None
     files = {"" if file == path else str(file.relative_to(path)): state for file, state in states if state is not None}
     if path in found and not files:
@@ -94,9 +94,13 @@ def _state(file: Path) -> tuple[int, int] | None:
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """At most one more than are looked at."""
+    """At most one more than are looked at. Raises OSError for a folder that cannot be read: it may not be empty."""
+
+    def refuse(error: OSError) -> None:
+        raise error
+
     count = 0
-    for at, folders, names in os.walk(folder):
+    for at, folders, names in os.walk(folder, onerror=refuse):
         if len(Path(at).relative_to(folder).parts) >= _DEEPEST:
             folders.clear()
         for name in names:
@@ -192,8 +196,8 @@ def _torn(file: Path, size: int) -> str:
             return _cut_json(file)
     except Malformed as error:
         return f"is no whole safetensors file: {error}"
-    except OSError as error:
-        return f"cannot be read: {error.strerror or error}"
+    except OSError:  # which says nothing of the bytes
+        return ""
     return ""
 
 

@@ -1,7 +1,9 @@
 """Checkpoints of a user's program: found by their names, told to be torn by cheap signs."""
 
+import errno
 import io
 import json
+import os
 import random
 import struct
 import zipfile
@@ -163,6 +165,24 @@ def test_a_rank_may_have_nothing_for_a_file_that_other_ranks_fill(tmp_path):
     assert [one.damage for one in examined(find(tmp_path, CONFIG)[0])] == ["", ""]
     (tmp_path / "checkpoint-10" / "seen_0.json").write_bytes(b"")
     assert examined(find(tmp_path, CONFIG)[0])[0].damage == "is damaged: seen_0.json is empty"
+
+
+def test_a_file_or_folder_that_the_system_refuses_is_no_sign(tmp_path, monkeypatch):
+    """A server of files may be away while orch looks, and back when the program reads."""
+    write(tmp_path, "checkpoint-9", WHOLE)
+    write(tmp_path, "checkpoint-10", WHOLE)
+    found = find(tmp_path, CONFIG)[0]
+    scandir = os.scandir
+
+    def refuse(path):
+        if str(path).endswith(("checkpoint-10", ".pt", ".json", ".safetensors")):
+            raise OSError(errno.ESHUTDOWN, os.strerror(errno.ESHUTDOWN), str(path))
+        return scandir(path)
+
+    monkeypatch.setattr("trainer.agent.user_command.checkpoints.open_regular", refuse)
+    monkeypatch.setattr("os.scandir", refuse)
+    assert [one.damage for one in examined(found)] == ["", ""]
+    assert [one.step for one in find(tmp_path, CONFIG)[0]] == [9], "what is in the other one is not known"
 
 
 def test_numbers_that_begin_with_zeros_and_a_blank_text_are_no_signs(tmp_path):

@@ -32,7 +32,7 @@ _A_STEP = 4
 """Collectives in each step."""
 _P99_SECONDS = 10.0
 _FLIGHTS_AT_ONCE = 4
-"""As `trainer.agent.evidence.collector` sends them."""
+"""As `trainer.agent.evidence.bundle` sends them."""
 
 
 class SyntheticRanks:

@@ -32,7 +32,7 @@ def arguments(spec: JobSpec) -> tuple[str, str]:
 
 def start_command(run_dir: Path | str, submission: Path | str) -> str:
     """What follows the interpreter in a job's script: it loads the payload, once it has made sure of its folder."""
-    return f"-u -m trainer.agent.start {shlex.quote(str(run_dir))} {shlex.quote(str(submission))}"
+    return f"-u -m trainer.agent.main {shlex.quote(str(run_dir))} {shlex.quote(str(submission))}"
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.security.people import ROOT, Town, town
-from trainer.agent.control.authentication import hello_seal, new_nonce
+from trainer.agent.control.tcp_transport import hello_seal, new_nonce
 from trainer.contract.run_dir import RunDir
 
 SMALL = [
@@ -173,7 +173,7 @@ def test_a_job_that_finds_bobs_folder_in_place_of_its_own_loads_nothing(place, h
     if how == "link_to_anns_own":
         place.bob.code("import os, sys; os.symlink(*sys.argv[1:])", place.ann.home, run)
     submission = run / "attempts/001/submission"
-    words = [str(place.ann.python), "-P", "-u", "-m", "trainer.agent.start", str(run), str(submission)]
+    words = [str(place.ann.python), "-P", "-u", "-m", "trainer.agent.main", str(run), str(submission)]
     local = {"SUBMITIT_EXECUTOR": "local", "SUBMITIT_LOCAL_JOB_ID": "1", "SUBMITIT_LOCAL_NTASKS": "1"}
     done = place.ann.run(words, **local, SUBMITIT_LOCAL_GLOBALID="0", SUBMITIT_LOCAL_LOCALID="0")
     assert done.returncode == 78, done.stderr
@@ -207,7 +207,7 @@ def test_folders_that_are_exchanged_all_the_time_never_run_bobs_payload(place):
         [str(place.bob.python), "-S", "-c", EXCHANGE, str(run), str(other), str(over)], user=place.bob.uid,
         group=place.bob.gid, extra_groups=[place.bob.shared], env=place.bob.environment(), cwd="/",
     )  # fmt: skip
-    words = [str(place.ann.python), "-P", "-u", "-m", "trainer.agent.start", str(run), f"{run}/attempts/001/submission"]
+    words = [str(place.ann.python), "-P", "-u", "-m", "trainer.agent.main", str(run), f"{run}/attempts/001/submission"]
     local = {"SUBMITIT_EXECUTOR": "local", "SUBMITIT_LOCAL_JOB_ID": "1", "SUBMITIT_LOCAL_NTASKS": "1"}
     try:
         until(lambda: run.stat().st_uid == place.bob.uid, "Bob has begun")

@@ -1,4 +1,9 @@
-"""One agent: the entry point that submitit calls on every node."""
+"""What a job's script starts on every node: it makes sure of the run directory, then lets submitit load its payload.
+
+`python -P -u -m trainer.agent.main RUN_DIR SUBMISSION`. A payload is a pickle: whoever writes it runs code as the
+user. So it is read through the descriptor of a run directory that is the user's own, not by its name.
+
+One agent: the entry point that submitit calls on every node."""
 
 import asyncio
 import os
@@ -16,17 +21,22 @@ from checkpointing.storage.durable import read_json
 from checkpointing.storage.storage_errors import explain_disk_error, is_disk_error
 from checkpointing.storage.trusted_path import NotPrivate, pinned
 from trainer.agent.attempt_state.attempt_state import AttemptState
-from trainer.agent.control import address
+from trainer.agent.control import tcp_transport
 from trainer.agent.control.tcp_transport import CoordinatorPeer, ForeignProtocol, NotGreeted, WireError, connect
 from trainer.agent.coordination.coordinator import Coordinator
-from trainer.agent.coordination.launch_gate import Refused, wait_for_go
+from trainer.agent.coordination.message_loop import Refused, wait_for_go
 from trainer.agent.node_agent import NodeAgent
-from trainer.agent.processes import agent_report, process_tree
-from trainer.agent.processes.detached_thread import HungFileSystem, RepeatedRead, read_file
+from trainer.agent.processes import process_tree
+from trainer.agent.processes.background_tasks import (
+    HungFileSystem,
+    RepeatedRead,
+    WriteBehind,
+    read_file,
+    report_exceptions,
+    settle,
+)
 from trainer.agent.processes.log_pipes import LogPipes
-from trainer.agent.processes.supervised_tasks import report_exceptions
 from trainer.agent.processes.watchdog_client import WatchdogClient
-from trainer.agent.processes.write_behind import WriteBehind, settle
 from trainer.agent.watch.root_cause import signal_name
 from trainer.contract.config import JobConfig, config_digest, load
 from trainer.contract.config_sections.scheduler_kinds import traits
@@ -41,6 +51,44 @@ from trainer.contract.ranks.step_signals import STEP_SIGNALS
 from trainer.contract.run_dir import AttemptDir, RunDir
 from trainer.contract.secrets import run_secrets
 from trainer.contract.secrets.secret_redaction import in_use
+
+_WRITABLE_BY_OTHERS = 0o022
+
+
+def main(arguments: list[str]) -> int:
+    """Run the payload, if it may be loaded; an agent ends the process itself."""
+    os.umask(os.umask(0o077) | _WRITABLE_BY_OTHERS)  # a site's 0002 would let the group write what is made here
+    run_dir, submission = map(Path, arguments)
+    try:
+        place = pinned(run_dir)
+        folder = place / submission.relative_to(run_dir)
+        os.chdir(place)
+    except OSError as error:
+        sys.stderr.write(f"orch-agent: refuses to start: {error.strerror}: {run_dir}\n")
+        return ExitCode.NEVER_RETRY
+    from submitit.core.submission import process_job
+
+    if place != run_dir:
+        _write_log_there(folder)
+    process_job(folder)
+    return ExitCode.FINISHED
+
+
+def _write_log_there(folder: Path) -> None:
+    """Under Slurm nothing was written by name: see `orchestrator/scheduler/slurm/sbatch.py`. Local jobs have files."""
+    if "SLURM_JOB_ID" not in os.environ or os.environ.get("SUBMITIT_EXECUTOR") != "slurm":
+        return
+    stem = f"{os.environ['SLURM_JOB_ID']}_{os.environ.get('SLURM_PROCID', '0')}_log"
+    for descriptor, name in ((1, f"{stem}.out"), (2, f"{stem}.err")):
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
+        opened = os.open(folder / name, flags, 0o600)
+        os.dup2(opened, descriptor)
+        os.close(opened)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
+
 
 _CONNECT_SECONDS = 60.0
 _READ_SECONDS = 60.0
@@ -267,7 +315,7 @@ class Agent:
         )  # fmt: skip
         coordinator = Coordinator(state)
         try:
-            host = address.reachable(identity.kind, config.cluster.interface)
+            host = tcp_transport.reachable(identity.kind, config.cluster.interface)
         except RuntimeError as error:
             raise Refused(str(error)) from error
         await coordinator.open(host)
@@ -289,7 +337,7 @@ class Agent:
             except HungFileSystem:
                 raise
             except ForeignProtocol as error:
-                await agent_report.write(self._attempt, identity, AgentEnd.REFUSED, str(error))
+                await process_tree.write(self._attempt, identity, AgentEnd.REFUSED, str(error))
                 raise Refused(str(error)) from error
             except WireError as error:
                 raise Refused(str(error)) from error
@@ -303,7 +351,7 @@ class Agent:
                     f"{problem}, for {_CONNECT_SECONDS:.0f} s: all nodes must start the same installation of orch "
                     f"(this one: {installed_release()})"
                 )
-                await agent_report.write(self._attempt, identity, AgentEnd.REFUSED, reason)
+                await process_tree.write(self._attempt, identity, AgentEnd.REFUSED, reason)
                 raise Refused(reason)
             if time.monotonic() >= give_up:
                 raise RuntimeError(f"cannot reach the coordinator within {_CONNECT_SECONDS:.0f} s: {problem}")

@@ -7,22 +7,21 @@ import time
 from collections.abc import Mapping
 from functools import partial
 
-from trainer.agent.control.peer_timeout import AGENT_TIMEOUT_SECONDS, POLL_SECONDS, PeerTimeout
+from trainer.agent.control.control_server import AGENT_TIMEOUT_SECONDS, POLL_SECONDS, PeerTimeout
 from trainer.agent.control.tcp_transport import CoordinatorPeer, WireError
-from trainer.agent.evidence.collector import EvidenceCollector
+from trainer.agent.evidence.bundle import EvidenceCollector
 from trainer.agent.flight.recorder import FlightSockets
 from trainer.agent.fork_server import code_at_start, cpu_binding
 from trainer.agent.fork_server.link import ForkServerLink
 from trainer.agent.fork_server.rank_launch import RankLauncher
-from trainer.agent.nodes import machine_identity, preflight
-from trainer.agent.processes import agent_report, detached_thread
+from trainer.agent.nodes import preflight, roster
+from trainer.agent.processes import background_tasks, process_tree
+from trainer.agent.processes.background_tasks import SupervisedTasks, describe_error
 from trainer.agent.processes.checkpoint_writers import CheckpointWriters
 from trainer.agent.processes.log_pipes import LogPipes
-from trainer.agent.processes.supervised_tasks import SupervisedTasks, describe_error
-from trainer.agent.ranks import fault_injection, kill_generation, kill_orphaned_ranks
-from trainer.agent.ranks.exit_reports import ExitReports
+from trainer.agent.ranks import fault_injection, kill_ranks
 from trainer.agent.ranks.local_ranks import LocalRank, LocalRanks
-from trainer.agent.ranks.rank_exit import ExitInfo, decode_shell_exit, exit_report
+from trainer.agent.ranks.rank_exit import ExitInfo, ExitReports, decode_shell_exit, exit_report
 from trainer.agent.watch.report_schedule import ReportSchedule
 from trainer.agent.watch.root_cause import exit_words, signal_name
 from trainer.agent.watch.sampling import Sampler, no_writer
@@ -93,11 +92,11 @@ class NodeAgent:
 
     async def _run_preflight(self) -> None:
         """Report the faults of this node; without any it gets its fork server."""
-        faults = await detached_thread.start_detached(lambda: preflight.examine(self._run.path, self._config))
+        faults = await background_tasks.start_detached(lambda: preflight.examine(self._run.path, self._config))
         reasons = "; ".join(fault.reason for fault in faults)
         node = self._node
         self._events.write(EventKind.PREFLIGHT, node=node.node, name=node.name, ok=not faults, reason=reasons)
-        machine, wall = machine_identity.identity(), time.time()
+        machine, wall = roster.identity(), time.time()
         self._peer.send(agents.PreflightReport(faults=tuple(faults), wall=wall, machine=machine))
         if not faults:
             self._start_fork_server()
@@ -130,7 +129,7 @@ class NodeAgent:
     async def _lost_coordinator(self, end: AgentEnd, reason: str) -> int:
         self._events.write(EventKind.DECISION, action="leave", reason=f"the coordinator is lost: {reason}")
         _log(f"the coordinator is lost ({reason}): ending this node's ranks")
-        await agent_report.write(self._attempt, self._node, end, reason)
+        await process_tree.write(self._attempt, self._node, end, reason)
         return ExitCode.RETRY
 
     def _handle(self, message: agents.ToAgent) -> None:
@@ -226,7 +225,7 @@ class NodeAgent:
                 # Ranks that ended before the fork server did are reported first.
                 await self._exit_reports.wait_until_sent()
                 self._peer.send(agents.ForkServerDied(generation=ranks.generation, reason=reason))
-            await kill_orphaned_ranks.kill_all(ranks, self._on_exited, self._gone, self._pids_of_helpers())
+            await kill_ranks.kill_orphaned_ranks(ranks, self._on_exited, self._gone, self._pids_of_helpers())
         self._startup_failures += 1
         if self._startup_failures < _MAX_STARTUP_FAILURES:
             self._start_fork_server()
@@ -300,7 +299,7 @@ class NodeAgent:
             if not local.ended and ranks is self._ranks and self._link is not None:
                 self._link.kill(f"it did not collect rank {local.rank}")
 
-        asyncio.get_running_loop().call_later(kill_generation.OBEY_SECONDS, doubt)
+        asyncio.get_running_loop().call_later(kill_ranks.OBEY_SECONDS, doubt)
 
     def _on_exited(self, rank: int, exit_code: int | None, number: int | None) -> None:
         """A rank has ended: report everything that is known about it."""
@@ -352,14 +351,14 @@ class NodeAgent:
         ranks.killed = True
         if self._link is not None:  # without one they are being killed as orphans
             politely = bool(self._config.command) and not self._sigterm_sent
-            self._tasks.spawn(kill_generation.kill_all(ranks, self._link, politely=politely))
+            self._tasks.spawn(kill_ranks.kill_generation(ranks, self._link, politely=politely))
 
     async def _shut_down(self) -> None:
         """Leave no process behind."""
         clean = self._link is None or await self._link.stop()
         if self._ranks is not None and not clean:
             helpers = self._pids_of_helpers()
-            await kill_orphaned_ranks.kill_all(self._ranks, lambda *_: None, lambda _: None, helpers)
+            await kill_ranks.kill_orphaned_ranks(self._ranks, lambda *_: None, lambda _: None, helpers)
         self._forget_ranks()
         self._sockets.close()
         if self._writers is not None:

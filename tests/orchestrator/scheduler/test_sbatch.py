@@ -58,7 +58,7 @@ def test_srun_gets_the_cores_and_lets_agents_outlive_each_other() -> None:
     (line,) = (line for line in render(spec(cpus_per_task=8)).splitlines() if line.startswith("srun "))
     words = shlex.split(line)
     assert {"--cpus-per-task=8", "--kill-on-bad-exit=0", "--wait=0", "--open-mode=append"} <= set(words)
-    start = ["-u", "-m", "trainer.agent.start", "/shared/runs/x-1", "/shared/runs/x-1/submission"]
+    start = ["-u", "-m", "trainer.agent.main", "/shared/runs/x-1", "/shared/runs/x-1/submission"]
     assert words[words.index("-P") + 1 :] == start
 
 

@@ -243,7 +243,7 @@ def test_below_a_folder_of_others_slurm_reads_and_writes_nothing_by_name(program
     assert "#SBATCH --error=/dev/null" in script
     (srun,) = (shlex.split(line) for line in script.splitlines() if line.startswith("srun "))
     assert [word for word in srun if word.startswith(("--output", "--error"))][-2:] == NO_FILES
-    assert srun[srun.index("trainer.agent.start") + 1 :] == [f"{shared}/run", f"{shared}/run/submission"]
+    assert srun[srun.index("trainer.agent.main") + 1 :] == [f"{shared}/run", f"{shared}/run/submission"]
     assert (shared / "aside/submission/5_submitted.pkl").exists()
     assert not (shared / "run/submission/5_submitted.pkl").exists()
 

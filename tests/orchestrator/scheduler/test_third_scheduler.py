@@ -46,7 +46,7 @@ def test_no_kind_is_compared_by_name() -> None:
         for line in compared(ast.parse(path.read_text()))
     ]
     # submitit's own word for what has started this process.
-    assert [place for place in found if not place.startswith("trainer/agent/start.py:")] == []
+    assert [place for place in found if not place.startswith("trainer/agent/main.py:")] == []
 
 
 @pytest.fixture

@@ -2,8 +2,7 @@
 
 import pytest
 
-from trainer.agent.attempt_state.deadline import Bounds
-from trainer.agent.attempt_state.stopping import Stopping
+from trainer.agent.attempt_state.stopping import Bounds, Stopping
 from trainer.contract.config_sections.scheduler_kinds import traits
 from trainer.contract.messages.agents import ProgressReport
 from trainer.contract.ranks.progress import ProgressCell, StopReason

@@ -11,12 +11,12 @@ import psutil
 import pytest
 
 from trainer.agent import node_agent
-from trainer.agent.attempt_state.coordinator_timeouts import Timeouts
-from trainer.agent.control import peer_timeout
+from trainer.agent.attempt_state.attempt_state import Timeouts
+from trainer.agent.control import control_server
 from trainer.agent.node_agent import NodeAgent
 from trainer.agent.nodes import preflight
+from trainer.agent.processes.background_tasks import report_exceptions
 from trainer.agent.processes.log_pipes import LogPipes
-from trainer.agent.processes.supervised_tasks import report_exceptions
 from trainer.agent.ranks import rank_exit
 from trainer.agent.ranks.local_ranks import LocalRanks
 from trainer.contract.config import ClusterShape, JobConfig
@@ -169,9 +169,9 @@ class Line(Told):
 def hasty(monkeypatch) -> None:
     """A minute of silence takes a third of a second."""
     monkeypatch.setattr(node_agent, "AGENT_TIMEOUT_SECONDS", 0.3)
-    for place in (node_agent, peer_timeout):
+    for place in (node_agent, control_server):
         monkeypatch.setattr(place, "POLL_SECONDS", 0.02)
-    monkeypatch.setattr(peer_timeout, "LATE_SECONDS", 0.1)
+    monkeypatch.setattr(control_server, "LATE_SECONDS", 0.1)
 
 
 def test_an_agent_that_was_stopped_itself_does_not_take_its_coordinator_for_lost(alone, hasty):

@@ -2,9 +2,8 @@
 
 import pytest
 
-from trainer.agent.attempt_state.attempt_progress import AttemptProgress
-from trainer.agent.attempt_state.deadline import Bounds, bound, lead, parse_time, reason_of
-from trainer.agent.attempt_state.stopping import Stopping
+from trainer.agent.attempt_state.attempt_state import AttemptProgress
+from trainer.agent.attempt_state.stopping import Bounds, Stopping, bound, lead, parse_time, reason_of
 from trainer.agent.fork_server import cpu_binding
 from trainer.agent.nodes import preflight
 from trainer.agent.nodes.preflight import Fault, examine, find_blamed_node

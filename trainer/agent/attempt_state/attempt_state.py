@@ -1,33 +1,217 @@
-"""The state of one attempt: every part of the coordinator reads it and acts on it."""
+"""How long the coordinator waits for agents and for files.
+What ranks.json says of ranks, from what the coordinator judges them by.
+What the agents report of training, merged into one line: what the heartbeat says.
+The coordinator's files besides its events, written so that a file system that hangs delays nothing else.
+The state of one attempt: every part of the coordinator reads it and acts on it."""
 
 import asyncio
+import sys
 import time
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import psutil
 
-from trainer.agent.attempt_state.attempt_progress import AttemptProgress
-from trainer.agent.attempt_state.coordinator_timeouts import Timeouts
-from trainer.agent.attempt_state.deadline import Bounds
+from checkpointing.storage.durable import dump_line, number, write_durably
 from trainer.agent.attempt_state.generation import AttemptHistory, Generation
-from trainer.agent.attempt_state.outbox import Outbox
-from trainer.agent.attempt_state.stopping import Stop, Stopping
-from trainer.agent.control.own_messages import InboxMessage
+from trainer.agent.attempt_state.stopping import Bounds, Stop, Stopping
+from trainer.agent.control.control_server import InboxMessage
 from trainer.agent.ladder import node_replacement
-from trainer.agent.ladder.in_job_policy import Decision, Situation
-from trainer.agent.ladder.rollback import record_skip
+from trainer.agent.ladder.in_job_policy import Decision, Situation, record_skip
 from trainer.agent.nodes.roster import Roster
+from trainer.agent.processes.background_tasks import run_detached, start_detached
 from trainer.agent.watch.command_errors import CommandPast, has_advanced
+from trainer.agent.watch.rank_sample import RankSample
 from trainer.contract.config import JobConfig
 from trainer.contract.events import EventKind, EventLog
 from trainer.contract.failures.drilled_failures import drill_behind
-from trainer.contract.failures.outcome import Failure
-from trainer.contract.heartbeat import Heartbeat, Stage
+from trainer.contract.failures.outcome import AttemptOutcome, Failure
+from trainer.contract.heartbeat import LONGEST_TROUBLE, Heartbeat, Stage
 from trainer.contract.launch_token import LaunchToken
 from trainer.contract.messages.agents import AskStop, ExpectStop, ProgressReport
 from trainer.contract.node_identity import NodeIdentity
+from trainer.contract.rank_readings import RankReading, RankReadings
 from trainer.contract.ranks.progress import StopReason
 from trainer.contract.run_dir import AttemptDir, RunDir
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeouts:
+    """Seconds; tests pass shorter ones."""
+
+    join: float = 300.0
+    """For all agents to join: srun starts them within seconds, but file systems show new files late."""
+    preflight: float = 120.0
+    """For all agents to report their preflight."""
+    ready: float = 1800.0
+    """For all fork servers to start: importing torch on a busy parallel file system takes minutes at worst."""
+    more_nodes: float = 10.0
+    """For more nodes to join, or to pass preflight, when as many as the job needs are there."""
+    kill: float = 60.0
+    """For the ranks of a failed generation to be gone."""
+    rejoin: float = 5.0
+    """For an agent to join again that disconnected before its first message: its connection may have timed out."""
+    verdict: float = 5.0
+    """For a verdict to be written, or records of dead ranks to be read: a hung file system delays the kill so long."""
+    heartbeat: float = 5.0
+    """For a heartbeat to be written; the next one is due after a second."""
+    outcome: float = 10.0
+    """For the outcome to be written: the agents have to hear of the end after it, and Slurm's KillWait is 30."""
+
+
+MOST = 64
+"""Ranks that are listed; of a larger job, the slow ones and those that have stood still longest."""
+
+
+def rank_readings(
+    seen: Sequence[RankSample], *, world: int, time: float, generation: int, p99: Mapping[str, float],
+    ratios: Mapping[int, float], command: bool = False,
+) -> RankReadings:  # fmt: skip
+    """One reading of some of `world` ranks; `ratios` has those whose own work takes longer than that of their peers.
+
+    `command`: they are a user's own program, of which neither step nor phase nor a sign of life is known.
+    """
+    ranks = tuple(
+        RankReading(
+            rank=one.rank, node=one.node, step=None if command else one.step,
+            phase="command" if command else one.phase, age=None if command else round(one.age, 1),
+            state=one.state, ratio=ratios.get(one.rank), ended=one.ended,
+            moment="" if one.moment is None else str(one.moment),
+        )
+        for one in sorted(seen, key=lambda one: one.rank)
+    )  # fmt: skip
+    return RankReadings(generation=generation, world=world, ranks=ranks, time=time, p99=p99)
+
+
+class AttemptProgress:
+    """Merges what the agents report into one line; keeps the last known values between generations."""
+
+    def __init__(self, attempt: int, job_id: str, clock: Callable[[], float]) -> None:
+        self._attempt, self._job_id, self._clock, self._seq = attempt, job_id, clock, 0
+        self.step = self.total = self.saved = 0
+        self.loss: float | str | None = None
+        self.phase = "init"
+        self._saves: dict[int, str] = {}
+        self.unsaved_bytes = 0  # of the checkpoint that could not be saved last
+
+    @property
+    def saves_failing(self) -> str:
+        """Since when saves fail, and why; empty while they work."""
+        return next((self._saves[rank] for rank in sorted(self._saves)), "")
+
+    def note_saves(self, rank: int, trouble: str, size: int) -> None:
+        """A rank says why saves of so many bytes fail. Rank 0 commits for all: what works for it works."""
+        self.unsaved_bytes = size or self.unsaved_bytes
+        if rank == 0:
+            self._saves.clear()
+        if trouble:
+            self._saves[rank] = trouble[:LONGEST_TROUBLE]
+
+    def merge(self, reports: Sequence[ProgressReport]) -> None:
+        """Take in the newest report of every node, node rank 0's first; nodes that know no step yet do not count."""
+        if not reports:
+            return
+        slowest = min(reports, key=lambda report: report.step)
+        self.phase = slowest.phase or self.phase
+        self.saved = max(self.saved, *(report.saved for report in reports))
+        self.total = max(self.total, *(report.total for report in reports))
+        if slowest.step > 0:
+            self.step = slowest.step
+            self.loss = self.loss if reports[0].loss is None else reports[0].loss
+
+    def beat(self, *, generation: int, nodes: list[str], state: str) -> Heartbeat:
+        self._seq += 1
+        return Heartbeat(
+            seq=self._seq,
+            time=self._clock(),
+            attempt=self._attempt,
+            job_id=self._job_id,
+            generation=generation,
+            step=self.step,
+            total_steps=self.total,
+            loss=None if self.loss is None else number(self.loss),
+            phase=self.phase,
+            saved_step=self.saved,
+            nodes=nodes,
+            state=state,
+            saves_failing=self.saves_failing,
+        )
+
+
+ADDRESS_SECONDS = 60.0
+"""How long writing the coordinator's address may take: after this agents stop looking for it."""
+
+Reading = tuple[Heartbeat, RankReadings | None]
+"""What heartbeat.json says, and ranks.json, when there is something new."""
+
+
+class Outbox:
+    """Every read and write has a bound, in a thread that the exit does not wait for; raises no OSError."""
+
+    def __init__(self, attempt: AttemptDir, *, heartbeat: float, outcome: float) -> None:
+        """`heartbeat` and `outcome` are the seconds that their writing may take."""
+        self._attempt, self._heartbeat_seconds, self._outcome_seconds = attempt, heartbeat, outcome
+        self._showing: asyncio.Future[None] | None = None
+        self._looking: asyncio.Future[bool] | None = None
+
+    async def be_found(self, fields: Mapping[str, Any]) -> None:
+        """Take room for the outcome, and write where the coordinator listens; raises OSError: no agent can join."""
+
+        def write() -> None:
+            AttemptOutcome.reserve(self._attempt.outcome)
+            write_durably(self._attempt.coordinator, dump_line(dict(fields)).encode())
+
+        await run_detached(write, ADDRESS_SECONDS)
+
+    async def show(self, reading: Callable[[], Reading]) -> None:
+        """Replace heartbeat.json and ranks.json; skipped while an earlier write is still under way.
+
+        Never two at once: the older one could finish last, and its content would stay.
+        """
+        give_up = time.monotonic() + self._heartbeat_seconds
+        while self._showing is not None and not self._showing.done():
+            if (left := give_up - time.monotonic()) <= 0:
+                return
+            await asyncio.wait([self._showing], timeout=left)
+        self._raise_bugs()
+        beat, ranks = reading()
+        self._showing = start_detached(lambda: self._write(beat, ranks))
+        await asyncio.wait([self._showing], timeout=max(0.0, give_up - time.monotonic()))
+        self._raise_bugs()
+
+    def _write(self, beat: Heartbeat, ranks: RankReadings | None) -> None:
+        """Replace the last readings; raises OSError."""
+        beat.write(self._attempt.heartbeat)
+        if ranks is not None:
+            ranks.write(self._attempt.ranks)
+
+    def _raise_bugs(self) -> None:
+        """A full disk must not end a run that computes; its heartbeat grows old, and that is seen."""
+        if self._showing is not None and self._showing.done():
+            error = self._showing.exception()
+            if error is not None and not isinstance(error, OSError):
+                raise error
+
+    async def look(self, condition: Callable[[], bool]) -> bool:
+        """Whether `condition` holds; False, and not asked again, while the file system does not answer."""
+        if self._looking is None:
+            self._looking = start_detached(condition)
+        await asyncio.wait([self._looking], timeout=self._heartbeat_seconds)
+        if not self._looking.done():
+            return False
+        looked, self._looking = self._looking, None
+        return looked.result()
+
+    async def leave(self, outcome: AttemptOutcome) -> None:
+        """Write the outcome; where that fails the agents' exit code still says how the attempt ended."""
+        path = self._attempt.outcome
+        try:
+            await run_detached(lambda: outcome.write(path), self._outcome_seconds)
+        except OSError as error:
+            late = f"it takes longer than {self._outcome_seconds:.0f} s"
+            why = late if isinstance(error, TimeoutError) else str(error)
+            sys.stderr.write(f"orch-agent: cannot write {path}: {why}; it would say: {outcome.reason}\n")
 
 
 class AttemptState:

@@ -1,4 +1,6 @@
-"""The coordinator's listening socket: peers with the token are admitted, all others cost as little as possible."""
+"""What the coordinator puts into its own inbox; it never crosses a connection.
+PURE: how long a peer has been silent, without the time in which this process itself was suspended.
+The coordinator's listening socket: peers with the token are admitted, all others cost as little as possible."""
 
 import asyncio
 import contextlib
@@ -6,12 +8,92 @@ import errno
 import socket
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 
-from trainer.agent.control.authentication import challenge_line, hello_seal, is_nonce, new_nonce, session_seals
-from trainer.agent.control.tcp_transport import AgentPeer, Unproven, WireError, read
-from trainer.contract.messages.agents import FROM_AGENT
+from trainer.agent.control.tcp_transport import (
+    AgentPeer,
+    Unproven,
+    WireError,
+    challenge_line,
+    hello_seal,
+    is_nonce,
+    new_nonce,
+    read,
+    session_seals,
+)
+from trainer.contract.messages.agents import FROM_AGENT, FromAgent
 from trainer.contract.messages.codec import encode
 from trainer.contract.messages.greeting import HELLO, PROTOCOL, Hello, Refused, Welcome, installed_release, why_foreign
+from trainer.contract.requests import Request
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AgentJoined:
+    """An agent was admitted."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AgentLost:
+    """The connection to an agent has ended."""
+
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AgentRefused:
+    """An agent of another protocol wanted to join."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tick:
+    """A second has passed."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fenced:
+    """The attempt's launch token was revoked."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RequestFound:
+    """There is a request in the run directory."""
+
+    request: Request
+
+
+InboxMessage = FromAgent | AgentJoined | AgentLost | AgentRefused | Tick | Fenced | RequestFound
+
+
+AGENT_TIMEOUT_SECONDS = 60.0
+"""An agent (or coordinator) that sends nothing for so long is lost; a live one sends every few seconds at least."""
+STALLED_TIMEOUT_SECONDS = 10.0
+"""The same while no rank of the job moves, as when a node has lost the network: its peers wait for it."""
+POLL_SECONDS = 2.0
+"""How often a listener checks."""
+LATE_SECONDS = 3.0
+"""A check that is so late means that this process was suspended, or got no CPU time."""
+
+
+class PeerTimeout:
+    """After a pause of its own the listener starts anew: the peer may have been suspended too, and wake up later."""
+
+    def __init__(self, now: float) -> None:
+        self._since = self._looked = now
+
+    def received(self, now: float) -> None:
+        """The peer has sent something."""
+        self._since = self._looked = now
+
+    def silent_for(self, now: float) -> float:
+        """Seconds of silence, at a check that was due POLL_SECONDS after the last check or message."""
+        if now - self._looked > POLL_SECONDS + LATE_SECONDS:
+            self._since = now
+        self._looked = now
+        return now - self._since
+
 
 HELLO_SECONDS = 5.0
 LONGEST_HELLO = 1 << 12

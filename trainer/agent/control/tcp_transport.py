@@ -1,16 +1,133 @@
-"""The wire between agents and coordinator: JSON lines over TCP, each with a proof that its sender has the token."""
+"""The address of this node that the other nodes of the job can reach.
+PURE: both ends of a control connection prove that they have the attempt's token, which never crosses the network.
+
+The listener sends a challenge. The hello answers it, and brings the agent's own nonce; from both nonces and the token
+come two keys, one for each direction. Every line carries an HMAC over its number and its text: a line that is forged,
+changed, replayed, left out or sent back does not match.
+
+The wire between agents and coordinator: JSON lines over TCP, each with a proof that its sender has the token."""
 
 import asyncio
+import fcntl
+import hashlib
+import hmac
+import os
+import secrets
 import socket
+import struct
 import time
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Generic, TypeVar
 
-from trainer.agent.control.authentication import Seal, hello_seal, is_nonce, new_nonce, session_seals
+from trainer.contract.config_sections.scheduler_kinds import traits
 from trainer.contract.messages.agents import TO_AGENT, FromAgent, ToAgent
 from trainer.contract.messages.codec import Direction, MessageError, encode
-from trainer.contract.messages.greeting import ANSWER, CHALLENGE, Hello, Refused, Welcome, why_foreign
+from trainer.contract.messages.greeting import ANSWER, CHALLENGE, Challenge, Hello, Refused, Welcome, why_foreign
+
+_SIOCGIFADDR = 0x8915
+
+
+def reachable(kind: str, interface: str, environ: Mapping[str, str] = os.environ) -> str:
+    """IPv4 address for rendezvous; raises RuntimeError when the named interface has none."""
+    if interface:
+        return of_interface(interface)
+    if traits(kind).simulated_nodes:
+        return "127.0.0.1"
+    launcher = environ.get("SLURM_LAUNCH_NODE_IPADDR", "")
+    candidates = [_of_name(socket.gethostname()), _towards(launcher) if launcher else ""]
+    # Debian gives a host's own name a loopback address: useful only when every node is on this host.
+    outward = [address for address in candidates if address and not address.startswith("127.")]
+    return next(iter([*outward, *filter(None, candidates)]), "127.0.0.1")
+
+
+def of_interface(interface: str) -> str:
+    """The IPv4 address of a network interface."""
+    request = struct.pack("256s", interface.encode()[:15])
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            answer = fcntl.ioctl(probe, _SIOCGIFADDR, request)
+        except OSError as error:
+            names = ", ".join(name for _, name in socket.if_nameindex())
+            raise RuntimeError(
+                f"cluster.interface={interface}: {error.strerror} on this node, which has {names}"
+            ) from error
+    return socket.inet_ntoa(answer[20:24])
+
+
+def _of_name(name: str) -> str:
+    try:
+        return socket.gethostbyname(name)
+    except OSError:
+        return ""
+
+
+def _towards(address: str) -> str:
+    """The address with which this node would speak to `address`; nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((address, 9))
+        except OSError:
+            return ""
+        host: str = probe.getsockname()[0]
+        return host
+
+
+PROOF_BYTES = 65
+"""Bytes by which a line grows: 64 digits and a space."""
+_NONCE_DIGITS = 64
+
+
+class Seal:
+    """The proofs of one direction, in the order of its lines."""
+
+    def __init__(self, key: bytes) -> None:
+        self._key, self._count = key, 0
+
+    def sealed(self, line: bytes) -> bytes:
+        """The line with its proof before it."""
+        return self._proof(line) + b" " + line
+
+    def opened(self, line: bytes) -> bytes | None:
+        """The line without its proof; None when that is not the one of the next line."""
+        proof, space, text = line[: PROOF_BYTES - 1], line[PROOF_BYTES - 1 : PROOF_BYTES], line[PROOF_BYTES:]
+        return text if space == b" " and hmac.compare_digest(proof, self._proof(text)) else None
+
+    def _proof(self, text: bytes) -> bytes:
+        self._count += 1
+        return hmac.digest(self._key, self._count.to_bytes(8, "big") + text, "sha256").hex().encode()
+
+
+def new_nonce() -> str:
+    """A number that is used once."""
+    return secrets.token_hex(_NONCE_DIGITS // 2)
+
+
+def is_nonce(text: str) -> bool:
+    return len(text) == _NONCE_DIGITS
+
+
+def challenge_line(nonce: str) -> bytes:
+    """What a listener sends first to everybody who connects."""
+    return (encode(Challenge(nonce=nonce)) + "\n").encode()
+
+
+def hello_seal(token: str, challenge: str) -> Seal:
+    """What an agent's first line is sealed with: it answers this challenge and no other."""
+    return Seal(_key(token, "hello", challenge))
+
+
+def session_seals(token: str, challenge: str, nonce: str) -> tuple[Seal, Seal]:
+    """The seals of the listener's lines and of the agent's."""
+    return Seal(_key(token, "listener", challenge, nonce)), Seal(_key(token, "agent", challenge, nonce))
+
+
+def _key(token: str, *parts: str) -> bytes:
+    # HMAC fills a short key up with zeros, so that two would be the same: a digest has its full length.
+    secret = hashlib.sha256(token.encode(errors="replace")).digest()
+    return hmac.digest(secret, "\0".join(("orch control/2", *parts)).encode(errors="replace"), "sha256")
+
 
 LONGEST_LINE = 1 << 17
 """Bytes of a message, its proof included."""

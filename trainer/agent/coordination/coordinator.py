@@ -1,4 +1,5 @@
-"""The coordinator: one per job, inside agent 0. It starts generations, and decides by `in_job_policy`."""
+"""The end of a generation's processes on all nodes, and what is done about those that cannot be killed.
+The coordinator: one per job, inside agent 0. It starts generations, and decides by `in_job_policy`."""
 
 import secrets
 import time
@@ -8,24 +9,44 @@ from typing import Any
 
 from checkpointing.storage.storage_errors import is_disk_error
 from trainer.agent.attempt_state.attempt_state import AttemptState
-from trainer.agent.control.control_server import ControlServer
-from trainer.agent.control.own_messages import AgentRefused
+from trainer.agent.control.control_server import AgentRefused, ControlServer
 from trainer.agent.coordination.job_monitor import JobMonitor
-from trainer.agent.coordination.message_loop import MessageLoop
-from trainer.agent.coordination.request_handlers import RequestHandlers
+from trainer.agent.coordination.message_loop import MessageLoop, RequestHandlers, Timers
 from trainer.agent.coordination.startup import Startup
-from trainer.agent.coordination.teardown import Teardown
-from trainer.agent.coordination.timers import Timers
 from trainer.agent.fork_server.torchrun_command import free_port
-from trainer.agent.ladder import in_job_policy
+from trainer.agent.ladder import in_job_policy, node_replacement
 from trainer.agent.ladder.in_job_policy import Action, Decision
-from trainer.agent.processes.supervised_tasks import describe_error
+from trainer.agent.processes.background_tasks import describe_error
 from trainer.agent.user_command.command_run import CommandRun
 from trainer.contract.events import EventKind
 from trainer.contract.failures.outcome import AttemptOutcome, Failure, FailureKind
 from trainer.contract.heartbeat import Stage
-from trainer.contract.messages.agents import End, StartGeneration
+from trainer.contract.messages.agents import End, KillGeneration, StartGeneration
 from trainer.contract.messages.greeting import Hello
+
+
+class Teardown:
+    """Between two generations: nothing of the first may be left where the second one runs."""
+
+    def __init__(self, state: AttemptState, messages: MessageLoop) -> None:
+        self._state, self._messages = state, messages
+
+    async def kill_generation(self, decision: Decision) -> bool:
+        """Kill the ranks of the current generation; whether all are gone, but for nodes that `decision` gives up."""
+        number, roster = self._state.generation.number, self._state.roster
+        roster.broadcast(KillGeneration(generation=number))
+        given_up = node_replacement.left_behind(decision)
+        return await self._messages.wait_until(lambda: roster.all_gone(number, but=given_up), self._state.timeouts.kill)
+
+    def exclude_stuck_nodes(self, decision: Decision) -> Decision:
+        """What is done instead of `decision`: nodes on which ranks cannot be killed are excluded in any case."""
+        instead = node_replacement.replace_unkillable_nodes(
+            decision, self._state.roster, self._state.generation.number, seconds=self._state.timeouts.kill,
+            stopping=self._state.stopping.stop is not None,
+        )  # fmt: skip
+        self._state.events.write(EventKind.DECISION, action=instead.action.name.lower(), reason=instead.reason)
+        return instead
+
 
 HANG_UP_SECONDS = 5.0
 

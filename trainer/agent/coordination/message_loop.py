@@ -1,12 +1,18 @@
-"""The coordinator's inbox, read by one consumer: everything that happens is a message, handled in order."""
+"""Requests to the live job: files in the run directory, read once a second.
+The gate before training: only the one job that the controller has adopted for this attempt may pass.
+What the coordinator does once a second: pings, whatever the file system does, and files, as fast as it answers.
+What the coordinator does about a request to the live job, and what it answers.
+The coordinator's inbox, read by one consumer: everything that happens is a message, handled in order."""
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import assert_never
 
-from trainer.agent.attempt_state.attempt_state import AttemptState
-from trainer.agent.control.own_messages import (
+from trainer.agent.attempt_state.attempt_state import AttemptState, Reading
+from trainer.agent.control.control_server import (
     AgentJoined,
     AgentLost,
     AgentRefused,
@@ -15,17 +21,290 @@ from trainer.agent.control.own_messages import (
     RequestFound,
     Tick,
 )
-from trainer.agent.coordination.job_monitor import JobMonitor
+from trainer.agent.coordination.job_monitor import DrillOrders, JobMonitor
 from trainer.agent.coordination.node_failures import NodeFailures
-from trainer.agent.coordination.request_handlers import RequestHandlers
-from trainer.agent.coordination.timers import Timers
+from trainer.agent.processes.background_tasks import HungFileSystem, RepeatedRead
+from trainer.agent.watch.report_schedule import calm_seconds
 from trainer.agent.watch.root_cause import RankEnd
+from trainer.contract.config_sections.scheduler_kinds import traits
 from trainer.contract.events import EventKind
 from trainer.contract.failures.outcome import Failure, FailureKind
 from trainer.contract.heartbeat import Stage
+from trainer.contract.launch_token import LaunchToken
 from trainer.contract.messages import agents
+from trainer.contract.messages.agents import AskStop, CollectEvidence, EvidenceCollected, Ping, ProgressReport
 from trainer.contract.messages.codec import name_of
-from trainer.contract.requests import Request
+from trainer.contract.node_identity import NodeIdentity
+from trainer.contract.ranks.progress import StopReason
+from trainer.contract.requests import REFUSED, Request, RequestKind, pending
+
+READ_SECONDS = 2.0
+"""Seconds by which a look may delay the other files of the coordinator."""
+
+
+class RequestInbox:
+    """Returns every request once."""
+
+    def __init__(self, folder: Path, attempt: int) -> None:
+        self._seen: set[str] = set()
+        self._requests = RepeatedRead(lambda: pending(folder, attempt, self._seen), folder)
+
+    async def poll(self) -> list[Request]:
+        """The new requests; none while the folder cannot be read."""
+        try:
+            found = await self._requests.result(READ_SECONDS)
+        except OSError:
+            return []
+        self._seen.update(request.name for request in found)
+        return found
+
+
+class Refused(Exception):
+    """This process must not train; the message says why."""
+
+
+async def wait_for_go(path: Path, identity: NodeIdentity, attempt: int, *, seconds: float | None = None) -> LaunchToken:
+    """The attempt's launch token once it is there; raises Refused when it is not for this job, or does not come.
+
+    Raises HungFileSystem while its file system does not answer.
+    """
+    # Slurm restarted this job: it has trained before under the same token.
+    if identity.restarts > 0:
+        raise Refused(
+            f"Slurm has restarted job {identity.job_id} ({identity.restarts} times); orch starts new jobs instead"
+        )
+    patience = seconds if seconds is not None else traits(identity.kind).go_seconds
+    token = await _read_late(path, patience)
+    if token.attempt != attempt:
+        raise Refused(f"{path} is for attempt {token.attempt}, this is attempt {attempt}")
+    if token.job_id != identity.job_id:
+        raise Refused(f"{path} is for job {token.job_id}, this is job {identity.job_id}")
+    return token
+
+
+async def _read_late(path: Path, patience: float) -> LaunchToken:
+    token, pause = RepeatedRead(lambda: LaunchToken.read(path), path), 0.02
+    give_up = time.monotonic() + patience
+    while True:
+        try:
+            return await token.result(give_up - time.monotonic())
+        except FileNotFoundError:
+            problem = "is not there"
+        except HungFileSystem as error:
+            raise HungFileSystem(path, patience) from error
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            problem = f"cannot be read: {error}"
+        if time.monotonic() + pause >= give_up:
+            raise Refused(f"{path} {problem} after {patience:.0f} s")
+        await asyncio.sleep(pause)
+        pause = min(pause * 1.5, 0.25)
+
+
+class Fence:
+    """Reads GO again and again: a token that is gone, or of another job, means that this attempt must end."""
+
+    def __init__(self, path: Path, token: LaunchToken) -> None:
+        self._path, self._token, self._misses = path, token, 0
+
+    def is_down(self) -> bool:
+        """Whether two reads in a row found no token of ours; a file system that does not answer proves nothing."""
+        try:
+            held = self._token.is_same(LaunchToken.read(self._path))
+        except FileNotFoundError:
+            held = False
+        except (OSError, ValueError, TypeError, KeyError):
+            return False
+        self._misses = 0 if held else self._misses + 1
+        return self._misses >= 2
+
+
+SECONDS = 1.0
+
+
+class Timers:
+    """Two tasks: the one that touches files may hang for minutes, the other one goes on."""
+
+    def __init__(self, state: AttemptState, monitor: JobMonitor) -> None:
+        self._state, self._monitor = state, monitor
+        self._fence = Fence(state.attempt_dir.go, state.token)
+        self._request_inbox = RequestInbox(state.run_dir.requests, state.attempt_dir.number)
+        self._tasks: list[asyncio.Task[None]] = []
+        # Seconds between two pings, and two readings of all ranks: as agents of so many nodes report.
+        self._pause, self._ranks_due = calm_seconds(state.config.cluster.all_nodes), 0.0
+
+    def start(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._tasks = [loop.create_task(self._ping_agents()), loop.create_task(self._touch_files())]
+
+    def check(self) -> None:
+        """Raise what ended either task: the coordinator must not go on without it."""
+        for task in self._tasks:
+            if task.done():
+                task.result()
+
+    def stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+
+    async def write_status(self) -> None:
+        """Write heartbeat.json, and ranks.json while ranks run."""
+        # First, so that a hung file system cannot delay it: failures and the outcome contain the step.
+        self._state.merge_reports()
+        await self._state.outbox.show(self._read_status)
+
+    def _read_status(self) -> Reading:
+        beat, now = self._state.heartbeat(), time.monotonic()
+        if self._state.stage is not Stage.RUNNING or now < self._ranks_due:
+            return beat, None
+        self._ranks_due = now + self._pause - SECONDS / 2
+        return beat, self._monitor.rank_readings(time.time())
+
+    async def _ping_agents(self) -> None:
+        due = 0.0
+        while True:
+            now = time.monotonic()
+            self._state.roster.tick(now)
+            if now >= due:
+                due = now + self._pause - SECONDS / 2
+                self._state.roster.broadcast(Ping())
+            self._state.deliver(-1, Tick())
+            await asyncio.sleep(SECONDS)
+
+    async def _touch_files(self) -> None:
+        while True:
+            await self.write_status()
+            for request in await self._request_inbox.poll():
+                self._state.deliver(-1, RequestFound(request=request))
+            if await self._state.outbox.look(self._fence.is_down):
+                self._state.deliver(-1, Fenced())
+            await asyncio.sleep(SECONDS)
+
+
+_SAVE_SECONDS = 3600.0
+_STACKS_SECONDS = 10.0
+
+
+def newest_own_save(reports: Sequence[ProgressReport], restored: int) -> int:
+    """The newest step that the generation of these reports has saved itself, not restored; 0: none."""
+    saved = max((report.saved for report in reports), default=0)
+    return saved if saved > restored else 0
+
+
+def newest_begun_save(reports: Sequence[ProgressReport], total: int) -> int:
+    """The newest step whose save may be under way: a request that comes now means a later one.
+
+    No save can come after the last step, so that one answers in any case.
+    """
+    step = max((report.step for report in reports), default=0)
+    return min(step, total - 1) if total else step
+
+
+@dataclass(kw_only=True)
+class _Stacks:
+    """Stacks that agents are writing: the answer comes when all of them have finished, or at `until`."""
+
+    request: str
+    folder: str
+    until: float
+    waits: set[int]
+
+
+class RequestHandlers:
+    """One method for each kind of request; None instead of an answer means that it comes later, from `finished`."""
+
+    def __init__(self, state: AttemptState) -> None:
+        self._state, self._config, self._roster = state, state.config, state.roster
+        self._saves: dict[str, int] = {}  # request -> step whose save does not answer it yet
+        self._stacks: dict[str, _Stacks] = {}
+        self._drills = DrillOrders(state)
+
+    def handle(self, request: Request, now: float, wall: float) -> str | None:
+        """Do what is requested; returns the answer. `now` is on the monotonic clock, `wall` the time of day."""
+        match request.kind:
+            case RequestKind.STOP:
+                self._state.request_stop(self._state.stopping.asked(request.reason, now))
+                return "the command gets SIGTERM" if self._config.command else "the ranks were asked to save and stop"
+            case RequestKind.DEADLINE if request.value is not None:
+                self._state.stopping.correct(now + request.value - wall)
+                return f"the job ends in {request.value - wall:.0f} s"
+            case RequestKind.SAVE:
+                return self._request_save(request)
+            case RequestKind.STACKS:
+                return self._request_stacks(request, now)
+            case RequestKind.DRILL:
+                return self._drill(request)
+        return f"{REFUSED}a {request.kind} request needs a value"
+
+    def finished(self, now: float) -> Iterator[tuple[str, str]]:
+        """The names of requests that can be answered now, and the answers; each request is returned once."""
+        saved = newest_own_save(self._state.reports(), self._state.generation.restored)
+        for name, before in list(self._saves.items()):
+            if saved > before:
+                del self._saves[name]
+                yield name, f"saved at step {saved}"
+        yield from self._drills.order()
+        for name, stacks in list(self._stacks.items()):
+            if not stacks.waits or now >= stacks.until:
+                del self._stacks[name]
+                yield stacks.request, stacks.folder
+
+    def evidence_collected(self, node: int, message: EvidenceCollected) -> None:
+        """An agent has written the stacks of its ranks, as far as it could."""
+        stacks = self._stacks.get(message.incident)
+        if stacks is not None:
+            stacks.waits.discard(node)
+
+    def repeat_save(self) -> None:
+        """Ask ranks that have just been started for a save that was requested before: their first one answers it."""
+        self._saves = dict.fromkeys(self._saves, 0)
+        if self._saves:
+            self._ask_save()
+
+    def _request_save(self, request: Request) -> str | None:
+        if self._config.command:
+            return f"{REFUSED}the ranks are the user's own command, orch cannot ask it to save"
+        if self._state.stopping.stop is not None:
+            return "a stop with a save is under way"
+        self._saves[request.name] = newest_begun_save(self._state.reports(), self._state.progress.total)
+        self._ask_save()
+        return None
+
+    def _ask_save(self) -> None:
+        self._roster.broadcast(AskStop(reason=StopReason.SAVE_AND_GO_ON, seconds=_SAVE_SECONDS))
+
+    def _request_stacks(self, request: Request, now: float) -> str | None:
+        ranks = self._ranks_asked_for(request)
+        if self._config.command or not ranks:
+            why = "the ranks are the user's own command" if self._config.command else "there is no such rank or node"
+            return f"{REFUSED}{why}"
+        name = f"attach-{request.name.split('.')[2]}"
+        bundle = self._state.attempt_dir.incident(name)
+        waits = {member.node for member in self._roster.training_members()}
+        folder = str(bundle.relative_to(self._state.attempt_dir.path.parent.parent))
+        self._stacks[name] = _Stacks(
+            request=request.name, folder=folder, until=now + _STACKS_SECONDS + 1.0, waits=waits
+        )
+        number = self._state.generation.number
+        full = None if len(ranks) == self._config.cluster.world_size else tuple(ranks)
+        self._roster.broadcast(CollectEvidence(generation=number, incident=name, full=full, seconds=_STACKS_SECONDS))
+        return None
+
+    def _ranks_asked_for(self, request: Request) -> list[int]:
+        """One rank, those of one node by its node rank, or all."""
+        cluster = self._config.cluster
+        if request.value is not None:
+            return [int(request.value)] if 0 <= request.value < cluster.world_size else []
+        if not request.detail:
+            return list(range(cluster.world_size))
+        if not request.detail.isdigit() or int(request.detail) >= cluster.nodes:
+            return []
+        first = int(request.detail) * cluster.ranks_per_node
+        return list(range(first, first + cluster.ranks_per_node))
+
+    def _drill(self, request: Request) -> str | None:
+        refusal = self._drills.refuse(request)
+        return dict(self._drills.order()).get(request.name) if refusal is None else refusal
+
 
 _NO_NEWS = (agents.ProgressReport, agents.FlightRecords, agents.RankSaves)
 """Messages that come by the thousand, and call for no decision by themselves."""

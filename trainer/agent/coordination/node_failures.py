@@ -1,7 +1,7 @@
 """What goes wrong with a node, and whether the current generation can do without it."""
 
 from trainer.agent.attempt_state.attempt_state import AttemptState
-from trainer.agent.control.own_messages import AgentRefused
+from trainer.agent.control.control_server import AgentRefused
 from trainer.contract.events import EventKind
 from trainer.contract.failures.outcome import Failure, FailureKind
 from trainer.contract.messages.agents import Unloadable

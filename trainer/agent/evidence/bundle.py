@@ -1,25 +1,90 @@
-"""What is kept of an incident before anything is killed: one node's part of the bundle, bounded in time and size.
+"""The state of the node itself at an incident: kernel messages, memory and pressure, GPUs.
+What is kept of an incident before anything is killed: one node's part of the bundle, bounded in time and size.
 
 evidence/<incident>/ holds logs/, stacks/, proc/ and flight/ with a file for each rank, and node-0000/ for each node.
-"""
+
+One node's answers about an incident: its ranks' flight records, and its part of the evidence."""
 
 import asyncio
 import json
 import os
+import shutil
+import subprocess
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from trainer.agent.control.tcp_transport import CoordinatorPeer
 from trainer.agent.evidence import stacks
-from trainer.agent.evidence.node_state import NODE_PARTS
 from trainer.agent.flight import recorder
 from trainer.agent.flight.flight_record import newest
+from trainer.agent.flight.recorder import FlightSockets
 from trainer.agent.processes import proc
-from trainer.agent.processes.detached_thread import run_detached
+from trainer.agent.processes.background_tasks import run_detached
+from trainer.agent.ranks.local_ranks import LocalRank, LocalRanks
+from trainer.agent.watch.sampling import Sampler
 from trainer.contract.logs.log_rotation import read_tail
+from trainer.contract.messages.agents import CollectEvidence, EvidenceCollected, FlightRecords, QueryFlights
+from trainer.contract.run_dir import AttemptDir
 from trainer.contract.secrets.secret_redaction import in_use
+
+_MESSAGES = 500
+"""Newest lines of the kernel's log."""
+_FILES = (
+    "loadavg",
+    "uptime",
+    "meminfo",
+    "pressure/cpu",
+    "pressure/io",
+    "pressure/memory",
+    "vmstat",
+    "net/dev",
+    "mounts",
+)
+_GPU = "UTILIZATION,MEMORY,ECC,TEMPERATURE,POWER,CLOCK,PERFORMANCE,PAGE_RETIREMENT,ROW_REMAPPER,PIDS"
+
+
+def kernel(seconds: float) -> bytes:
+    """The end of the kernel's log; raises OSError where it may not be read."""
+    return b"\n".join(_say(["dmesg", "--time-format", "iso"], seconds).splitlines()[-_MESSAGES:])
+
+
+def memory(seconds: float) -> bytes:
+    """Load, memory and pressure stall figures, as the kernel writes them."""
+    parts = []
+    for name in _FILES:
+        try:
+            text = (Path("/proc") / name).read_text(errors="replace")
+        except OSError as error:  # pressure figures are not in every kernel
+            text = f"[{error.strerror}]\n"
+        parts.append(f"==> /proc/{name}\n{text}")
+    return "\n".join(parts).encode()
+
+
+def gpus(seconds: float) -> bytes:
+    """What the driver counts: errors, clocks, throttling, processes; raises OSError where there is none."""
+    return _say(["nvidia-smi", "-q", "-d", _GPU], seconds)
+
+
+def _say(command: list[str], seconds: float) -> bytes:
+    program = shutil.which(command[0])
+    if program is None:
+        raise OSError(f"there is no {command[0]} here")
+    try:
+        done = subprocess.run(
+            [program, *command[1:]], stdin=subprocess.DEVNULL, capture_output=True, timeout=seconds, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise OSError(f"{command[0]} took more than {seconds:.1f} s") from None
+    if not done.stdout:
+        raise OSError(f"{command[0]}: {done.stderr.decode(errors='replace').strip()[:500] or 'says nothing'}")
+    return done.stdout
+
+
+NODE_PARTS: dict[str, Callable[[float], bytes]] = {"kernel.txt": kernel, "memory.txt": memory, "gpus.txt": gpus}
+
 
 FILE = 1 << 20
 """Bytes of one file; of a longer one the end is kept."""
@@ -206,3 +271,58 @@ async def _flight(one: Subject, seconds: float) -> bytes:
 
 async def _node(look: Callable[[float], bytes], seconds: float) -> bytes:
     return await run_detached(lambda: look(seconds), seconds)
+
+
+_AT_ONCE = 4
+"""Flight records in one message: `flight_record.WIRE` bytes each, and quoted once more."""
+_TOLD = 100
+"""Parts that could not be collected, as far as they are reported to the coordinator."""
+
+
+class EvidenceCollector:
+    """Answers the coordinator's questions; each answer is sent whatever could not be had."""
+
+    def __init__(self, attempt: AttemptDir, node: int, sockets: FlightSockets) -> None:
+        self._attempt, self._node, self._sockets = attempt, node, sockets
+
+    async def collect(
+        self, order: QueryFlights | CollectEvidence, ranks: LocalRanks, sampler: Sampler, peer: CoordinatorPeer
+    ) -> None:
+        """Answer either question."""
+        match order:
+            case QueryFlights():
+                await self._send_flight_records(order, ranks, peer)
+            case CollectEvidence():
+                await self._send_bundle(order, ranks, sampler, peer)
+
+    async def _send_flight_records(self, query: QueryFlights, ranks: LocalRanks, peer: CoordinatorPeer) -> None:
+        generation, asked = ranks.generation, [local.rank for local in ranks.by_rank.values() if not local.ended]
+        paths = {rank: self._sockets.path(rank, generation) for rank in asked}
+        flights, unanswered = await recorder.flights(paths, query.seconds)
+        answer = FlightRecords(generation=generation, serial=query.serial)
+        # A few at a time: of a node with many ranks all of them would not fit into one line.
+        for first in range(0, len(flights), _AT_ONCE):
+            told = tuple(flight.to_json() for flight in flights[first : first + _AT_ONCE])
+            peer.send(replace(answer, flights=told))
+        peer.send(replace(answer, unanswered=tuple(unanswered), last=True))
+
+    async def _send_bundle(
+        self, order: CollectEvidence, ranks: LocalRanks, sampler: Sampler, peer: CoordinatorPeer
+    ) -> None:
+        folder, generation = self._attempt.incident(order.incident), ranks.generation
+        full = ranks.by_rank if order.full is None else order.full
+        seen = {one.rank: asdict(one) for one in sampler.samples()}
+        subjects = [self._subject(local, generation, seen[rank]) for rank, local in ranks.by_rank.items()]
+        found = await collect(folder, self._node, subjects, full, order.seconds)
+        missing = dict(list(found["missing"].items())[:_TOLD])
+        peer.send(EvidenceCollected(generation=generation, incident=order.incident, missing=missing))
+
+    def _subject(self, local: LocalRank, generation: int, seen: dict[str, Any]) -> Subject:
+        return Subject(
+            rank=local.rank,
+            pid=None if local.ended else local.pid,
+            log=self._attempt.rank_log(local.rank),
+            stacks=local.stacks,
+            socket=self._sockets.path(local.rank, generation),
+            cell={**asdict(local.last), "phase": local.last.phase.name.lower(), "seen": seen},
+        )

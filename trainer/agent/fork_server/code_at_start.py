@@ -9,7 +9,7 @@ from pathlib import Path
 
 from checkpointing.storage.durable import read_json
 from trainer.agent.fork_server.torchrun_command import working_directory
-from trainer.agent.processes.detached_thread import start_detached
+from trainer.agent.processes.background_tasks import start_detached
 from trainer.contract.config import JobConfig
 from trainer.contract.events import EventKind, EventLog
 from trainer.contract.messages.fork_server import ForkServerReady

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Mapping
 
-from trainer.agent.control import address
+from trainer.agent.control import tcp_transport
 from trainer.agent.flight.recorder import FlightSockets
 from trainer.agent.fork_server import cpu_binding
 from trainer.agent.fork_server.torchrun_command import torchrun_environment, with_interpreter, working_directory
@@ -76,4 +76,4 @@ class RankLauncher:
     def _host(self) -> str:
         """Where peers reach this node's ranks: on the named interface, else where the coordinator reaches its agent."""
         interface = self._config.cluster.interface
-        return address.of_interface(interface) if interface else self._reached_at
+        return tcp_transport.of_interface(interface) if interface else self._reached_at

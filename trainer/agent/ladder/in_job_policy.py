@@ -1,19 +1,35 @@
-"""PURE: what the coordinator does next inside its attempt.
+"""Rung 1: the batch of a bad step is skipped from now on, by this attempt and by all that follow.
+PURE: what the coordinator does next inside its attempt.
 
 Rungs 1 (roll back, skip a batch), 2 (restart in place), 3 (use a spare node) and 4 (leave the attempt).
 """
 
+import sys
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 
+from trainer.agent.processes.background_tasks import run_detached
 from trainer.agent.watch.command_errors import CommandPast, command_cause
 from trainer.agent.watch.hang_limits import PATIENCE
 from trainer.agent.watch.root_cause import Cause, CommandFailure, RankEnd, find_cause, secondary_order
+from trainer.contract import skipped_batches
+from trainer.contract.events import EventKind, EventLog
 from trainer.contract.failures.failure_kinds import kinds_with
 from trainer.contract.failures.outcome import LOSS_SPIKE, AttemptResult, ExitCode, Failure, FailureKind
 from trainer.contract.failures.suspect_checkpoints import FailedGeneration, failed_generation, suspect_steps
 from trainer.contract.ranks.progress import StopReason
+from trainer.contract.run_dir import AttemptDir
 from trainer.contract.skipped_batches import Skip
+
+
+async def record_skip(skip: Skip, attempt: AttemptDir, events: EventLog, *, seconds: float = 10.0) -> None:
+    """Record the batch before any rank can read it again; a hung file system delays this by `seconds` at most."""
+    try:
+        await run_detached(lambda: skipped_batches.add(attempt, [skip]), seconds)
+    except (OSError, ValueError) as error:  # this attempt skips it nevertheless
+        sys.stderr.write(f"orch-agent: cannot write {attempt.skipped}: {error!r}\n")
+    events.write(EventKind.BATCH_SKIPPED, step=skip.step, position=skip.position, reason=skip.reason)
+
 
 SETTLE_SECONDS = 1.0
 """How long peers get to report their own outcomes: no longer, for they may be blocked in a collective for ever."""

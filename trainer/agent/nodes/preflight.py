@@ -1,22 +1,201 @@
-"""Small, real checks of a node before anything trains on it, and which node a failed one blames."""
+"""PURE: what the driver's own report says against a node's GPUs. Tested with reports made by hand only.
+The ranks' first measurements of a generation: gathered until all are there, then held against each other once.
+Small, real checks of a node before anything trains on it, and which node a failed one blames."""
 
+import json
 import os
+import re
 import resource
 import secrets
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
+from xml.etree import ElementTree
 
 from checkpointing.storage.durable import write_durably
 from checkpointing.storage.storage_errors import FULL
-from trainer.agent.control import address
-from trainer.agent.nodes import gpu_health
+from trainer.agent.control import tcp_transport
+from trainer.agent.nodes.slow_nodes import RankMeasurement, find_slow_node, median_speeds_of_nodes
 from trainer.contract.config import JobConfig
 from trainer.contract.config_sections.fault_detection_config import PreflightConfig
+from trainer.contract.events import EventKind
 from trainer.contract.failures.outcome import Failure, FailureKind
-from trainer.contract.messages.agents import Fault
+from trainer.contract.messages.agents import Fault, RankSpeeds
+from trainer.contract.run_dir import RunDir
+
+_BRAKES = {
+    "hw_slowdown": "the hardware slows it down",
+    "hw_thermal_slowdown": "it is too hot",
+    "hw_power_brake_slowdown": "its power supply brakes it",
+    "sw_thermal_slowdown": "the driver slows it down because of heat",
+}
+"""Reasons for low clocks that an idle GPU has no business with."""
+_BRAKE_TAGS = ("clocks_event_reason_", "clocks_throttle_reason_")
+"""What drivers call them; the first since 535."""
+_LINKS_OF = re.compile(r"^GPU (\d+):")
+_LINK = re.compile(r"^\s+Link \d+: (\S+)")
+
+
+def complaints(report: str) -> list[str]:
+    """What `nvidia-smi -q -x` reports of broken GPUs, in words; nothing when it cannot be understood.
+
+    An unknown driver's report is no evidence against a node; GPUs that are missing are counted elsewhere.
+    """
+    try:
+        gpus = ElementTree.fromstring(report).findall("gpu")
+    except ElementTree.ParseError:
+        return []
+    return [f"GPU {number} {words}" for number, gpu in enumerate(gpus) for words in _of(gpu)]
+
+
+def _of(gpu: ElementTree.Element) -> Iterator[str]:
+    errors = _uncorrected(gpu)
+    if errors and not _says_what_it_needs(gpu):
+        yield f"has had {errors} uncorrected memory error(s) since its driver was loaded"
+    if any(_says(gpu, f"ecc_errors/{sums}/sram_threshold_exceeded") == "yes" for sums in ("volatile", "aggregate")):
+        yield "has had more errors in its SRAM than its maker allows"
+    if _says(gpu, "retired_pages/pending_retirement") == "yes":
+        yield "needs a reset before broken pages of its memory are retired"
+    if _says(gpu, "remapped_rows/remapped_row_failure") == "yes":
+        yield "has no spare rows left for broken memory"
+    if _says(gpu, "remapped_rows/remapped_row_pending") == "yes":
+        yield "needs a reset before broken rows of its memory are replaced"
+    if _says(gpu, "gpu_recovery_action") not in ("", "none", "n/a"):
+        yield f"asks for recovery: {_says(gpu, 'gpu_recovery_action')}"
+    for brake, words in _BRAKES.items():
+        if any(_says(gpu, f"*/{tag}{brake}") == "active" for tag in _BRAKE_TAGS):
+            yield f"is throttled: {words}"
+
+
+def _uncorrected(gpu: ElementTree.Element) -> int:
+    """Errors since the driver was loaded; drivers count them by kind of memory, older ones in one sum."""
+    counts = [
+        int(item.text)
+        for item in gpu.findall("ecc_errors/volatile/*")
+        if "uncorrectable" in item.tag and item.text and item.text.strip().isdigit()
+    ]
+    return sum(counts)
+
+
+def _says_what_it_needs(gpu: ElementTree.Element) -> bool:
+    """Whether the report itself tells a contained or remapped error from one that needs a reset, as of Ampere."""
+    return _says(gpu, "gpu_recovery_action") not in ("", "n/a") or _says(
+        gpu, "remapped_rows/remapped_row_pending"
+    ) not in ("", "n/a")
+
+
+def _says(gpu: ElementTree.Element, path: str) -> str:
+    return (gpu.findtext(path) or "").strip().lower()
+
+
+def lost_links(report: str) -> str:
+    """What `nvidia-smi nvlink --status` says of a GPU with fewer links up than its neighbours; empty when none has.
+
+    How many links a GPU should have depends on the machine. Bridges join pairs: a GPU without one has no link up, and
+    the two of a narrower one have as many as each other. Neither is a loss.
+    """
+    up: dict[int, int] = {}
+    gpu = -1
+    for line in report.splitlines():
+        if (head := _LINKS_OF.match(line)) is not None:
+            gpu = int(head.group(1))
+            up[gpu] = 0
+        elif (link := _LINK.match(line)) is not None and gpu >= 0:
+            up[gpu] += link.group(1) not in ("<inactive>", "0.000", "0")
+    most, alike = max(up.values(), default=0), Counter(up.values())
+    lost = {gpu: count for gpu, count in up.items() if 0 < count < most and alike[count] == 1}
+    return "; ".join(f"GPU {gpu} has {count} of {most} NVLinks up" for gpu, count in lost.items())
+
+
+_EARLIER = 8
+"""Attempts before this one that are looked at."""
+_READ = 1 << 20
+"""Bytes of each one's events: what was measured stands at their beginning."""
+_AGREE = 2
+"""So many earlier figures, close to each other, make a usual one."""
+
+
+class NodeBenchmark:
+    """`nodes` names each rank's node, `machines` says on which machine each of these is, where that is known."""
+
+    def __init__(self, nodes: Sequence[str], machines: Mapping[str, str], config: PreflightConfig) -> None:
+        self._nodes, self._config = nodes, config
+        self._first: float | None = None
+        self._over = False
+        known = [machines.get(node, "") for node in dict.fromkeys(nodes)]
+        # Nodes that share a machine take its cores from one another: their speeds say nothing.
+        self._comparable = all(known) and len(set(known)) == len(known)
+        self._measured: dict[int, RankMeasurement] = {}
+
+    def add(self, message: RankSpeeds, now: float) -> bool:
+        """One rank's figures; True when they complete the trial. Raises ValueError."""
+        one = RankMeasurement.of(message)
+        if not 0 <= one.rank < len(self._nodes):
+            raise ValueError(f"there is no rank {one.rank}")
+        if self._over:
+            return False
+        self._first = now if self._first is None else self._first
+        self._measured[one.rank] = one
+        self._over = len(self._measured) == len(self._nodes)
+        return self._over
+
+    def timed_out(self, now: float) -> bool:
+        """True once: the ranks whose figures are missing had their time since the first ones came."""
+        if self._over or self._first is None or now - self._first <= self._config.seconds:
+            return False
+        self._over = True
+        return True
+
+    def missing(self) -> list[int]:
+        """Ranks that have reported nothing."""
+        return [rank for rank in range(len(self._nodes)) if rank not in self._measured]
+
+    def failure(self, history: Mapping[str, float] | None = None) -> Failure | None:
+        """The node to blame, if there is one; `history` as `usual` gives it."""
+        measured = list(self._measured.values())
+        return find_slow_node(measured, self._nodes, self._config, history) if self._comparable else None
+
+    def median_speeds(self) -> dict[str, float]:
+        """The median node's speeds, for the record."""
+        return median_speeds_of_nodes(self._measured.values(), self._nodes)
+
+
+def usual_speeds(run: RunDir, attempt: int, config: PreflightConfig) -> dict[str, float]:
+    """The median of what this run's earlier attempts have measured; nothing where they do not agree. Reads files.
+
+    Figures that are further apart than a slow node is come of different machines, or of what else ran there.
+    """
+    earlier = [
+        speeds for number in range(max(1, attempt - _EARLIER), attempt) for speeds in _recorded_speeds(run, number)
+    ]
+    found = {}
+    for name in {name for speeds in earlier for name in speeds}:
+        values = [speeds[name] for speeds in earlier if name in speeds]
+        if len(values) >= _AGREE and min(values) >= config.slowest * max(values):
+            found[name] = median(values)
+    return found
+
+
+def _recorded_speeds(run: RunDir, attempt: int) -> Iterator[dict[str, float]]:
+    """The speeds of one attempt's first trial; none when they cannot be read."""
+    try:
+        with run.attempt(attempt).event_file("coordinator").open("rb") as stream:
+            lines = stream.read(_READ).splitlines()
+    except OSError:
+        return
+    for line in lines:
+        try:
+            event = json.loads(line)
+            if event["kind"] == EventKind.PREFLIGHT and event["data"].get("speeds"):
+                speeds = {str(name): float(speed) for name, speed in event["data"]["speeds"].items()}
+                yield {name: speed for name, speed in speeds.items() if 0 < speed < float("inf")}
+                return
+        except (ValueError, TypeError, KeyError, AttributeError):
+            continue
+
 
 _FEWEST_FILES = 1024
 _DEVICES = Path("/dev")
@@ -100,7 +279,7 @@ def _open_files(ranks: int) -> Fault | None:
 def _interface(name: str) -> Fault | None:
     try:
         if name:
-            address.of_interface(name)
+            tcp_transport.of_interface(name)
     except RuntimeError as error:
         return Fault(check="interface", reason=str(error), shared=False)
     return None
@@ -134,8 +313,8 @@ def _broken_devices(wanted: int) -> Fault | None:
     if not wanted:
         return None
     try:
-        found = gpu_health.complaints(_driver("-q", "-x"))
-        lost = gpu_health.lost_links(_driver("nvlink", "--status")) if wanted > 1 else ""
+        found = complaints(_driver("-q", "-x"))
+        lost = lost_links(_driver("nvlink", "--status")) if wanted > 1 else ""
     except (subprocess.TimeoutExpired, OSError):
         return None  # `_devices` reports a driver that does not answer
     reasons = [*found, lost] if lost else found

@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from trainer.agent.processes import watchdog
-from trainer.agent.processes.supervised_tasks import SupervisedTasks
+from trainer.agent.processes.background_tasks import SupervisedTasks
 from trainer.contract.ranks.step_signals import block_step_signals
 
 BEAT_SECONDS = 0.5

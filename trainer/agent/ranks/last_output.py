@@ -1,4 +1,5 @@
-"""What a user's own program said last: the end of its log, and the exception that ended it."""
+"""The C++ exception in a rank's log, for a process that was aborted and could report nothing itself.
+What a user's own program said last: the end of its log, and the exception that ended it."""
 
 import json
 import re
@@ -6,10 +7,29 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer.agent.ranks.last_cpp_exception import uncaught
 from trainer.contract.logs.log_rotation import read_tail
 from trainer.contract.ranks.rank_messages import generation_mark
 from trainer.contract.secrets.secret_redaction import in_use
+
+_TAIL = 16384
+_WHAT = re.compile(r"^[ \t]*what\(\):[ \t]*(\S.*)$", re.MULTILINE)
+"""How the C++ runtime prints an uncaught exception; `\\s` would look over all blank lines from each."""
+
+
+def last_cpp_exception(log: Path, generation: int) -> str | None:
+    """The newest uncaught C++ exception of this generation in a rank's log; None when there is none."""
+    try:
+        text = read_tail(log, _TAIL).decode(errors="replace")
+    except OSError:
+        return None
+    return uncaught(text.rpartition(generation_mark(generation))[2])
+
+
+def uncaught(text: str) -> str | None:
+    """The newest uncaught C++ exception in a text."""
+    found = _WHAT.findall(text)
+    return found[-1].strip() if found else None
+
 
 LINES, WIDTH = 20, 200
 """So much of a log is sent and shown."""

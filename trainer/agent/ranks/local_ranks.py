@@ -7,7 +7,7 @@ import socket
 from dataclasses import dataclass, field
 
 from trainer.agent.control import unix_transport
-from trainer.agent.processes.oom_kills import OomKills
+from trainer.agent.processes.proc import OomKills
 from trainer.agent.processes.process_tree import kill_group
 from trainer.contract.messages.agents import ProgressReport
 from trainer.contract.messages.codec import MessageError

@@ -1,14 +1,17 @@
-"""How a rank ended: from the kernel, from its own report, or from its log."""
+"""Exit reports of ranks, sent in the order of the exits, each as soon as everything about it was read.
+How a rank ended: from the kernel, from its own report, or from its log."""
 
+import asyncio
 import signal
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
-from trainer.agent.processes.detached_thread import run_detached
+from trainer.agent.processes.background_tasks import run_detached
 from trainer.agent.processes.log_pipes import LogPipes
-from trainer.agent.ranks.last_cpp_exception import last_cpp_exception
-from trainer.agent.ranks.last_output import LastOutput, last_output
+from trainer.agent.ranks.last_output import LastOutput, last_cpp_exception, last_output
 from trainer.agent.ranks.local_ranks import LocalRank
 from trainer.contract.failures.failure_patterns import Meaning, error_says
 from trainer.contract.failures.outcome import RankOutcome
@@ -16,6 +19,38 @@ from trainer.contract.messages.agents import RankExit
 from trainer.contract.messages.ranks import ReportedEnd
 from trainer.contract.ranks.rank_outcomes import find_outcome, pack_error_file
 from trainer.contract.run_dir import AttemptDir
+
+Task = asyncio.Task[None]
+
+
+class ExitReports:
+    """The first exit matters most: no report is sent before those of earlier exits."""
+
+    def __init__(self, spawn: Callable[[Coroutine[Any, Any, None]], Task]) -> None:
+        """`spawn` starts a task that ends with its agent."""
+        self._spawn = spawn
+        self._last: Task | None = None
+
+    def add(self, read: Callable[[], Awaitable[RankExit]], send: Callable[[RankExit], None]) -> None:
+        """Read what is known of an exit now, and send it when its turn comes."""
+        self._last = self._spawn(self._send(read, send, self._last))
+
+    async def wait_until_sent(self) -> None:
+        """Wait for all that were added so far."""
+        await _wait(self._last)
+
+    async def _send(
+        self, read: Callable[[], Awaitable[RankExit]], send: Callable[[RankExit], None], before: Task | None
+    ) -> None:
+        known = await read()
+        await _wait(before)
+        send(known)
+
+
+async def _wait(task: Task | None) -> None:
+    if task is not None and not task.done():
+        await asyncio.wait([task])
+
 
 _LONGEST = 4000
 _READ_SECONDS = 2.0

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from checkpointing.storage.storage_errors import write_probe
-from trainer.agent.attempt_state.attempt_progress import AttemptProgress
+from trainer.agent.attempt_state.attempt_state import AttemptProgress
 from trainer.agent.attempt_state.generation import Generation
 from trainer.agent.fork_server.torchrun_command import working_directory
 from trainer.agent.ladder.in_job_policy import Action, Decision

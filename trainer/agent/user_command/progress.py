@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from trainer.agent.attempt_state.attempt_progress import AttemptProgress
-from trainer.agent.processes.detached_thread import run_detached, start_detached
+from trainer.agent.attempt_state.attempt_state import AttemptProgress
+from trainer.agent.processes.background_tasks import run_detached, start_detached
 from trainer.agent.user_command.checkpoints import CommandCheckpoint, examined, find
 from trainer.contract.events import EventKind, EventLog
 from trainer.contract.user_command.command_checkpoints import CommandCheckpointsConfig

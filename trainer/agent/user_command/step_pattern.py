@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.agent.attempt_state.attempt_progress import AttemptProgress
-from trainer.agent.processes.detached_thread import start_detached
+from trainer.agent.attempt_state.attempt_state import AttemptProgress
+from trainer.agent.processes.background_tasks import start_detached
 from trainer.agent.user_command import match_step
 from trainer.agent.user_command.progress import run_bounded
 from trainer.contract.logs.log_rotation import read_tail

@@ -2,7 +2,7 @@
 
 import json
 
-from trainer.agent.attempt_state.ranks_file import MOST, rank_readings
+from trainer.agent.attempt_state.attempt_state import MOST, rank_readings
 from trainer.agent.watch.job_snapshot import JobSnapshot
 from trainer.agent.watch.rank_sample import RankSample
 from trainer.contract.messages.agents import ProgressReport

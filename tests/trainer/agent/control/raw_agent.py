@@ -5,7 +5,7 @@ import json
 import socket
 from typing import Any
 
-from trainer.agent.control.authentication import Seal, hello_seal, new_nonce, session_seals
+from trainer.agent.control.tcp_transport import Seal, hello_seal, new_nonce, session_seals
 from trainer.contract.messages import agents
 from trainer.contract.messages.codec import encode
 from trainer.contract.messages.greeting import PROTOCOL

@@ -10,9 +10,8 @@ import pytest
 
 from tests.trainer.agent.control.open_server import OpenServer, answered, closing
 from tests.trainer.agent.control.raw_agent import RawAgent, challenged, sealed
-from trainer.agent.control import address
-from trainer.agent.control.authentication import challenge_line
-from trainer.agent.control.tcp_transport import NotGreeted, WireError, connect
+from trainer.agent.control import tcp_transport
+from trainer.agent.control.tcp_transport import NotGreeted, WireError, challenge_line, connect
 from trainer.contract.messages.agents import SignalReceived
 from trainer.contract.messages.greeting import PROTOCOL, Hello
 
@@ -20,7 +19,7 @@ FIRST, SECOND = SignalReceived(name="first"), SignalReceived(name="second")
 
 
 def test_only_the_one_address_is_listened_on():
-    assert address.reachable("local", "", {}) == "127.0.0.1"
+    assert tcp_transport.reachable("local", "", {}) == "127.0.0.1"
 
     async def scene() -> None:
         async with OpenServer() as house:

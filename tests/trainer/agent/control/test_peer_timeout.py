@@ -2,7 +2,7 @@
 
 import pytest
 
-from trainer.agent.control.peer_timeout import LATE_SECONDS, POLL_SECONDS, PeerTimeout
+from trainer.agent.control.control_server import LATE_SECONDS, POLL_SECONDS, PeerTimeout
 
 LATEST = POLL_SECONDS + LATE_SECONDS
 

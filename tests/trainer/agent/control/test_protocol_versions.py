@@ -12,9 +12,8 @@ from tests.trainer.agent.control.raw_agent import RawAgent, challenged
 from tests.trainer.agent.control.test_authentication import another_listener
 from tests.trainer.agent.coordination.test_coordinator import Scene, hear
 from trainer.agent import main
-from trainer.agent.control.authentication import challenge_line, session_seals
-from trainer.agent.control.tcp_transport import ForeignProtocol, connect
-from trainer.agent.coordination.launch_gate import Refused
+from trainer.agent.control.tcp_transport import ForeignProtocol, challenge_line, connect, session_seals
+from trainer.agent.coordination.message_loop import Refused
 from trainer.agent.main import Agent
 from trainer.contract.events import EventKind
 from trainer.contract.failures.outcome import AgentEnd, AgentReport, AttemptOutcome, FailureKind

@@ -11,13 +11,10 @@ from typing import Any, TypeVar
 import psutil
 import pytest
 
-from trainer.agent.attempt_state.attempt_progress import AttemptProgress
-from trainer.agent.attempt_state.attempt_state import AttemptState
-from trainer.agent.attempt_state.coordinator_timeouts import Timeouts
-from trainer.agent.attempt_state.outbox import Outbox
+from trainer.agent.attempt_state.attempt_state import AttemptProgress, AttemptState, Outbox, Timeouts
 from trainer.agent.control.tcp_transport import CoordinatorPeer, connect
 from trainer.agent.coordination.coordinator import Coordinator
-from trainer.agent.ladder.rollback import record_skip
+from trainer.agent.ladder.in_job_policy import record_skip
 from trainer.agent.main import NonBlockingEventLog
 from trainer.contract import skipped_batches
 from trainer.contract.config import ClusterShape, JobConfig

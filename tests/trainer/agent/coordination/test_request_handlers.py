@@ -9,7 +9,7 @@ import pytest
 
 from trainer.agent.attempt_state.attempt_state import AttemptState
 from trainer.agent.attempt_state.generation import Generation
-from trainer.agent.coordination.request_handlers import RequestHandlers
+from trainer.agent.coordination.message_loop import RequestHandlers
 from trainer.contract.config import ClusterShape, JobConfig
 from trainer.contract.events import EventKind, EventLog, read_events
 from trainer.contract.failures.outcome import Failure, FailureKind

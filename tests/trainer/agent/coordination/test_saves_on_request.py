@@ -7,7 +7,7 @@ import pytest
 
 from tests.trainer.agent.coordination.test_coordinator import Scene, hear
 from trainer.agent.control.tcp_transport import CoordinatorPeer
-from trainer.agent.coordination.request_handlers import newest_begun_save, newest_own_save
+from trainer.agent.coordination.message_loop import newest_begun_save, newest_own_save
 from trainer.contract.events import EventKind
 from trainer.contract.messages import agents
 from trainer.contract.ranks.progress import StopReason

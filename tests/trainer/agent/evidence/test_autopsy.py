@@ -2,7 +2,7 @@
 
 import pytest
 
-from trainer.agent.evidence.autopsy import desync_judgement, is_needed
+from trainer.agent.evidence.incidents import desync_judgement, is_needed
 from trainer.agent.flight.analysis import Finding
 from trainer.agent.watch.hangs import Stall
 from trainer.agent.watch.root_cause import RankEnd

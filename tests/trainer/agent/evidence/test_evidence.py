@@ -150,7 +150,7 @@ def test_what_hangs_is_named_and_holds_up_nothing(stood: Any, tmp_path: Path, mo
 def test_a_process_with_a_hung_thread_can_end(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "hung")
     program = (
-        "import asyncio, pathlib\nfrom trainer.agent.processes.detached_thread import run_detached\n"
+        "import asyncio, pathlib\nfrom trainer.agent.processes.background_tasks import run_detached\n"
         f"try: asyncio.run(run_detached(pathlib.Path({str(tmp_path / 'hung')!r}).read_bytes, 0.1))\n"
         "except TimeoutError: print('late')"
     )

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from trainer.agent.flight.analysis import analyse
-from trainer.agent.flight.finding import Finding
 from trainer.agent.flight.flight_record import FlightRecord, parse
+from trainer.agent.flight.wait_graph import Finding
 
 RANKS = range(4)
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.agent.ladder.rollback import record_skip
+from trainer.agent.ladder.in_job_policy import record_skip
 from trainer.contract import skipped_batches
 from trainer.contract.events import EventKind, EventLog, read_events
 from trainer.contract.run_dir import RunDir

@@ -3,7 +3,7 @@
 import pytest
 
 from trainer.agent.nodes import preflight
-from trainer.agent.nodes.gpu_health import complaints, lost_links
+from trainer.agent.nodes.preflight import complaints, lost_links
 from trainer.contract.config import ClusterShape, JobConfig
 
 HEALTHY = """

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from trainer.agent.nodes.node_benchmark import NodeBenchmark, usual_speeds
+from trainer.agent.nodes.preflight import NodeBenchmark, usual_speeds
 from trainer.contract.config_sections.fault_detection_config import PreflightConfig
 from trainer.contract.events import EventKind, EventLog
 from trainer.contract.failures.outcome import FailureKind

@@ -4,9 +4,8 @@ from typing import Any
 
 import pytest
 
-from trainer.agent.control.peer_timeout import AGENT_TIMEOUT_SECONDS, STALLED_TIMEOUT_SECONDS
-from trainer.agent.nodes.node_ranks import Replacement, assign_node_ranks_to, replacements
-from trainer.agent.nodes.roster import LATE_SECONDS, Member, Roster
+from trainer.agent.control.control_server import AGENT_TIMEOUT_SECONDS, STALLED_TIMEOUT_SECONDS
+from trainer.agent.nodes.roster import LATE_SECONDS, Member, Replacement, Roster, assign_node_ranks_to, replacements
 from trainer.contract.messages.agents import Fault, NodeRank, ProgressReport, StartGeneration, ToAgent
 from trainer.contract.messages.greeting import Hello
 

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from trainer.agent.processes.oom_kills import OomKills
+from trainer.agent.processes.proc import OomKills
 
 LIMIT = 64 << 20
 NOWHERE = Path("/nowhere")
 PROGRAM = """
 import json, os, signal, sys
 from pathlib import Path
-from trainer.agent.processes.oom_kills import OomKills
+from trainer.agent.processes.proc import OomKills
 Path(sys.argv[1], "cgroup.procs").write_text(str(os.getpid()))
 kills = OomKills(**{"log": Path("/nowhere")} if sys.argv[2] == "counter" else {})
 

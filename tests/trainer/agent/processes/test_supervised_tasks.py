@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from trainer.agent.processes.supervised_tasks import SupervisedTasks, describe_error, report_exceptions
+from trainer.agent.processes.background_tasks import SupervisedTasks, describe_error, report_exceptions
 
 
 def fail() -> None:

@@ -15,8 +15,8 @@ from tests.trainer.agent.coordination.test_coordinator import Scene, hear
 from tests.trainer.agent.job import until
 from trainer.agent.coordination import job_monitor
 from trainer.agent.main import NonBlockingEventLog, copy_stderr_to_log
-from trainer.agent.processes import write_behind
-from trainer.agent.processes.write_behind import WriteBehind, settle
+from trainer.agent.processes import background_tasks
+from trainer.agent.processes.background_tasks import WriteBehind, settle
 from trainer.agent.watch.hang_detector import HangDetector, Incident
 from trainer.agent.watch.hangs import Judgement, Verdict
 from trainer.contract.events import EventKind, read_events
@@ -100,7 +100,7 @@ def test_the_end_waits_for_a_file_that_hangs_no_longer_than_its_limit_and_tells(
 
 @pytest.mark.parametrize(("bound", "most"), [("MOST_TEXTS", 3), ("MOST_CHARACTERS", 6)])
 def test_what_finds_no_room_is_lost_and_told_once_for_each_stall(behind, gate, lost, monkeypatch, bound, most):
-    monkeypatch.setattr(write_behind, bound, most)
+    monkeypatch.setattr(background_tasks, bound, most)
     for text in ("a1", "a2", "a3", "lost", "too"):
         behind.append(text)
     gate.open()
@@ -243,7 +243,7 @@ def test_a_hang_is_ended_although_evidence_events_and_words_hang(tmp_path, monke
 _SLOW = """
 import sys, threading
 from trainer.agent import main
-from trainer.agent.processes import write_behind
+from trainer.agent.processes import background_tasks
 from trainer.contract.logs.line_file import LineFile
 append = LineFile.append
 def slow(file, line):

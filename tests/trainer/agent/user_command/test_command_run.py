@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from trainer.agent.attempt_state.attempt_progress import AttemptProgress
+from trainer.agent.attempt_state.attempt_state import AttemptProgress
 from trainer.agent.attempt_state.generation import Generation
 from trainer.agent.ladder.in_job_policy import Action, Decision, Situation, decide
 from trainer.agent.user_command.command_memory import CommandMemory

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.agent.attempt_state.attempt_progress import AttemptProgress
+from trainer.agent.attempt_state.attempt_state import AttemptProgress
 from trainer.agent.user_command import step_pattern
 from trainer.agent.user_command.step_pattern import CommandStep, StepWatch, newest_step
 from trainer.contract.ranks.rank_messages import generation_mark

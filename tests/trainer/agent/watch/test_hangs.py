@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.trainer.agent.watch.stalls import STAGED, legal_hour, stage
-from trainer.agent.flight.finding import Culprit, Finding
+from trainer.agent.flight.wait_graph import Culprit, Finding
 from trainer.agent.watch.hang_limits import HALTED, Limits
 from trainer.agent.watch.hangs import FRESH, LOOK_AT_HALTED, Judgement, Stall, Verdict, judge
 from trainer.agent.watch.rank_sample import RankSample

@@ -2,7 +2,7 @@
 
 import pytest
 
-from trainer.agent.ranks.last_cpp_exception import last_cpp_exception
+from trainer.agent.ranks.last_output import last_cpp_exception
 from trainer.contract.events import EventKind
 from trainer.contract.failures.outcome import ExitCode
 from trainer.contract.ranks.progress import Phase

@@ -1,0 +1,242 @@
+"""Running what may hang (a file system, a driver) in a thread that nothing has to wait for, not even the exit.
+Supervision of what runs in an agent: an exception of a task, a callback or a thread is reported.
+Text that a thread of its own writes: a file system that hangs does not delay the caller."""
+
+import asyncio
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+
+SHORTEST_READ = 1.0
+
+
+class HungFileSystem(OSError):
+    """A file system that does not answer; the path is part of the message."""
+
+    def __init__(self, path: Path, seconds: float) -> None:
+        super().__init__(f"the file system does not answer for {seconds:.0f} s: {path}")
+
+
+async def run_detached(function: Callable[[], T], seconds: float) -> T:
+    """The value of `function`; raises TimeoutError when it is late, else what it raises.
+
+    Not asyncio.to_thread: its threads are waited for when the interpreter ends.
+    """
+    return await asyncio.wait_for(start_detached(function), seconds)
+
+
+async def read_file(function: Callable[[], T], path: Path, seconds: float) -> T:
+    """Return what `function` reads from `path`; raises HungFileSystem when that takes too long."""
+    try:
+        return await run_detached(function, seconds)
+    except TimeoutError as error:
+        raise HungFileSystem(path, seconds) from error
+
+
+class RepeatedRead(Generic[T]):
+    """A read that is repeated and may hang: never two at once, so that a dead file system costs one thread."""
+
+    def __init__(self, function: Callable[[], T], path: Path) -> None:
+        self._function, self._path = function, path
+        self._reading: asyncio.Future[T] | None = None
+
+    async def result(self, seconds: float) -> T:
+        """Return a result that is newer than the last one; raises HungFileSystem after `seconds`.
+
+        Every read has `SHORTEST_READ` seconds at least: a near deadline proves nothing about the file system.
+        """
+        seconds = max(seconds, SHORTEST_READ)
+        if self._reading is None:
+            self._reading = start_detached(self._function)
+        await asyncio.wait([self._reading], timeout=seconds)
+        if not self._reading.done():
+            raise HungFileSystem(self._path, seconds)
+        reading, self._reading = self._reading, None
+        return reading.result()
+
+
+def start_detached(function: Callable[[], T]) -> "asyncio.Future[T]":
+    """The same without waiting for it."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def settle(value: T | None, error: BaseException | None) -> None:
+        if future.done():  # its caller waits no more
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(value)  # type: ignore[arg-type]
+
+    def run() -> None:
+        value, error = None, None
+        try:
+            value = function()
+        except Exception as caught:  # noqa: BLE001  # outermost edge of this thread: raised where it is awaited
+            error = caught
+        with suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(settle, value, error)
+
+    threading.Thread(target=run, name="orch-apart", daemon=True).start()
+    return future
+
+
+Task = asyncio.Task[None]
+_MAX_PRINTED = 20
+"""Maximum number of printed tracebacks: a failing callback may be called again at once."""
+
+
+class SupervisedTasks:
+    """Tasks that end with their owner; an exception in one reaches the exception handler of the event loop."""
+
+    def __init__(self) -> None:
+        self._tasks: set[Task] = set()
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> Task:
+        """Start a task."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._finish)
+        return task
+
+    def _finish(self, task: Task) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.result()
+
+    def cancel(self) -> None:
+        """Cancel every task that still runs."""
+        for task in self._tasks:
+            task.cancel()
+
+
+def report_exceptions(on_error: Callable[[BaseException], None]) -> None:
+    """Have `on_error` called, in the event loop, for every exception that a callback, a task or a thread raises."""
+    loop, left = asyncio.get_running_loop(), _MAX_PRINTED
+
+    def show(error: BaseException) -> None:
+        nonlocal left
+        left -= 1
+        if left >= 0:
+            sys.stderr.write("orch-agent: " + "".join(traceback.format_exception(error)))
+
+    def on_loop_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        # An abandoned future may fail later without harm to the agent.
+        if not isinstance(error, BaseException) or isinstance(context.get("future"), asyncio.Future):
+            loop.default_exception_handler(context)
+            return
+        show(error)
+        on_error(error)
+
+    def on_thread_error(args: threading.ExceptHookArgs) -> None:
+        error = args.exc_value or args.exc_type()
+        show(error)
+        loop.call_soon_threadsafe(on_error, error)
+
+    loop.set_exception_handler(on_loop_error)
+    threading.excepthook = on_thread_error
+
+
+def describe_error(error: BaseException) -> str:
+    """Return one line with the error's class, message and origin."""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({frames[-1].filename.rpartition('/')[2]}:{frames[-1].lineno})" if frames else ""
+    message = " ".join(str(error).split())[:500]
+    return f"{type(error).__name__}: {message}{place}"
+
+
+MOST_TEXTS = 10_000
+MOST_CHARACTERS = 16 << 20
+"""So much waits at most for a file that hangs; what comes then is lost."""
+
+CLOSE_SECONDS = 5.0
+"""How long a file that hangs may delay the end."""
+
+
+class WriteBehind:
+    """Writes in the order of `append`, at once while the file answers; never raises OSError.
+
+    `write` and `close` may block, and run in that thread only. `lost` hears of every text that could not be written,
+    and why; of those for which there was no room it hears of the first one.
+    """
+
+    def __init__(
+        self, write: Callable[[str], object], lost: Callable[[str, str], object],
+        close: Callable[[], object] = lambda: None,
+    ) -> None:  # fmt: skip
+        self._write, self._lost, self._close_file = write, lost, close
+        self._texts: deque[str] = deque()  # the one that is being written included
+        self._characters = 0
+        self._full = self._closed = False
+        # Reentrant, as it is made: what the collector of garbage has to say may come in the middle of anything.
+        self._news = threading.Condition()
+        threading.Thread(target=self._run, name="orch-behind", daemon=True).start()
+
+    def append(self, text: str) -> None:
+        """Have `text` written; returns at once."""
+        with self._news:
+            told, why = self._full, self._refusal()
+            if not why:
+                self._texts.append(text)
+                self._characters += len(text)
+                self._news.notify_all()
+        if why and not told:
+            self._lost(text, why)
+
+    def _refusal(self) -> str:
+        """Why nothing more can be taken; empty when it can."""
+        if self._closed:
+            return "it came after the end"
+        # Once full it takes nothing until all is written: gaps are few, and each is reported.
+        if len(self._texts) >= MOST_TEXTS or self._characters >= MOST_CHARACTERS:
+            self._full = True
+        return "too much waits for a file that hangs; what follows is lost too, until it answers" if self._full else ""
+
+    def flush(self, seconds: float) -> bool:
+        """Wait until all is written, for so long at most; whether it is."""
+        with self._news:
+            return self._news.wait_for(lambda: not self._texts, seconds)
+
+    def close(self, seconds: float | None = None) -> None:
+        """Flush, then let the thread close the file when it has written the rest."""
+        done = self.flush(CLOSE_SECONDS if seconds is None else seconds)
+        with self._news:
+            self._closed = True
+            left = list(self._texts)
+            self._news.notify_all()
+        if not done and left:
+            self._lost(left[0], f"its file hangs at the end; {len(left) - 1} more after it are lost, too")
+
+    def _run(self) -> None:
+        while (text := self._next()) is not None:
+            try:
+                self._write(text)
+            except (OSError, ValueError) as error:  # ValueError: a stream that was closed
+                self._lost(text, str(error))
+            with self._news:
+                self._texts.popleft()
+                self._characters -= len(text)
+                self._full = self._full and bool(self._texts)
+                self._news.notify_all()
+        self._close_file()
+
+    def _next(self) -> str | None:
+        with self._news:
+            self._news.wait_for(lambda: self._texts or self._closed)
+            return self._texts[0] if self._texts else None
+
+
+def settle(all_of_them: Iterable[WriteBehind], seconds: float = CLOSE_SECONDS) -> None:
+    """Close them, within `seconds` together."""
+    give_up = time.monotonic() + seconds
+    for one in all_of_them:
+        one.close(max(0.0, give_up - time.monotonic()))

@@ -77,7 +77,12 @@ data. A harmless key changes no result. One that is *accepted* changes how train
 `--accept KEY` accepts what differs without being typed (your code, another torch). A refused one would not fit the
 checkpoint, or would give it another meaning. Every key has one of the three rules.
 Code differs if a file that was there changed or is gone, or if new code (`.py`, `.so`, ...) lies beside it; other new
-files do not count. A run that has trained no step yet needs no `--accept` for code and environment.
+files do not count. Packages differ if a distribution that the newest attempt's code imports, directly or through another
+one, has another version, is new or is gone; so do `torch`, `nvidia-*`, `triton`, `cuda*`, `numpy`, `transformers`,
+`flash*`, `apex`, `xformers` and `deepspeed`, imported or not. They are read again in the folders in which that attempt
+found them (`attempts/NNN/code.json`), also with `cluster.python`, or in a shell with another Python. If a folder cannot be
+read here, `orch resume` prints that packages could not be compared, and goes on. A run that has trained no step yet needs
+no `--accept` for code and environment.
 Token data is compared by the fingerprint in its `index.json` and the sizes of its shards. `orch submit` and
 `orch resume` also read shards that were written after the index, up to 2 GiB of them, and refuse changed ones. Restore
 tests read all shards.

@@ -21,12 +21,13 @@ from orchestrator.registry.store import Store
 from orchestrator.scheduler.available_schedulers import instance_of, resolve
 from orchestrator.scheduler.job_environment import Submitter
 from orchestrator.scheduler.slurm.sbatch_values import minutes
-from orchestrator.submission.resume_contract import Rule, identity_changes
+from orchestrator.submission.resume_contract import PACKAGES, TORCH, Rule, identity_changes
 from orchestrator.submission.resume_request import current_identity, trained_identity
 from trainer.contract import restore_test
 from trainer.contract.config import build
 from trainer.contract.restore_test import CHECKPOINT_VARIABLE, RESTORE_PROGRAM
 from trainer.contract.run_dir import RunDir
+from trainer.contract.user_code.code_record import CodeRecord
 
 LEAST_MINUTES = 30
 """Time limit of a test of a small checkpoint, unless the run's is shorter or `restore_tests.cluster.time` is set."""
@@ -138,9 +139,15 @@ def create_test(store: Store, run: Run, asked: Asked, now: float) -> RestoreTest
 
 
 def _differs(run: Run, config: RunConfig) -> tuple[str, ...]:
-    """What is not as it was when the run was submitted, and changes what is computed: code, packages."""
-    changes = identity_changes(trained_identity(run), current_identity(run, config))
-    return tuple(change.key for change in changes if change.term.rule is not Rule.HARMLESS)
+    """What is not as it was when the run trained last, and changes what is computed.
+
+    Packages that the run's attempts have recorded are compared by the test's job, with those that it finds itself.
+    """
+    trained = trained_identity(run)
+    record = CodeRecord.from_identity(trained)
+    by_job = (PACKAGES, TORCH) if record is not None and record.packages is not None else ()
+    changes = identity_changes(trained, current_identity(run, config))
+    return tuple(one.key for one in changes if one.term.rule is not Rule.HARMLESS and one.key not in by_job)
 
 
 def shared_paths(run: Run, config: RunConfig | None) -> list[str]:

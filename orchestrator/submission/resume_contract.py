@@ -10,8 +10,9 @@ from typing import Any
 from orchestrator.config.compose import diff
 from orchestrator.errors import ConfigError, Precondition
 from orchestrator.near_words import did_you_mean, nearest
-from trainer.contract.user_code.code_record import CodeRecord, changed_files
+from trainer.contract.user_code.code_record import CodeRecord, changed_files, changed_packages
 from trainer.contract.user_code.code_rule import CodeDecision, Occasion, judge_code, shorten
+from trainer.contract.user_code.installed_packages import COMPUTING, normalized
 
 
 class Rule(StrEnum):
@@ -197,6 +198,7 @@ CONFIG: Mapping[str, Term] = {
 """Every key of a config; an entry of an open map has the rule of its map."""
 
 USER_CODE = "code.user"
+PACKAGES, TORCH = "env.packages", "env.torch"
 IDENTITY: Mapping[str, Term] = {
     "code.orch": _CODE,
     USER_CODE: _CODE,  # compared by its files
@@ -204,8 +206,8 @@ IDENTITY: Mapping[str, Term] = {
     "env.python": _STACK,
     "env.executable": HARMLESS,
     "env.system": HARMLESS,
-    "env.torch": _STACK,
-    "env.packages": _STACK,
+    TORCH: _STACK,
+    PACKAGES: _STACK,
     "env.slurm": HARMLESS,
     "env.driver": HARMLESS,  # the login node's
     "env.variables": HARMLESS,  # jobs have those of their submitter's shell
@@ -251,8 +253,33 @@ def identity_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[
     return [
         Change(key=key, before=old, now=new, term=term)
         for key, term in IDENTITY.items()
-        if None not in (old := _field(before, key), new := _field(now, key)) and _is_other(key, old, new)
+        for old, new in [_values(before, now, key)]
+        if None not in (old, new) and _is_other(key, old, new)
     ]
+
+
+def _values(before: Mapping[str, Any], now: Mapping[str, Any], key: str) -> tuple[Any, Any]:
+    """Return a field of both. Packages are those that the newest attempt recorded, else those of the submitter."""
+    trained = CodeRecord.from_identity(before) if key in (PACKAGES, TORCH) else None
+    if trained is None or trained.packages is None:
+        return _field(before, key), _field(now, key)
+    present = CodeRecord.from_identity(now)
+    if present is None or present.packages is None:
+        return None, None
+    if key == TORCH:
+        return trained.packages.get("torch"), present.packages.get("torch")
+    changed = changed_packages(trained, present).items()
+    return {name: old for name, (old, _) in changed}, {name: new for name, (_, new) in changed}
+
+
+def why_packages_unknown(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Return why the packages of a run that has trained cannot be compared; empty if they can."""
+    trained, present = CodeRecord.from_identity(before), CodeRecord.from_identity(now)
+    if trained is None or trained.packages is None:
+        return "" if "env" in now else "its attempts have not recorded them, and its jobs have another interpreter"
+    if present is not None and present.packages is not None:
+        return ""
+    return f"{', '.join(trained.site_folders)} cannot be read here"
 
 
 def _is_other(key: str, old: Any, new: Any) -> bool:
@@ -260,10 +287,6 @@ def _is_other(key: str, old: Any, new: Any) -> bool:
         return bool(old != new)
     decision, _ = judge_code(old, new, Occasion.RESUME, "the run trained last")
     return decision is CodeDecision.REFUSE
-
-
-COMPUTING = ("torch", "nvidia-", "triton", "cuda", "numpy", "transformers", "flash", "apex", "xformers", "deepspeed")
-"""How the names of packages begin that compute; what other packages are installed changes no number."""
 
 
 def check_keys(accepted: Collection[str]) -> None:
@@ -333,8 +356,8 @@ def _field(identity: Mapping[str, Any], key: str) -> Any:
     value: Any = identity
     for name in key.split("."):
         value = value.get(name) if isinstance(value, Mapping) else None
-    if key == "env.packages" and isinstance(value, Mapping):
-        return {name: version for name, version in value.items() if name.lower().startswith(COMPUTING)}
+    if key == PACKAGES and isinstance(value, Mapping):
+        return {name: version for name, version in normalized(value).items() if name.startswith(COMPUTING)}
     return value
 
 

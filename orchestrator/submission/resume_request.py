@@ -35,6 +35,7 @@ from orchestrator.submission.resume_contract import (
     refuse,
     require,
     rule_of,
+    why_packages_unknown,
     words_of,
 )
 from orchestrator.submission.run_identity import client, code, environment
@@ -43,7 +44,7 @@ from trainer.contract.config import build
 from trainer.contract.run_dir import RunDir
 from trainer.contract.token_shards import INDEX_NAME
 from trainer.contract.user_code.code_record import CodeRecord
-from trainer.contract.user_code.record_code import read_again
+from trainer.contract.user_code.record_code import read_again, read_packages_again
 
 
 def resume_request(
@@ -86,9 +87,10 @@ def resume_request(
         changes = _unless_only_moved(changes, run, identity)
     elif config.data.path and Path(config.data.path, INDEX_NAME).exists():  # a job names what is away
         read_index(config.data.path)
-    differs = identity_changes(trained_identity(run), identity)
     # Where nothing has trained, no number was computed with what is different now.
-    compared = differs if config.command or (run.step and not anew) or store.checkpoints(run.name) else []
+    has_trained = bool(config.command or (run.step and not anew) or store.checkpoints(run.name))
+    differs = _differences(run, identity, note if has_trained else lambda words: None)
+    compared = differs if has_trained else []
     changes = for_a_new_beginning(changes) if anew else changes
     typed = shlex.join(["orch", "resume", run.name, *overrides, *(f"--accept={key}" for key in accepted)])
     refuse([*changes, *compared])
@@ -105,6 +107,13 @@ def resume_request(
     # `base`: somebody else may change the run before this is answered.
     asked: dict[str, Any] = {"config": store.put_config(data), "base": run.config_digest} if changes else {}
     return asked | ({"identity": identity} if differs or other_data else {})
+
+
+def _differences(run: Run, identity: dict[str, Any], note: Callable[[str], None]) -> list[Change]:
+    trained = trained_identity(run)
+    if unknown := why_packages_unknown(trained, identity):
+        note(f"the packages that {run.name} trained with could not be compared: {unknown}")
+    return identity_changes(trained, identity)
 
 
 def _recomposed(data: dict[str, Any], overrides: Sequence[str], anew: bool) -> Composed:
@@ -169,7 +178,7 @@ def _client_here(run: Run) -> dict[str, Any]:
 
 
 def trained_identity(run: Run) -> dict[str, Any]:
-    """The run's identity with the code that its newest attempt recorded, in place of the submitted one."""
+    """The run's identity with the code and packages that its newest attempt recorded, in place of the submitted."""
     for attempt in reversed(RunDir(Path(run.run_dir)).all_attempts()):
         if (trained := CodeRecord.read(attempt.code)) is not None:
             return {**run.identity, "code": {**(run.identity.get("code") or {}), "files": trained.to_json()}}
@@ -177,9 +186,13 @@ def trained_identity(run: Run) -> dict[str, Any]:
 
 
 def current_identity(run: Run, config: RunConfig) -> dict[str, Any]:
-    """Code and environment as they are now, as far as this interpreter is the one that jobs of the run have."""
+    """Code and environment as they are now, as far as this interpreter is the one that jobs of the run have.
+
+    Packages are looked for where the newest attempt found them, whatever interpreter that had.
+    """
     now: dict[str, Any] = {"code": code(config, Path(run.identity.get("submit_dir", "")))}
-    before = CodeRecord.from_identity(trained_identity(run))
+    trained = trained_identity(run)
+    before = CodeRecord.from_identity(trained)
     if before is not None:
         now["code"]["files"] = _code_now(before, CodeRecord.from_identity(now), run).to_json()
     if Submitter.of(run.identity).python == sys.executable and not config.cluster.python:
@@ -191,7 +204,9 @@ def current_identity(run: Run, config: RunConfig) -> dict[str, Any]:
     else:
         now["code"]["orch"] = run.identity.get("code", {}).get("orch")
     if config.workload.snapshot:  # the job trains from the copy that was made when the run was submitted
-        now["code"] |= {key: trained_identity(run).get("code", {}).get(key) for key in ("user", "files")}
+        now["code"] |= {key: trained.get("code", {}).get(key) for key in ("user", "files")}
+        if before is not None:
+            now["code"]["files"] = read_packages_again(before).to_json()
     return now
 
 

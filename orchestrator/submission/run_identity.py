@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
-from email.parser import HeaderParser
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from orchestrator.scheduler.job_environment import SECRET, Submitter
 from orchestrator.scheduler.slurm.client_environment import RECORDED, ClientEnvironment
 from trainer.contract.config_sections.scheduler_kinds import SLURM
 from trainer.contract.user_code.code_record import CodeFile, CodeRecord, printable
+from trainer.contract.user_code.installed_packages import find_site_folders, read_versions
 from trainer.contract.user_code.record_code import record_named
 
 DIFF_LIMIT = 256 * 1024
@@ -125,19 +125,8 @@ def environment(kind: str, environ: Mapping[str, str] = os.environ) -> dict[str,
 
 
 def packages() -> dict[str, str]:
-    """Every installed distribution with its version; of two with one name the first on the path is what is imported."""
-    found: dict[str, str] = {}
-    for name, version in map(_name_and_version, metadata.distributions()):
-        if name and version:
-            found.setdefault(name, version)
-    return dict(sorted(found.items()))
-
-
-def _name_and_version(distribution: metadata.Distribution) -> tuple[str | None, str | None]:
-    """From its headers alone: the text below them is long, and `Distribution` would parse it for each word."""
-    text = distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or ""
-    headers = HeaderParser().parsestr(text.partition("\n\n")[0])
-    return headers["Name"], headers["Version"]
+    """Every installed distribution with its version, as jobs record theirs."""
+    return read_versions(find_site_folders(sys.path)) or {}
 
 
 def variables(environ: Mapping[str, str]) -> dict[str, str]:

@@ -23,7 +23,8 @@ class EventKind(StrEnum):
     FORK_SERVER = "fork_server"  # node, warm (bool), reason, seconds: it is ready, or has died
     CODE_RECORDED = "code.recorded"  # digest: of the user's code that trains, whose files code.json has
     CODE_CHANGED = (
-        "code.changed"  # digest, reason, files {name: digest}: other code than was submitted, or trained last
+        "code.changed"  # digest, reason, files {name: digest}, packages {name: version}: others than were submitted, or
+        # trained last
     )
     GENERATION_STARTED = "generation.started"  # world, nodes
     # step, seconds (since generation.started) (, held {parameters, gradients, optimizer: bytes of rank 0; on_host})

@@ -16,9 +16,9 @@ def code_words(code: dict[str, Any], notices: Sequence[Notice]) -> str:
     words = [f"orch {ours.get('version')} {short_digests(ours.get('sha256'))}"] if isinstance(ours, dict) else []
     words += map(_place_words, code.get("user") or [])
     kinds = (EventKind.CODE_RECORDED, EventKind.CODE_CHANGED)
-    trained = [notice for notice in notices if notice.kind in kinds]
+    trained = [notice for notice in notices if notice.kind in kinds and notice.data.get("digest")]
     if trained:
-        words.append(f"files {short_digests(trained[-1].data.get('digest'))} (attempt {trained[-1].attempt})")
+        words.append(f"files {short_digests(trained[-1].data['digest'])} (attempt {trained[-1].attempt})")
     elif digest := (code.get("files") or {}).get("digest"):
         words.append(f"files {short_digests(digest)}")
     return "   ".join(words)

@@ -326,13 +326,15 @@ def _notice(writer: _EventWriter, node: str | None = None, *, kind: str = "", **
 
 
 def _code_changed(writer: _EventWriter) -> None:
-    """A person who has resumed with this code knows of the change."""
+    """A person who has resumed with this code and these packages knows of the change."""
     known = CodeRecord.from_identity(writer.view.run.identity)
-    files = writer.data.get("files") or {}
-    same = known is not None and [
-        name for name in files if name in known.files and known.files[name].sha256 == files[name]
-    ]
-    _notice(writer, "", accepted=bool(files) and same == list(files))
+    files, packages = writer.data.get("files") or {}, writer.data.get("packages") or {}
+    accepted = False
+    if known is not None:
+        same_files = all(name in known.files and known.files[name].sha256 == files[name] for name in files)
+        versions = known.packages or {}
+        accepted = same_files and all(versions.get(name, "none") == packages[name] for name in packages)
+    _notice(writer, "", accepted=accepted and bool(files or packages))
 
 
 def _preflight(writer: _EventWriter) -> None:

@@ -1,6 +1,7 @@
 """What a controller does about restore tests: it begins them as runs, and records what they have found."""
 
 import json
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +25,8 @@ from trainer.contract.config import build
 from trainer.contract.events import EventKind
 from trainer.contract.restore_test import RestoreTest as Order
 from trainer.contract.run_dir import RunDir
+from trainer.contract.user_code.code_record import CodeRecord
+from trainer.contract.user_code.installed_packages import find_site_folders
 
 NOW = 1_000_000.0
 NONCE = "0123abcd"
@@ -369,6 +372,23 @@ def test_code_that_was_changed_since_is_told_to_the_test(tmp_path: Path) -> None
     asked = Asked(checkpoint=desk.checkpoint(200), forced=True)
     test = begin_test(desk.store, DirectFiles(), desk.run, asked, NOW)
     assert desk.store.run(test.test).identity["restore_test"]["differs"] == ["code.user"]
+    desk.store.close()
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_packages_that_attempts_recorded_are_compared_by_the_job(tmp_path: Path, recorded: bool) -> None:
+    desk = Desk(tmp_path)
+    identity = desk.store.run(desk.name).identity
+    env = {"packages": {"torch": "1.0"}, "torch": "1.0"}
+    job = {"python": sys.executable, "package_root": "", "variables": {}}
+    desk.store.note_run(desk.name, epoch=desk.epoch, now=NOW - 5, identity={**identity, "env": env, "job": job})
+    packages = {"torch": "1.0"} if recorded else None
+    folders = find_site_folders(sys.path)
+    desk.folder.attempt(1).make()
+    CodeRecord(packages=packages, site_folders=folders).write(desk.folder.attempt(1).code)
+    desk.passes()
+    differs = desk.store.run(desk.under_way().test).identity["restore_test"]["differs"]
+    assert differs == ([] if recorded else ["env.torch", "env.packages"])
     desk.store.close()
 
 

@@ -2,15 +2,19 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
+from tests.installed_distributions import install
 from trainer.agent.fork_server.code_at_start import CodeAtStart, record_code
 from trainer.contract.config import JobConfig, WorkloadConfig
 from trainer.contract.events import EventKind
 from trainer.contract.run_dir import AttemptDir, RunDir
 from trainer.contract.user_code.code_record import CodeRecord
+from trainer.contract.user_code.installed_packages import find_site_folders, read_versions
 from trainer.contract.user_code.record_code import record_named
 
 
@@ -126,13 +130,66 @@ def test_a_library_that_imports_by_other_means_leaves_the_folder_of_the_workload
     assert set(recorded.files) == {"lib_by_name"}
 
 
-@pytest.mark.parametrize(("node", "config"), [("1", JobConfig(command=("python", "train.py"))), ("0", JobConfig())])
-def test_other_nodes_and_the_built_in_model_record_nothing(
-    attempt: AttemptDir, monkeypatch: pytest.MonkeyPatch, node: str, config: JobConfig
-) -> None:
-    monkeypatch.setenv("SLURM_NODEID", node)
+@pytest.mark.parametrize("config", [JobConfig(command=("python", "train.py")), JobConfig()])
+def test_other_nodes_record_nothing(attempt: AttemptDir, monkeypatch: pytest.MonkeyPatch, config: JobConfig) -> None:
+    monkeypatch.setenv("SLURM_NODEID", "1")
     assert record_code(attempt, config) == CodeAtStart()
     assert not attempt.code.exists()
+
+
+def test_of_the_built_in_model_the_packages_are_recorded(attempt: AttemptDir) -> None:
+    assert record_code(attempt, JobConfig(), frozenset(sys.modules)) == CodeAtStart()
+    recorded = CodeRecord.read(attempt.code)
+    assert recorded is not None
+    assert recorded.packages is not None
+    assert (recorded.files, recorded.digest, recorded.packages["torch"]) == ({}, "", torch.__version__)
+    second = attempt.run.attempt(2)
+    second.make()
+    replace(recorded, packages={**recorded.packages, "torch": "2.0"}).write(attempt.code)
+    found = record_code(second, JobConfig(), frozenset(sys.modules))
+    assert found.changes == f"package torch 2.0 -> {torch.__version__} since attempt 1"
+
+
+def test_other_packages_than_before_are_named(attempt: AttemptDir, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import timm\n")
+    install(tmp_path / "site", "timm", "1.0")
+    config = JobConfig(command=("python", "train.py"), env={"PYTHONPATH": str(tmp_path / "site")})
+    submit(attempt.run, config)
+    run_json = json.loads(attempt.run.run.read_text())
+    here = read_versions(find_site_folders([str(tmp_path / "site"), *sys.path]))
+    env = {"executable": sys.executable, "packages": here}
+    attempt.run.run.write_text(json.dumps({"identity": {**run_json["identity"], "env": env}}))
+    assert record_code(attempt, config).changes == ""
+    attempt.code.unlink()
+    install(tmp_path / "site", "timm", "2.0")
+    install(tmp_path / "site", "black", "2.0")
+    found = record_code(attempt, config)
+    assert (found.changes, found.packages) == ("package timm 1.0 -> 2.0 since the submit", {"timm": "2.0"})
+    second = attempt.run.attempt(2)
+    second.make()
+    assert record_code(second, config).changes == "", "compared with what attempt 1 had"
+    third = attempt.run.attempt(3)
+    third.make()
+    install(tmp_path / "site", "timm", "3.0")
+    assert record_code(third, config).changes == "package timm 2.0 -> 3.0 since attempt 2"
+
+
+@pytest.mark.parametrize("other", ["job", "command"])
+def test_packages_of_another_interpreter_are_not_compared_with_the_submit(
+    attempt: AttemptDir, tmp_path: Path, other: str
+) -> None:
+    (tmp_path / "train.py").write_text("import timm\n")
+    python = tmp_path / "env" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.symlink_to(sys.executable)
+    install(tmp_path / "env" / "lib" / "python3.11" / "site-packages", "timm", "2.0")
+    config = JobConfig(command=(str(python) if other == "command" else sys.executable, "train.py"))
+    submit(attempt.run, config)
+    identity = json.loads(attempt.run.run.read_text())["identity"]
+    executable = sys.executable if other == "command" else "/opt/other/bin/python"
+    env = {"executable": executable, "packages": {"timm": "1.0"}}
+    attempt.run.run.write_text(json.dumps({"identity": {**identity, "env": env}}))
+    assert record_code(attempt, config).changes == ""
 
 
 def test_a_command_that_is_edited_between_two_generations_is_an_event(job, tmp_path):

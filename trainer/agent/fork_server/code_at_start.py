@@ -1,23 +1,30 @@
-"""Records the code that an attempt is about to train with, and compares it with the code before."""
+"""Records the code and packages that an attempt is about to train with, and compares them with those before."""
 
 import os
 import sys
 from collections.abc import Collection
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from checkpointing.storage.durable import read_json
-from trainer.agent.fork_server.torchrun_command import working_directory
+from trainer.agent.fork_server.torchrun_command import with_interpreter, working_directory
 from trainer.agent.processes.background_tasks import start_detached
 from trainer.contract.config import JobConfig
 from trainer.contract.events import EventKind, EventLog
 from trainer.contract.messages.fork_server import ForkServerReady
 from trainer.contract.node_identity import discover
 from trainer.contract.run_dir import AttemptDir, RunDir
-from trainer.contract.user_code.code_record import CodeRecord, changed_digests, printable
+from trainer.contract.user_code.code_record import (
+    CodeRecord,
+    changed_digests,
+    changed_packages,
+    package_words,
+    printable,
+)
 from trainer.contract.user_code.code_rule import CodeDecision, Occasion, judge_code
-from trainer.contract.user_code.record_code import read_again, record_imported, record_named
+from trainer.contract.user_code.installed_packages import find_site_folders, normalized
+from trainer.contract.user_code.record_code import read_again, record_imported, record_named, with_packages
 
 MOST = 20
 """Maximum number of changed files whose digests an event lists."""
@@ -25,7 +32,7 @@ MOST = 20
 
 @dataclass(frozen=True, kw_only=True)
 class CodeAtStart:
-    """Digest of the user's code, a description of its changes, and the digests of the changed files.
+    """Digest of the user's code, a description of what changed, digests of changed files, versions of packages.
 
     All are empty if there is nothing to report.
     """
@@ -33,20 +40,24 @@ class CodeAtStart:
     digest: str = ""
     changes: str = ""
     files: dict[str, str] = field(default_factory=dict)
+    packages: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def from_comparison(
         cls, before: CodeRecord | None, now: CodeRecord, occasion: Occasion, since: str
     ) -> "CodeAtStart":
-        decision, reason = judge_code(before, now, occasion, since)
+        packages = {} if before is None else changed_packages(before, now)
+        decision, reason = judge_code(before, now, occasion, since, packages=package_words(packages))
         if decision is not CodeDecision.WARN or before is None:
             return cls(digest=now.digest)
         files = [(printable(name), digest) for name, digest in changed_digests(before, now).items()]
-        return cls(digest=now.digest, changes=reason, files=dict(files[:MOST]))
+        versions = {name: new for name, (_, new) in packages.items()}
+        return cls(digest=now.digest, changes=reason, files=dict(files[:MOST]), packages=versions)
 
     def write_change(self, events: EventLog) -> None:
         if self.changes:
-            events.write(EventKind.CODE_CHANGED, digest=self.digest, reason=self.changes, files=self.files)
+            found = {"digest": self.digest, "files": self.files, "packages": self.packages}
+            events.write(EventKind.CODE_CHANGED, reason=self.changes, **found)
 
 
 def record_code(attempt: AttemptDir, config: JobConfig, skip: Collection[str] = ()) -> CodeAtStart:
@@ -54,11 +65,11 @@ def record_code(attempt: AttemptDir, config: JobConfig, skip: Collection[str] = 
 
     `skip`: modules that this process had imported before the workload.
     """
-    if config.trains_built_in_workload or not _is_first_node():
+    if not _is_first_node():
         return CodeAtStart()
     now = _code_here(attempt.run, config, skip)
     try:
-        before, since, occasion = _code_before(attempt)
+        before, since, occasion = _code_before(attempt, now)
         now.write(attempt.code)
     except OSError as error:  # training does not depend on it
         sys.stderr.write(f"orch: the code of this attempt is not recorded: {error}\n")
@@ -72,7 +83,9 @@ def write_events(events: EventLog, node: int, ready: ForkServerReady) -> None:
     events.write(EventKind.FORK_SERVER, node=node, **fields)
     if ready.code:
         events.write(EventKind.CODE_RECORDED, digest=ready.code)
-    CodeAtStart(digest=ready.code, changes=ready.code_changes, files=ready.code_files).write_change(events)
+    CodeAtStart(
+        digest=ready.code, changes=ready.code_changes, files=ready.code_files, packages=ready.code_packages
+    ).write_change(events)
 
 
 async def note_changes(attempt: AttemptDir, events: EventLog) -> None:
@@ -104,22 +117,30 @@ def _is_first_node() -> bool:
 
 def _code_here(run: RunDir, config: JobConfig, skip: Collection[str]) -> CodeRecord:
     if config.command:
-        return record_named(config, working_directory(run, config))
-    return record_imported(sys.modules, skip, config)
+        record = record_named(config, working_directory(run, config))
+        return with_packages(record, replace(config, command=with_interpreter(config)), {})
+    built_in = CodeRecord(covers="the packages alone: the workload is orch's own")
+    record = built_in if config.trains_built_in_workload else record_imported(sys.modules, skip, config)
+    return with_packages(record, config, {name: sys.modules[name] for name in sys.modules.keys() - skip})
 
 
-def _code_before(attempt: AttemptDir) -> tuple[CodeRecord | None, str, Occasion]:
+def _code_before(attempt: AttemptDir, now: CodeRecord) -> tuple[CodeRecord | None, str, Occasion]:
     """Return the code that trained last, else the submitted code; raises OSError."""
     if (own := CodeRecord.read(attempt.code)) is not None:
         return own, _LAST_START, Occasion.NEXT
     for past in reversed(attempt.run.all_attempts()):
         if past.number < attempt.number and (trained := CodeRecord.read(past.code)) is not None:
             return trained, f"attempt {past.number}", Occasion.NEXT
-    return _read_submitted(attempt.run.run), "the submit", Occasion.START
+    return _read_submitted(attempt.run.run, now), "the submit", Occasion.START
 
 
-def _read_submitted(run_json: Path) -> CodeRecord | None:
+def _read_submitted(run_json: Path, now: CodeRecord) -> CodeRecord | None:
+    """Return the submitted code, with the packages of the submitter's interpreter if ranks have the same one."""
     try:
-        return CodeRecord.from_identity(read_json(run_json)["identity"])
+        identity = read_json(run_json)["identity"]
+        record, env = CodeRecord.from_identity(identity), identity.get("env") or {}
+        same = env.get("executable") == sys.executable and {*find_site_folders(sys.path)} <= {*now.site_folders}
+        packages = normalized(env.get("packages") or {}) if same else {}
     except (FileNotFoundError, ValueError, TypeError, KeyError, AttributeError):
         return None
+    return replace(record or CodeRecord(), packages=packages) if packages else record

@@ -258,7 +258,7 @@ def main(arguments: list[str]) -> None:
     seconds = time.monotonic() - started
     ready = ForkServerReady(
         warm=rank_main is not None, reason=why, seconds=seconds, code=code.digest, code_changes=code.changes,
-        code_files=code.files,
+        code_files=code.files, code_packages=code.packages,
     )  # fmt: skip
     unix_transport.send(link, ready)
     fork_server.serve()

@@ -39,7 +39,7 @@ class ForkServerReady:
     """The fork server can start ranks; `warm`: it has imported the workload, else `reason` has the cause.
 
     `code`: digest of the user's code, on the first node; `code_changes`: description of its changes; `code_files`: the
-    digests of the changed files.
+    digests of the changed files; `code_packages`: the versions of changed packages.
     """
 
     warm: bool
@@ -48,6 +48,7 @@ class ForkServerReady:
     code: str = ""
     code_changes: str = ""
     code_files: dict[str, str] = field(default_factory=dict)
+    code_packages: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

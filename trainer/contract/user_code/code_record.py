@@ -1,4 +1,4 @@
-"""The user's code as one attempt imports it: the digest of every file, by module or script."""
+"""The user's code as one attempt imports it, by the digest of every file, and the packages that it trains with."""
 
 import hashlib
 from collections.abc import Mapping
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpointing.storage.durable import dump_line, read_json, write_durably
+from trainer.contract.user_code.installed_packages import changed_versions, provided_names
 
 SCHEMA = "orch.code/1"
 
@@ -38,10 +39,18 @@ class CodeRecord:
     """Top-level modules that the code imports and that are not found."""
     covers: str = ""
     """Description of the scope: which files the record has."""
+    packages: Mapping[str, str] | None = None
+    """Versions of all installed distributions by normalized name; None: not known."""
+    imported: tuple[str, ...] = ()
+    """Top-level modules of others that the code imports, or that its process had imported."""
+    site_folders: tuple[str, ...] = ()
+    """Folders in which the distributions are installed, in the order of the import path."""
 
     @property
     def digest(self) -> str:
-        """SHA-256 of all names and digests; folders do not matter."""
+        """SHA-256 of all names and digests of files, empty without files; folders do not matter."""
+        if not self.files:
+            return ""
         total = hashlib.sha256()
         for name in sorted(self.files):
             total.update(f"{name}\0{self.files[name].sha256}\0".encode(errors="surrogateescape"))
@@ -59,7 +68,13 @@ class CodeRecord:
             files = {
                 str(name): CodeFile(path=one["path"], sha256=one["sha256"]) for name, one in value["files"].items()
             }
-            return cls(files=files, absent=tuple(map(str, value["absent"])), covers=str(value["covers"]))
+            packages = value.get("packages")
+            return cls(
+                files=files, absent=tuple(map(str, value["absent"])), covers=str(value["covers"]),
+                packages=None if packages is None else {str(name): str(version) for name, version in packages.items()},
+                imported=tuple(map(str, value.get("imported", ()))),
+                site_folders=tuple(map(str, value.get("site_folders", ()))),
+            )  # fmt: skip
         except (KeyError, TypeError, AttributeError):
             return None
 
@@ -108,3 +123,24 @@ def changed_digests(before: CodeRecord, now: CodeRecord) -> dict[str, str]:
         for name, one in now.files.items()
         if name in before.absent or (name in before.files and before.files[name].sha256 != one.sha256)
     }
+
+
+def changed_packages(before: CodeRecord, now: CodeRecord) -> dict[str, tuple[str, str]]:
+    """Return the versions, before and now, of distributions that changed and take part in training ("none": absent).
+
+    Empty if the packages of either are not known. Only the metadata of distributions that differ is read. Packages of
+    the user's whose files both records have are compared by these.
+    """
+    if before.packages is None or now.packages is None:
+        return {}
+    old, new = before.packages, now.packages
+    by_files = {name.partition(".")[0] for name in before.files} & {name.partition(".")[0] for name in now.files}
+    imported = {*before.imported, *now.imported} - by_files
+    folders = dict.fromkeys((*now.site_folders, *before.site_folders))
+    changed = changed_versions(old, new, imported, lambda name: provided_names(name, folders))
+    return {name: (old.get(name, "none"), new.get(name, "none")) for name in changed}
+
+
+def package_words(changed: Mapping[str, tuple[str, str]]) -> list[str]:
+    """PURE: describe changed packages."""
+    return [f"package {name} {old} -> {new}" for name, (old, new) in changed.items()]

@@ -1,5 +1,6 @@
 """PURE: the decision about changed code before it trains."""
 
+from collections.abc import Sequence
 from enum import StrEnum
 
 from trainer.contract.user_code.code_record import CodeRecord, changed_files
@@ -25,16 +26,24 @@ class Occasion(StrEnum):
 
 
 def judge_code(
-    before: CodeRecord | None, now: CodeRecord | None, occasion: Occasion, since: str, *, accepted: bool = False
+    before: CodeRecord | None,
+    now: CodeRecord | None,
+    occasion: Occasion,
+    since: str,
+    *,
+    accepted: bool = False,
+    packages: Sequence[str] = (),
 ) -> tuple[CodeDecision, str]:
     """Decide about the code, with the reason. `since`: description of `before` ("attempt 1").
+
+    `packages`: descriptions of changed packages, which train as changed code does.
 
     An unattended run trains on and its change is recorded: a stopped run wastes time until its user notices. A user who
     types `resume` can answer, so the change is refused until it is accepted.
     """
     if before is None or now is None:
         return CodeDecision.RECORD, "nothing to compare with"
-    changed = changed_files(before, now)
+    changed = [*changed_files(before, now), *packages]
     if not changed:
         return CodeDecision.RECORD, f"the code is that of {since}"
     reason = f"{shorten(changed)} since {since}"

@@ -12,6 +12,15 @@ _WORDS = "|".join(sorted(_DYNAMIC | _BUILTINS | {r"sys\s*\.\s*path"})).encode()
 _LATE = re.compile(rb"^[ \t]+(?:from|import)\s|[:;]\s*(?:from|import)\s|\b(?:%b)\b" % _WORDS, re.MULTILINE)
 
 
+_PLAIN = re.compile(rb"^(?:from|import)[ \t]+(\w[^#\n]*)", re.MULTILINE)
+
+
+def plain_imports(text: bytes) -> set[str]:
+    """Return top-level names that `import` statements outside of functions name; quicker than `named_imports`."""
+    parts = [part.split() for line in _PLAIN.findall(text) for part in line.partition(b" import")[0].split(b",")]
+    return {part[0].partition(b".")[0].decode(errors="replace") for part in parts if part}
+
+
 def has_late_imports(text: bytes) -> bool:
     """Whether a function may contain an import, which importing the module does not run."""
     return _LATE.search(text) is not None

@@ -2,14 +2,23 @@
 
 import os
 import re
+import shutil
+import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from trainer.contract.config import ProgramConfig
 from trainer.contract.user_code.code_record import CodeFile, CodeRecord
 from trainer.contract.user_code.import_search import ImportSearch, UserFiles
-from trainer.contract.user_code.named_imports import has_late_imports, named_imports
+from trainer.contract.user_code.installed_packages import (
+    find_site_folders,
+    imported_names,
+    read_versions,
+    third_party,
+)
+from trainer.contract.user_code.named_imports import has_late_imports, named_imports, plain_imports
 
 MOST = 2000
 """Maximum number of files in a record."""
@@ -55,11 +64,41 @@ def named_tops(config: ProgramConfig, beside: Path) -> set[str]:
 
 
 def read_again(record: CodeRecord) -> CodeRecord:
-    """Read the files of a record again."""
+    """Read the files and the packages of a record again. The packages are unknown if a folder cannot be seen."""
     files = {name: CodeFile.read(Path(one.path)) for name, one in record.files.items()}
     there = {name: one for name, one in files.items() if os.path.exists(one.path)}
     gone = tuple(name for name in files if name not in there)
-    return CodeRecord(files=there, absent=gone, covers=record.covers)
+    return replace(read_packages_again(record), files=there, absent=gone)
+
+
+def read_packages_again(record: CodeRecord) -> CodeRecord:
+    """Read the packages of a record again."""
+    return replace(record, packages=None if record.packages is None else read_versions(record.site_folders))
+
+
+def with_packages(record: CodeRecord, config: ProgramConfig, modules: Mapping[str, Any]) -> CodeRecord:
+    """Add the packages that ranks find. `modules`: those that this process has imported for the user's code.
+
+    They stay unknown for a command whose interpreter has its packages in an unusual place.
+    """
+    path, first = sys.path, list[str]()
+    if config.command:
+        path = _path_of_command(config.command[0], config.env.get("PATH"))
+        first = [place for place in config.env.get("PYTHONPATH", "").split(os.pathsep) if place]
+    if not path:
+        return record
+    folders = find_site_folders([*first, *path])
+    imported = third_party({*record.imported, *imported_names(modules, folders)})
+    return replace(record, packages=read_versions(folders), imported=imported, site_folders=folders)
+
+
+def _path_of_command(program: str, search: str | None) -> list[str]:
+    """Return the import path of this process, or the folders of installed packages of another interpreter."""
+    found = shutil.which(program, path=search) if _PYTHON.fullmatch(program) else None
+    prefix = Path(found or sys.executable).parent.parent
+    if prefix == Path(sys.executable).parent.parent:
+        return sys.path
+    return [str(place) for place in sorted(prefix.glob("lib*/python3*/*-packages"))]
 
 
 def _record_target(config: ProgramConfig, beside: Path) -> CodeRecord:
@@ -143,6 +182,7 @@ class _Collector:
         self._seen: set[str] = set()
         self.dynamic: list[Path] = []
         self.foreign: set[str] = set()
+        self._named: set[str] = set()
 
     def add(self, name: str, path: Path, package: list[str] | None = None, *, imported: bool = False) -> None:
         """Add a file of the user's; other files are ignored. `package`: its package, by default from its name.
@@ -199,8 +239,10 @@ class _Collector:
         while self._waiting:
             path, package, imported = self._waiting.pop()
             text = _bytes(path)
-            if imported and not has_late_imports(text):
-                continue
+            if imported:
+                self._named |= plain_imports(text)
+                if not has_late_imports(text):
+                    continue
             try:
                 names, dynamic = named_imports(text, package, imported=imported)
             except (SyntaxError, ValueError, RecursionError):
@@ -215,8 +257,9 @@ class _Collector:
     def record(self, covers: str) -> CodeRecord:
         more = f"; only the first {MOST} files" if len(self._files) >= MOST else ""
         return CodeRecord(
-            files=dict(sorted(self._files.items())), absent=tuple(sorted(self._absent)), covers=covers + more
-        )
+            files=dict(sorted(self._files.items())), absent=tuple(sorted(self._absent)), covers=covers + more,
+            imported=third_party(self.foreign | self._absent | self._named),
+        )  # fmt: skip
 
 
 def _bytes(path: Path) -> bytes:

@@ -18,7 +18,7 @@ from trainer.contract.config import config_digest
 from trainer.contract.events import EventKind, read_events
 from trainer.contract.restore_test import RestoreTest
 from trainer.contract.run_dir import AttemptDir, RunDir
-from trainer.contract.user_code.code_record import CodeRecord, changed_files
+from trainer.contract.user_code.code_record import CodeRecord, changed_files, changed_packages, package_words
 from trainer.worker.saved_state.checkpoint_contents import expected
 
 
@@ -87,6 +87,7 @@ BOUNDED_STEPS = 5
 
 OTHER_SOFTWARE = "other_software"
 """Key of a recorded step that was trained with other versions, another device, other threads, or other code."""
+OTHER_WORDS = "the run had trained that step with other software or code"
 
 BOUNDS = {
     "float32": {"loss": 1e-6, "grad_norm": 1e-4},
@@ -148,9 +149,27 @@ def _changed_software(attempt: AttemptDir, saved_by: int) -> bool:
 
 
 def _has_other_code(attempt: AttemptDir, code: CodeRecord | None) -> bool:
-    """Whether the attempt trained with other code than `code`; unknown code is taken to be the same."""
+    """Whether the attempt trained with other code than `code`, or with packages that are not known to be the same.
+
+    Unknown code is taken to be the same.
+    """
+    if code is None:
+        return False
     theirs = CodeRecord.read(attempt.code)
-    return code is not None and theirs is not None and bool(changed_files(theirs, code))
+    if theirs is None or theirs.packages is None:
+        return code.packages is not None or (theirs is not None and bool(changed_files(theirs, code)))
+    return bool(changed_files(theirs, code) or changed_packages(theirs, code))
+
+
+def other_packages(run: RunDir, saved_by: int, code: CodeRecord | None) -> list[str]:
+    """Describe the packages that differ from those of the attempt that saved, or of the newest. Raises OSError."""
+    attempts = [attempt for attempt in run.all_attempts() if attempt.number == saved_by] or run.all_attempts()[-1:]
+    if code is None or code.packages is None or not attempts:
+        return []
+    theirs = CodeRecord.read(attempts[0].code)
+    if theirs is None or theirs.packages is None:
+        return [f"the packages of attempt {attempts[0].number} are not known"]
+    return package_words(changed_packages(theirs, code))
 
 
 def _lines(path: Path, steps: Collection[int]) -> Iterator[dict[str, Any]]:
@@ -203,7 +222,7 @@ def compare(
         ]
         if all(words for words, _ in judged):
             other = all(OTHER_SOFTWARE in values for values in known)
-            why = "the run had trained that step with other software or code" if other else ""
+            why = OTHER_WORDS if other else ""
             largest = max(size for _, size in judged)
             return Comparison(compared=compared, difference=judged[-1][0], why_no_verdict=why, largest=largest)
         largest = max(largest, min(size for words, size in judged if not words))

@@ -27,15 +27,18 @@ from trainer.contract.ranks.rank_messages import RankSpec
 from trainer.contract.restore_test import Outcome, RestoreTest, RestoreVerdict
 from trainer.contract.run_dir import AttemptDir, RunDir
 from trainer.contract.user_code.code_record import CodeRecord
+from trainer.contract.user_code.code_rule import shorten
 from trainer.worker.data import TokenData, unwrapped
 from trainer.worker.reporting.metrics import Journal
 from trainer.worker.restore_test.comparability import Conditions, why_no_verdict, why_not_compared
 from trainer.worker.restore_test.recorded_steps import (
     BOUNDS,
     OTHER_SOFTWARE,
+    OTHER_WORDS,
     audit,
     compare,
     find_fault,
+    other_packages,
     recorded_steps,
     require_there,
     saving_attempt,
@@ -207,18 +210,26 @@ class RestoreTestRun:
 
         def find_step() -> dict[str, Any]:
             recorded = self._read_run_steps([error.step])[error.step]
-            return {"known": any(OTHER_SOFTWARE not in values for values in recorded)}
+            known = any(OTHER_SOFTWARE not in values for values in recorded)
+            return {"known": known, "other": self._words_of_other() if recorded and not known else ""}
 
-        known = self._on_leader(find_step)["known"]
+        found = self._on_leader(find_step)
         conditions = self._conditions()
         why = why_not_compared(conditions) or why_no_verdict(conditions) or self._changed_data()
-        if not known:
-            why = why or "the run has not trained that step, and its batch may be the cause"
+        if not found["known"]:
+            why = found["other"] or why or "the run has not trained that step, and its batch may be the cause"
         return (Outcome.NOT_COMPARABLE, f"{error}; {why}") if why else (Outcome.SUSPECT, str(error))
 
     def _read_run_steps(self, steps: Collection[int]) -> dict[int, list[dict[str, float]]]:
         order, code = self._order, CodeRecord.read(self._attempt.code)
         return recorded_steps(RunDir(Path(order.run_dir)), steps, order.steps_digest, saving_attempt(order), code)
+
+    def _words_of_other(self) -> str:
+        """Name what the run's steps were trained with that this test does not have."""
+        order = self._order
+        mine = CodeRecord.read(self._attempt.code)
+        packages = other_packages(RunDir(Path(order.run_dir)), saving_attempt(order), mine)
+        return f"{OTHER_WORDS}: {shorten(packages)}" if packages else OTHER_WORDS
 
     def _changed_data(self) -> str:
         """Collective: return a token shard that has changed since it was prepared; each rank reads some of them."""
@@ -250,7 +261,7 @@ class RestoreTestRun:
             steps = "1 step agrees" if result.compared == 1 else f"{result.compared} steps agree"
             same = f"{steps} with the run's own {how}"
             none = not_compared or "the run has recorded no step after it to compare with"
-            why = result.why_no_verdict
+            why = self._words_of_other() if result.why_no_verdict else ""
             return {
                 "difference": result.difference, "why": why, "same": same if result.compared else none,
                 "evidence": evidence,
@@ -259,7 +270,7 @@ class RestoreTestRun:
         found = self._on_leader(compare_steps)
         self._evidence |= found["evidence"]
         if found["difference"]:
-            why = why_no_verdict(conditions) or found["why"] or self._changed_data()
+            why = found["why"] or why_no_verdict(conditions) or self._changed_data()
             if why:
                 return Outcome.NOT_COMPARABLE, f"{found['difference']}; {why}"
             return Outcome.SUSPECT, found["difference"]

@@ -90,11 +90,13 @@ def test_other_code_is_named_with_the_digest_of_what_trained(orch: Type, seeds: 
     run = seeds.run()
     notice(seeds, run, EventKind.CODE_RECORDED, digest="ab" * 32)
     notice(seeds, run, EventKind.CODE_CHANGED, digest="cd" * 32, reason="mine changed since the submit", files={})
-    (found,) = orch("show", run, "--json").data["code_changes"]
+    notice(seeds, run, EventKind.CODE_CHANGED, digest="", reason="package timm 1.0 -> 2.0 since attempt 1", files={})
+    (found, _) = orch("show", run, "--json").data["code_changes"]
     assert (found["attempt"], found["reason"]) == (1, "mine changed since the submit")
     shown = orch("show", run).out
     assert "files cdcdcdcdcdcd (attempt 1)" in shown
     assert "mine changed since the submit" in shown
+    assert "package timm 1.0 -> 2.0 since attempt 1" in shown
 
 
 def test_a_quiet_run_lists_nothing(orch: Type, seeds: Seeds) -> None:

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,12 +18,14 @@ from orchestrator.submission import resume_request
 from orchestrator.submission.create_run import data_identity, read_index
 from orchestrator.submission.run_identity import code, environment
 from tests.fakes.slurm_commands import refusing, write_commands
+from tests.installed_distributions import install
 from tests.orchestrator.cli.conftest import Seeds, Type
 from trainer.contract import skipped_batches
 from trainer.contract.failures.outcome import Failure, FailureKind
 from trainer.contract.run_dir import RunDir
 from trainer.contract.token_shards import Index, prepare
 from trainer.contract.user_code.code_record import CodeFile, CodeRecord
+from trainer.contract.user_code.installed_packages import read_versions
 
 
 class Resumable:
@@ -372,7 +375,9 @@ def test_what_another_interpreter_has_is_not_compared(
     job = {"python": "/opt/other/bin/python", "package_root": "", "variables": {}}
     run.store.note_run(run.name, epoch=seeds.epoch, now=1.0, identity={**identity, "job": job})
     monkeypatch.setattr(resume_request, "environment", lambda kind: {**environment(kind), "torch": "9.9"})
-    assert orch("resume", run.name, "--no-controller").code == 0
+    found = orch("resume", run.name, "--no-controller")
+    assert found.code == 0
+    assert "its attempts have not recorded them, and its jobs have another interpreter" in " ".join(found.err.split())
 
 
 def test_a_key_that_cannot_be_accepted_is_named(
@@ -432,3 +437,58 @@ def test_a_change_that_is_refused_by_the_controller_is_no_success(
     refused = orch("resume", run.name, "optimizer.lr=0.5", "--no-controller")
     assert refused.code == 4
     assert "is RECOVERING" in refused.out
+
+
+class TrainedPackages:
+    """A run whose attempt recorded that it trained with timm 2.0, in the folder of another interpreter."""
+
+    def __init__(self, seeds: Seeds, tmp_path: Path, *overrides: str) -> None:
+        self.run, self.site = Resumable(seeds, tmp_path, RunState.HELD, *overrides), tmp_path / "site"
+        identity = self.run.store.run(self.run.name).identity
+        env = {**identity["env"], "packages": {"timm": "1.0", "torch": "1.0"}, "torch": "1.0"}  # of the submit
+        job = {"python": "/opt/other/bin/python", "package_root": "", "variables": {}}
+        self.run.store.note_run(
+            self.run.name, epoch=seeds.epoch, now=1.0, identity={**identity, "env": env, "job": job}
+        )
+        for name, version in (("timm", "2.0"), ("torch", "2.0"), ("black", "1.0")):
+            install(self.site, name, version)
+        attempt = RunDir(Path(self.run.store.run(self.run.name).run_dir)).attempt(1)
+        attempt.path.mkdir(parents=True, exist_ok=True)
+        folders = (str(self.site),)
+        CodeRecord(packages=read_versions(folders), imported=("timm",), site_folders=folders).write(attempt.code)
+
+
+@pytest.mark.parametrize("overrides", [(), ("cluster.python=/opt/other/bin/python",)])
+def test_packages_are_compared_with_those_that_trained_whatever_interpreter_had_them(
+    orch: Type, seeds: Seeds, service: SimpleNamespace, tmp_path: Path, overrides: tuple[str, ...]
+) -> None:
+    trained = TrainedPackages(seeds, tmp_path, *overrides)
+    run, install_here = trained.run, partial(install, trained.site)
+    install_here("black", "2.0")
+    same = orch("resume", run.name, "--no-controller")
+    assert (same.code, "packages" in same.err) == (0, False), "with what trained, and whatever the submit had"
+    install_here("timm", "1.0")
+    refused = orch("resume", run.name, "--no-controller")
+    assert (refused.code, "env.packages: timm 2.0 -> 1.0" in refused.err) == (4, True), refused.err
+    assert "env.packages differs from what the run was trained with" in refused.err
+    assert orch("resume", run.name, "--accept", "env.packages", "--no-controller").code == 0
+    install_here("torch", "2.1")
+    assert "env.torch: 2.0 -> 2.1; env.packages: timm 2.0 -> 1.0, torch 2.0 -> 2.1" in orch("resume", run.name).err
+
+
+def test_a_copy_of_the_code_does_not_hold_the_packages(
+    orch: Type, seeds: Seeds, service: SimpleNamespace, tmp_path: Path
+) -> None:
+    trained = TrainedPackages(seeds, tmp_path, "workload.snapshot=true")
+    install(trained.site, "timm", "3.0")
+    assert "env.packages: timm 2.0 -> 3.0" in orch("resume", trained.run.name, "--no-controller").err
+
+
+def test_packages_that_cannot_be_seen_are_named_and_refuse_nothing(
+    orch: Type, seeds: Seeds, service: SimpleNamespace, tmp_path: Path
+) -> None:
+    trained = TrainedPackages(seeds, tmp_path)
+    trained.site.rename(tmp_path / "elsewhere")
+    found = orch("resume", trained.run.name, "--no-controller")
+    words = f"packages that {trained.run.name} trained with could not be compared: {trained.site} cannot be read here"
+    assert (found.code, words in " ".join(found.err.split())) == (0, True), found.err

@@ -265,6 +265,17 @@ def test_code_that_a_person_resumed_with_is_accepted(tmp_path: Path, digest: str
     assert (notice.data["reason"], notice.data["accepted"]) == ("mine changed since attempt 1", accepted)
 
 
+@pytest.mark.parametrize(("version", "accepted"), [("2.0", True), ("1.0", False)])
+def test_packages_that_a_person_resumed_with_are_accepted(tmp_path: Path, version: str, accepted: bool) -> None:
+    world, log = begun(tmp_path)
+    files = CodeRecord(packages={"timm": version}).to_json()
+    world.store.note_run(world.name, epoch=world.lease.epoch, now=1.0, identity={"code": {"files": files}})
+    changed = {"digest": "d", "files": {}, "packages": {"timm": "2.0"}}
+    log.write(EventKind.CODE_CHANGED, reason="package timm 1.0 -> 2.0 since attempt 1", **changed)
+    read(world)
+    assert [notice.data["accepted"] for notice in world.store.notices(world.name)] == [accepted]
+
+
 def test_the_status_names_code_that_nobody_has_accepted(tmp_path: Path) -> None:
     world, log = begun(tmp_path)
     training(world, 2)

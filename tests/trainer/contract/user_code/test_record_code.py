@@ -3,13 +3,16 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from tests.installed_distributions import install
 from trainer.contract.config import JobConfig, WorkloadConfig
-from trainer.contract.user_code.code_record import CodeFile, CodeRecord, changed_files
-from trainer.contract.user_code.record_code import read_again, record_imported, record_named
+from trainer.contract.user_code.code_record import CodeFile, CodeRecord, changed_files, changed_packages
+from trainer.contract.user_code.installed_packages import find_site_folders, read_versions
+from trainer.contract.user_code.record_code import read_again, record_imported, record_named, with_packages
 
 FILES = {
     "mine_in.py": "import orch\nimport helpers_in\nfrom pack_in.deep import thing\n",
@@ -255,3 +258,98 @@ def test_a_record_survives_its_file(tmp_path: Path) -> None:
     assert CodeRecord.read(tmp_path / "absent.json") is None
     assert CodeRecord.from_json({"schema": "orch.code/9"}) is None
     assert CodeFile.read(tmp_path / "absent").sha256 == "unreadable: No such file or directory"
+
+
+def test_versions_are_read_from_names_of_folders(tmp_path: Path) -> None:
+    install(tmp_path / "first", "Pillow", "10.1", "PIL")
+    install(tmp_path / "second", "pillow", "9.0", "PIL")
+    install(tmp_path / "second", "torch", "2.13.0+cpu")
+    (tmp_path / "second" / "old_style-1.5-py3.11.egg-info").write_text("")
+    (tmp_path / "second" / "linked.egg-info").mkdir()
+    (tmp_path / "second" / "linked.egg-info" / "PKG-INFO").write_text("Name: linked\nVersion: 0.3\n")
+    (tmp_path / "empty").mkdir()
+    folders = find_site_folders([str(tmp_path / name) for name in ("first", "empty", "second", "absent")])
+    assert folders == (str(tmp_path / "first"), str(tmp_path / "second"))
+    versions = {"linked": "0.3", "old-style": "1.5", "pillow": "10.1", "torch": "2.13.0+cpu"}
+    assert read_versions(folders) == versions
+    assert read_versions([*folders, str(tmp_path / "absent")]) is None, "unknown, and not empty"
+
+
+@pytest.mark.parametrize(
+    ("change", "changed"),
+    [
+        (("timm", "2.0", "timm"), {"timm": ("1.0", "2.0")}),
+        (("scikit_learn", "1.9", "sklearn"), {"scikit-learn": ("1.5", "1.9")}),
+        (("black", "25", "black"), {}),
+        (("nvidia_cublas", "13", "nvidia"), {"nvidia-cublas": ("12", "13")}),
+        (("einops", "1.0", "einops"), {"einops": ("none", "1.0")}),
+        (("orch", "9", "orch"), {}),
+        (("mine_in", "2", "mine_in"), {}),
+    ],
+)
+def test_packages_that_the_code_imports_are_compared(
+    tmp_path: Path, change: tuple[str, str, str], changed: dict[str, tuple[str, str]]
+) -> None:
+    site = tmp_path / "site"
+    for name, version, top in (
+        ("timm", "1.0", "timm"), ("scikit_learn", "1.5", "sklearn"), ("black", "24", "black"),
+        ("nvidia_cublas", "12", "nvidia"), ("orch", "1", "orch"), ("mine_in", "1", "mine_in"),
+    ):  # fmt: skip
+        install(site, name, version, top)
+    late = "import timm.layers\n\ndef late():\n    import einops, sklearn.svm\n"
+    code = made(tmp_path / "code", **{"helpers_in.py": late})
+    before = with_packages(named(code), JobConfig(command=("x",), env={"PYTHONPATH": str(site)}), {})
+    assert {"timm", "einops", "sklearn"} <= set(before.imported)
+    before = replace(before, imported=(*before.imported, "mine_in"))  # of the user's, compared by its files
+    assert changed_packages(before, read_again(before)) == {}
+    install(site, *change)
+    assert changed_packages(before, read_again(before)) == changed
+    assert changed_packages(CodeRecord(), read_again(before)) == {}, "packages of an older record are not known"
+
+
+def test_a_package_that_is_gone_has_changed(tmp_path: Path) -> None:
+    install(tmp_path, "other", "1.0")
+    before = CodeRecord(
+        packages={"timm": "1.0", "black": "1", "other": "1.0"}, imported=("timm",), site_folders=(str(tmp_path),)
+    )
+    assert changed_packages(before, read_again(before)) == {"timm": ("1.0", "none")}
+    away = read_again(CodeRecord(packages={"timm": "1.0"}, imported=("timm",), site_folders=("/no/such/folder",)))
+    assert away.packages is None
+
+
+def test_imports_of_loaded_modules_are_known_without_parsing_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """orch may have imported a package before the workload did, and the package may have imported others."""
+    site = tmp_path / "site"
+    install(site, "used_in", "1", "used_in")
+    (site / "used_in.py").write_text("import below_in\n")
+    install(site, "below_in", "1", "below_in")
+    (site / "below_in.py").write_text("")
+    (tmp_path / "loads_in.py").write_text("import used_in as one, math\nfrom typing_extensions import (\n  Self)\n")
+    for folder in (site, tmp_path):
+        monkeypatch.syspath_prepend(str(folder))
+    before = frozenset(sys.modules)
+    __import__("loads_in")
+    config = JobConfig(workload=WorkloadConfig(target="loads_in:Mine", path=(str(tmp_path),)))
+    loaded = {name: sys.modules[name] for name in sys.modules.keys() - before}
+    record = with_packages(record_imported(sys.modules, before, config), config, loaded)
+    for name in loaded:
+        del sys.modules[name]
+    assert set(record.imported) == {"used_in", "below_in", "typing_extensions"}
+    assert record.site_folders[0] == str(site)
+
+
+def test_a_command_with_an_interpreter_of_its_own_has_the_packages_of_that(tmp_path: Path) -> None:
+    python = tmp_path / "env" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.symlink_to(sys.executable)
+    install(tmp_path / "env" / "lib" / "python3.11" / "site-packages", "timm", "1.0")
+    assert with_packages(CodeRecord(), JobConfig(command=(str(python), "train.py")), {}).packages == {"timm": "1.0"}
+    on_path = JobConfig(command=("python", "train.py"), env={"PATH": str(python.parent)})
+    assert with_packages(CodeRecord(), on_path, {}).packages == {"timm": "1.0"}
+    unusual = tmp_path / "unusual" / "bin" / "python"
+    unusual.parent.mkdir(parents=True)
+    unusual.symlink_to(sys.executable)
+    assert with_packages(CodeRecord(), JobConfig(command=(str(unusual), "train.py")), {}).packages is None
+    assert "torch" in (with_packages(CodeRecord(), JobConfig(command=(sys.executable, "train.py")), {}).packages or {})

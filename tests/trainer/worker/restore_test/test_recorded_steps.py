@@ -11,7 +11,7 @@ from trainer.contract.config import config_digest
 from trainer.contract.events import EventKind, EventLog
 from trainer.contract.run_dir import RunDir
 from trainer.contract.user_code.code_record import CodeFile, CodeRecord
-from trainer.worker.restore_test.recorded_steps import BOUNDS, compare, recorded_steps
+from trainer.worker.restore_test.recorded_steps import BOUNDS, compare, other_packages, recorded_steps
 
 TIGHT = BOUNDS["float32"]
 STEP = {"loss": 2.0, "grad_norm": 1.0, "lr": 0.1}
@@ -114,6 +114,24 @@ def test_steps_of_other_code_are_marked(run: RunDir, tmp_path: Path) -> None:
     assert (bool(far.difference), far.why_no_verdict) == (
         True, "the run had trained that step with other software or code"
     )  # fmt: skip
+
+
+def test_steps_of_other_packages_are_marked_and_the_packages_named(run: RunDir) -> None:
+    """Packages that are not known are not taken to be the same, where the test knows its own."""
+    for number in (1, 2):
+        CodeRecord(packages={"timm": f"{number}.0", "black": "1"}, imported=("timm",)).write(run.attempt(number).code)
+    mine = CodeRecord(packages={"timm": "1.0", "black": "2"}, imported=("timm",))
+    found = recorded_steps(run, [7], config_digest(run.config), 1, mine)[7]
+    assert [int(values["loss"]) for values in found if "other_software" in values] == [2]
+    assert other_packages(run, 1, mine) == []
+    assert other_packages(run, 2, mine) == ["package timm 2.0 -> 1.0"]
+    assert other_packages(run, 0, mine) == ["package timm 2.0 -> 1.0"], "compared with the newest attempt"
+    CodeRecord().write(run.attempt(1).code)
+    assert other_packages(run, 1, mine) == ["the packages of attempt 1 are not known"]
+    found = recorded_steps(run, [7], config_digest(run.config), 1, mine)[7]
+    assert [int(values["loss"]) for values in found if "other_software" in values] == [1, 2]
+    found = recorded_steps(run, [7], config_digest(run.config), 1, CodeRecord())[7]
+    assert not any("other_software" in values for values in found)
 
 
 def test_what_goes_on_from_another_config_says_nothing_either(run: RunDir) -> None:

@@ -12,6 +12,7 @@ from tests.trainer.worker.restore_test.conftest import LAYOUTS, OLDER, STEPS, TE
 from tests.trainer.worker.restore_test.damages import DAMAGES, Damage, missing_shard, nan_weights, remade_manifest
 from trainer.contract.failures.outcome import ExitCode
 from trainer.contract.restore_test import Outcome, RestoreVerdict
+from trainer.contract.user_code.code_record import CodeRecord
 
 pytestmark = pytest.mark.multi
 
@@ -98,6 +99,29 @@ def test_a_difference_beside_another_one_is_no_verdict(tested: Subject, differs:
     found = tested.verdict(tested.folder(), over={"optimizer": {"lr": 3e-2}}, differs=differs)
     assert found.outcome is (Outcome.RESTORED if "code.user" in differs else Outcome.NOT_COMPARABLE), found
     assert differs[0] in found.reason
+
+
+@pytest.mark.parametrize(
+    ("mine", "rate", "outcome", "words"),
+    [
+        ({"timm": "1.0", "black": "2"}, 3e-2, Outcome.SUSPECT, "lr of step"),
+        ({"timm": "2.0"}, 3e-2, Outcome.NOT_COMPARABLE, "with other software or code: package timm 1.0 -> 2.0"),
+        ({"timm": "2.0"}, None, Outcome.RESTORED, "steps agree"),
+    ],
+)
+def test_packages_are_compared_with_those_of_the_attempt_that_trained(
+    tested: Subject, mine: dict[str, str], rate: float | None, outcome: Outcome, words: str
+) -> None:
+    test = tested.begin(tested.folder(), over={"optimizer": {"lr": rate}} if rate else {})
+    CodeRecord(packages=mine, imported=("timm",)).write(test.dir.attempt(1).code)
+    trained = tested.source.dir.attempt(1).code
+    CodeRecord(packages={"timm": "1.0", "black": "1"}, imported=("timm",)).write(trained)
+    try:
+        assert test.train()["codes"] == [0] * test.world, test.log()
+    finally:
+        trained.unlink()
+    found = RestoreVerdict.read(test.attempt)
+    assert (found.outcome, words in found.reason) == (outcome, True), found
 
 
 def test_what_is_not_there_is_no_verdict(tested: Subject) -> None:

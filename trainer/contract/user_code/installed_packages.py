@@ -1,0 +1,117 @@
+"""Installed distributions with their versions, and which of two lists of them compute other numbers."""
+
+import os
+import re
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+COMPUTING = ("torch", "nvidia-", "triton", "cuda", "numpy", "transformers", "flash", "apex", "xformers", "deepspeed")
+"""Beginnings of the names of distributions that count although no code imports them by name."""
+OWN = frozenset({"orch", "orchestrator", "trainer", "checkpointing"})
+"""Top-level names of orch, which is compared by its content."""
+_INFO = re.compile(r"(?P<name>[^-]+)-(?P<version>[^-]+)(?:-py[\d.]+.*)?\.(?:dist|egg)-info")
+_VERSION = re.compile(r"^Version:\s*(\S+)", re.MULTILINE)
+
+
+def find_site_folders(path: Iterable[str]) -> tuple[str, ...]:
+    """Return the folders of an import path in which distributions are installed."""
+    places = dict.fromkeys(os.path.abspath(place) for place in path if os.path.isdir(place))
+    return tuple(place for place in places if next(_infos(place), None) is not None)
+
+
+def read_versions(folders: Iterable[str]) -> dict[str, str] | None:
+    """Return all distributions in these folders by normalized name; the first folder that has one counts.
+
+    Only names of folders are read: a start has no time for hundreds of files. None: a folder cannot be listed.
+    """
+    found: dict[str, str] = {}
+    for folder in folders:
+        if not os.path.isdir(folder):
+            return None
+        for name, version, _ in _infos(folder):
+            found.setdefault(name, version)
+    return dict(sorted(found.items()))
+
+
+def imported_names(modules: Mapping[str, Any], folders: Collection[str]) -> set[str]:
+    """Return the top-level names of these modules that lie in one of the folders."""
+    places = tuple(f"{folder}{os.sep}" for folder in folders)
+    found = set[str]()
+    for name, module in list(modules.items()):
+        if "." not in name:
+            spec = getattr(module, "__spec__", None)
+            inner = getattr(spec, "submodule_search_locations", None) or ()
+            origin = getattr(spec, "origin", None)
+            where = [*map(str, inner), *([origin] if isinstance(origin, str) else [])]
+            found |= {name} if any(place.startswith(places) for place in where) else set()
+    return found
+
+
+def third_party(names: Iterable[str]) -> tuple[str, ...]:
+    """Return the names that are neither Python's own nor orch's."""
+    return tuple(sorted(set(names) - sys.stdlib_module_names - OWN))
+
+
+def provided_names(name: str, folders: Iterable[str]) -> set[str]:
+    """Return the top-level modules of a distribution; its own name, spelled as a module, where they are not known."""
+    for folder in folders:
+        for found, _, info in _infos(folder):
+            if found == name:
+                listed = _text(info, "top_level.txt").split() or list(_tops(_text(info, "RECORD")))
+                return set(listed) or {name.replace("-", "_")}
+    return {name.replace("-", "_")}
+
+
+def changed_versions(
+    before: Mapping[str, str],
+    now: Mapping[str, str],
+    imported: Collection[str],
+    provided: Callable[[str], Collection[str]],
+) -> list[str]:
+    """PURE: return the distributions whose version differs, that are new or gone, and that take part in training.
+
+    They do if one of the modules that they provide is imported, or by their name (COMPUTING).
+    """
+    differ = [name for name in sorted({*before, *now} - OWN) if before.get(name) != now.get(name)]
+    return [name for name in differ if name.startswith(COMPUTING) or not set(imported).isdisjoint(provided(name))]
+
+
+def normalized(packages: Mapping[str, Any]) -> dict[str, str]:
+    """Return packages by normalized name (PEP 503)."""
+    return {_normalize(name): str(version) for name, version in packages.items()}
+
+
+def _normalize(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def _infos(folder: str) -> Iterator[tuple[str, str, str]]:
+    """Yield name, version and metadata of each distribution in a folder."""
+    try:
+        names = sorted(os.listdir(folder))
+    except OSError:
+        return
+    for entry in names:
+        if not entry.endswith(("-info", ".egg-info")):
+            continue
+        place = os.path.join(folder, entry)
+        if parts := _INFO.fullmatch(entry):
+            yield _normalize(parts["name"]), parts["version"], place
+        elif entry.endswith(".egg-info") and (version := _VERSION.search(_text(place, "PKG-INFO"))):
+            yield _normalize(entry.removesuffix(".egg-info")), version[1], place
+
+
+def _tops(record: str) -> Iterator[str]:
+    for line in record.splitlines():
+        top = line.partition(",")[0].partition("/")[0].strip('"')
+        if top and top not in ("..", "__pycache__") and not top.endswith((".dist-info", ".data")):
+            yield top.partition(".")[0]
+
+
+def _text(folder: str, name: str) -> str:
+    try:
+        return Path(folder, name).read_text(errors="replace")
+    except OSError:
+        return ""

@@ -26,6 +26,8 @@ from orchestrator.submission.resume_request import current_identity, trained_ide
 from orchestrator.submission.secret_values import with_webhook
 from trainer.contract import skipped_batches
 from trainer.contract.config import build
+from trainer.contract.user_code.code_record import CodeRecord
+from trainer.contract.user_code.record_code import with_packages
 
 
 def branch(
@@ -38,9 +40,9 @@ def branch(
     chosen = find_one(words, screen.warn)
     before = config_of(chosen, words)
     run = require_trusted(screen, store, chosen)
-    if run is not None:
-        _warn_of_differences(screen, store, run)
     composed = compose(preset, overrides, environ=os.environ) if preset else recompose(before, overrides)
+    if run is not None:
+        _warn_of_differences(screen, store, run, composed.config)
     check_beginning(composed.config, words)
     now = composed.data
     if now["data"]["text"] == before["data"]["text"] and not now["data"]["path"]:  # the same text gives the same tokens
@@ -132,9 +134,12 @@ def require_trusted(screen: Screen, store: Store, chosen: Target) -> Run | None:
     return run
 
 
-def _warn_of_differences(screen: Screen, store: Store, run: Run) -> None:
+def _warn_of_differences(screen: Screen, store: Store, run: Run, config: RunConfig) -> None:
     """Code or software that differs now from what the run was trained with."""
     now = current_identity(run, build(RunConfig, store.config(run.config_digest)))
+    if not config.cluster.python and (record := CodeRecord.from_identity(now)) is not None:
+        # The new run has the packages of this interpreter, wherever the other one had its own.
+        now["code"]["files"] = with_packages(record, config, {}).to_json()
     for change in identity_changes(trained_identity(run), now):
         if change.term.rule is not Rule.HARMLESS:
             screen.warn("differs", f"{change.key} differs from what {run.name} was trained with: {change.term.why}")

@@ -15,10 +15,12 @@ from orchestrator.cli.terminal.render import Screen
 from orchestrator.config.compose import compose
 from orchestrator.states import Trust
 from tests.checkpointing.made_checkpoint import make
+from tests.installed_distributions import install
 from tests.orchestrator.cli.conftest import Seeds, Type
 from trainer.contract import skipped_batches
 from trainer.contract.run_dir import RunDir
 from trainer.contract.skipped_batches import Skip
+from trainer.contract.user_code.code_record import CodeRecord
 
 NONCE = "0123abcd"
 
@@ -98,6 +100,20 @@ def test_a_branch_sees_the_folder_that_its_checkpoint_is_put_into(orch: Type, se
     refused = orch("submit", "--from", f"{run}@50", "checkpoint.tiers=[{path: /scratch}]", "--dry-run")
     assert refused.code == 2
     assert "checkpoint.tiers has no `run`" in refused.err
+
+
+def test_the_packages_of_a_branch_are_those_of_this_interpreter(
+    orch: Type, seeds: Seeds, run: str, tmp_path: Path
+) -> None:
+    """Those of the other run are as they were, in a folder that the new run does not have."""
+    install(tmp_path / "site", "torch", "1.0")
+    attempt, folders = RunDir(seeds.root / run).attempt(1), (str(tmp_path / "site"),)
+    attempt.path.mkdir(exist_ok=True)
+    CodeRecord(packages={"torch": "1.0"}, site_folders=folders).write(attempt.code)
+    words = f"env.packages differs from what {run} was trained with"
+    assert words in orch("submit", "--from", f"{run}@50", "--dry-run").err
+    python = "cluster.python=/opt/other/bin/python"
+    assert words not in orch("submit", "--from", f"{run}@50", python, "--dry-run").err, "nothing is known of that"
 
 
 def test_a_branch_trains_the_code_that_was_copied(orch: Type, seeds: Seeds, run: str, tmp_path: Path) -> None:

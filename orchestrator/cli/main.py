@@ -23,7 +23,7 @@ VERBS = {
         "orchestrator.cli.comparison.compare:compare",
         "Compare runs: where they differ, speed, losses at the steps they share.",
     ),
-    "wait": ("orchestrator.cli.runs.wait:wait", "Wait until a run ends; the exit code says how."),
+    "wait": ("orchestrator.cli.runs.events:wait", "Wait until a run ends; the exit code says how."),
     "events": ("orchestrator.cli.runs.events:events", "Print the timeline of a run: events, decisions, states."),
     "logs": ("orchestrator.cli.live_jobs.logs:logs", "Print the logs of ranks, agents and the controller."),
     "top": (
@@ -34,10 +34,10 @@ VERBS = {
         "orchestrator.cli.live_jobs.attach:attach",
         "Print the stacks of a live job's ranks without stopping them.",
     ),
-    "save": ("orchestrator.cli.live_jobs.save:save", "Save a checkpoint now; training continues."),
+    "save": ("orchestrator.cli.live_jobs.attach:save", "Save a checkpoint now; training continues."),
     "cancel": ("orchestrator.cli.runs.cancel_resume:cancel", "Save a checkpoint, then stop the runs."),
     "resume": ("orchestrator.cli.runs.cancel_resume:resume", "Continue a run that is held, failed or cancelled."),
-    "tag": ("orchestrator.cli.runs.tags:tag", "Add tags to a run, or remove them."),
+    "tag": ("orchestrator.cli.runs.training_figures:tag", "Add tags to a run, or remove them."),
     "rm": ("orchestrator.cli.removal.rm:rm", "Remove runs that are over: folder, checkpoints, registry rows."),
     "ckpt": (
         "orchestrator.cli.checkpoints.group:ckpt",
@@ -146,7 +146,7 @@ def _of_the_system(error: OSError) -> Precondition:
         where = os.environ.get("PWD", "")
         return Precondition("the current folder is not there any more", where=where, hint="cd to a folder that is")
     name = f": {error.filename}" if error.filename else ""
-    from orchestrator.cli.terminal.system_errors import cure  # only when something is wrong
+    from orchestrator.cli.terminal.streams import cure  # only when something is wrong
 
     return Precondition(f"{error.strerror or error}{name}", hint=cure(error))
 
@@ -180,11 +180,11 @@ def _usage(screen: Screen, error: click.ClickException, words: Sequence[str]) ->
     code = "NotFound" if isinstance(error, click.FileError) else "Usage"
     hint = ""
     if isinstance(error, click.NoSuchOption):
-        from orchestrator.cli.terminal.wrong_options import what_to_type  # only for a mistake
+        from orchestrator.cli.terminal.command_classes import what_to_type  # only for a mistake
 
         hint = what_to_type(error, words)
     elif isinstance(error, click.UsageError) and "extra argument" in error.message:
-        from orchestrator.cli.terminal.wrong_options import without_extra
+        from orchestrator.cli.terminal.command_classes import without_extra
 
         hint = without_extra(path, error.message, words)
     if isinstance(error, NoSuchCommand):
@@ -205,7 +205,7 @@ def redacted(words: Sequence[str]) -> str:
 
 
 def _internal(screen: Screen, error: Exception, words: Sequence[str]) -> int:
-    from orchestrator.cli.terminal.shadowed_modules import shadowed  # only when something is wrong
+    from orchestrator.cli.terminal.streams import shadowed  # only when something is wrong
     from orchestrator.home import state_home
 
     if found := shadowed():
@@ -232,7 +232,7 @@ def _internal(screen: Screen, error: Exception, words: Sequence[str]) -> int:
 
 def _complete(line: str) -> int:
     """Answer a shell that asks what may follow."""
-    from orchestrator.cli.completion.answer import answer  # only when a shell asks
+    from orchestrator.cli.completion.candidates import answer  # only when a shell asks
 
     screen = Screen()
     try:

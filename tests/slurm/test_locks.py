@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.cli.cluster.lock_checks import SRUN
+from orchestrator.cli.cluster.machine_checks import SRUN
 from orchestrator.registry.locks.filesystem import Mount
 from orchestrator.registry.locks.lock_peer import FREE, HELD, LockPeer
 from orchestrator.registry.locks.lock_probe import lock_fault, other_peer, probe_file

@@ -4,9 +4,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from orchestrator.cli.checkpoints import torch_env
-from orchestrator.cli.checkpoints.kept_while_read import kept_while_read, require_there
-from orchestrator.cli.checkpoints.target import Target, find_one
+from orchestrator.cli.checkpoints import verify
+from orchestrator.cli.checkpoints.target import Target, find_one, kept_while_read, require_there
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Column, Screen, count
 from orchestrator.errors import CheckpointInvalid
@@ -52,7 +51,7 @@ def diff(screen: Screen, first: str, second: str, everything: bool) -> None:
 
 
 def _compared(screen: Screen, left: Target, right: Target) -> "list[TensorDiff]":
-    torch_env.prepare()
+    verify.prepare()
     from checkpointing.engine.audit.diff import compare, open_side  # torch: seconds to import
     from checkpointing.errors import Refused
 

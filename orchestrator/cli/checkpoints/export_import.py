@@ -9,10 +9,9 @@ from typing import Any
 
 import click
 
-from orchestrator.cli.checkpoints import torch_env
+from orchestrator.cli.checkpoints import verify
 from orchestrator.cli.checkpoints.import_weights import bring, staged
-from orchestrator.cli.checkpoints.kept_while_read import kept_while_read
-from orchestrator.cli.checkpoints.target import find_one
+from orchestrator.cli.checkpoints.target import find_one, kept_while_read
 from orchestrator.cli.config import OVERRIDES
 from orchestrator.cli.terminal.argument_types import ClusterKind, NonEmptyPath
 from orchestrator.cli.terminal.command_classes import Verb
@@ -50,7 +49,7 @@ def export(
         f"interrupted: {folder} is {'complete' if (folder / _PROVENANCE).exists() and not before else 'not written'}"
     )
     chosen = find_one(target, screen.warn)
-    torch_env.prepare()
+    verify.prepare()
     from checkpointing.errors import CheckpointError
     from trainer.worker.interchange.checkpoint_export import ExportRequest
     from trainer.worker.interchange.checkpoint_export import export as write

@@ -20,9 +20,9 @@ VERBS = {
         "Write the model as safetensors or a torch file.",
     ),
     "import": ("orchestrator.cli.checkpoints.export_import:import_", "Submit a run that begins with existing weights."),
-    "pin": ("orchestrator.cli.checkpoints.pin:pin", "Keep a checkpoint, whatever retention says."),
-    "unpin": ("orchestrator.cli.checkpoints.pin:unpin", "Return a checkpoint to retention."),
-    "du": ("orchestrator.cli.checkpoints.du:du", "Print bytes by run, tier and trust."),
+    "pin": ("orchestrator.cli.checkpoints.ls:pin", "Keep a checkpoint, whatever retention says."),
+    "unpin": ("orchestrator.cli.checkpoints.ls:unpin", "Return a checkpoint to retention."),
+    "du": ("orchestrator.cli.checkpoints.gc:du", "Print bytes by run, tier and trust."),
     "gc": ("orchestrator.cli.checkpoints.gc:gc", "Delete half-written checkpoints of ended attempts."),
 }
 

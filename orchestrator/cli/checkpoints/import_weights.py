@@ -7,7 +7,7 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any
 
-from orchestrator.cli.checkpoints import torch_env
+from orchestrator.cli.checkpoints import verify
 from orchestrator.cli.terminal.render import Screen
 from orchestrator.config.run_config import ClusterConfig
 from orchestrator.errors import CheckpointInvalid, ConfigError
@@ -39,7 +39,7 @@ def bring(
 
     Returns what to say of it. Raises ConfigError where it does not fit or the user's code fails, CheckpointInvalid.
     """
-    torch_env.prepare()
+    verify.prepare()
     from checkpointing.errors import CheckpointError
     from trainer.worker.interchange import weights_import
     from trainer.worker.workload import WorkloadError

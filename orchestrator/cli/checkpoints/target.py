@@ -1,7 +1,12 @@
-"""What a command line means by a checkpoint: `RUN@STEP`, a folder, a URL."""
+"""Which checkpoint of a run is the best by `checkpoint.best`, as retention chooses it.
+What a command line means by a checkpoint: `RUN@STEP`, a folder, a URL.
+A pin on a checkpoint while a command reads it: a live run may delete a checkpoint at any moment."""
 
+import os
 import shlex
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,11 +14,83 @@ from typing import TYPE_CHECKING, Any
 from checkpointing.storage.storage_errors import error_words
 from orchestrator.cli.access.registry import open_store
 from orchestrator.cli.access.run_folder import existing_folder
-from orchestrator.cli.checkpoints.best import name_of_best
-from orchestrator.cli.checkpoints.tiers import read_config, tiers_of
-from orchestrator.cli.runs.next_commands import restore_test_again
+from orchestrator.cli.checkpoints.tiers import Tier, read_config, tiers_of
+from orchestrator.cli.runs.status import restore_test_again
 from orchestrator.errors import ConfigError, NotFound
+from orchestrator.states import Trust
 from trainer.contract.run_dir import RunDir
+
+if TYPE_CHECKING:
+    from checkpointing.tiers.catalog import Entry
+    from orchestrator.registry.records import Run
+
+
+@dataclass(frozen=True, kw_only=True)
+class BestCheckpoints:
+    """The numbers of a run's checkpoints by name, and the names of the best ones, the best first."""
+
+    metric: str = ""
+    numbers: dict[str, float] = field(default_factory=dict)
+    names: tuple[str, ...] = ()
+
+
+def best_checkpoints(place: RunDir, tiers: Collection[Tier], bad: Collection[str] = ()) -> BestCheckpoints:
+    """Read the manifests of all checkpoints that can be read here; `bad` ones are never the best.
+
+    Nothing is read of a run that has no `checkpoint.best.metric`.
+    """
+    config = read_config(place)
+    if config is None or not config.checkpoint.best.metric:
+        return BestCheckpoints()
+    from checkpointing.retention.policy import Policy, best_names
+    from checkpointing.verification.verdicts import known_bad
+
+    policy = Policy.of(config.checkpoint.keep, config.checkpoint)
+    entries: dict[str, Entry] = {}
+    numbers: dict[str, float] = {}
+    refused = set(bad)
+    own = next(iter(tiers)).storage
+    for tier in tiers:
+        try:
+            refused.update(known_bad(own, tier.catalog.place, tier.storage))
+            for entry in tier.catalog.committed():
+                entries.setdefault(entry.name, entry)
+                if entry.name not in numbers and (number := _number(tier, entry.name, policy.metric)) is not None:
+                    numbers[entry.name] = number
+        except OSError:
+            continue  # `orch ckpt ls` says which tier cannot be read
+    trusted = [entry for name, entry in sorted(entries.items(), reverse=True) if name not in refused]
+    return BestCheckpoints(metric=policy.metric, numbers=numbers, names=best_names(trusted, policy, numbers))
+
+
+def _number(tier: Tier, name: str, metric: str) -> float | None:
+    from checkpointing.retention.policy import metric_of
+    from checkpointing.verification.verify import read_sealed
+
+    manifest, _ = read_sealed(tier.storage, name)
+    return None if manifest is None else metric_of(manifest, metric)
+
+
+def name_of_best(run: "Run") -> str:
+    """The name of the best checkpoint of a run; raises ConfigError where none is chosen, NotFound where none is yet."""
+    place = RunDir(Path(run.run_dir))
+    with open_store(readonly=True) as store:
+        bad = [row.name for row in store.checkpoints(run.name) if row.trust in (Trust.CORRUPT, Trust.SUSPECT)]
+    found = best_checkpoints(place, tiers_of(place), bad)
+    if not found.metric:
+        raise ConfigError(
+            f"{run.name} has no checkpoint.best.metric: nobody says which checkpoint is the best",
+            where=run.run_dir,
+            hint=f"`orch ckpt ls {run.name}` lists them all",
+        )
+    if not found.names:
+        raise NotFound(
+            f"no checkpoint of {run.name} has the number {found.metric} yet",
+            where=run.run_dir,
+            hint=f"`orch ckpt ls {run.name}` lists those that are there",
+        )
+    return found.names[0]
+
 
 if TYPE_CHECKING:
     from checkpointing.storage.backends import Storage
@@ -236,3 +313,61 @@ def _after_last(target: str) -> tuple[str, str, str]:
     """`@last@500` means step 500 of the last run."""
     name, mark, step = target[1:].partition("@")
     return f"@{name}", mark, step
+
+
+NOTE = "being read by orch, process"
+
+
+@contextmanager
+def kept_while_read(*targets: Target) -> Iterator[None]:
+    """Pin these checkpoints within the block, unless they are pinned already.
+
+    Raises NotFound for a checkpoint that was deleted before the pin was written. A read-only folder is read without a
+    pin; a checkpoint deleted meanwhile raises NotFound, too.
+    """
+    from checkpointing.errors import CheckpointError
+
+    pinned = [target for target in targets if _pin(target)]
+    try:
+        require_there(*(target for target in targets if target.run is not None))
+        yield
+    except (CheckpointError, FileNotFoundError):
+        require_there(*(target for target in targets if target.run is not None))
+        raise
+    finally:
+        for target in pinned:
+            _unpin(target)
+
+
+def require_there(*targets: Target) -> None:
+    """Raise NotFound for a checkpoint that does not exist any more."""
+    from checkpointing.tiers.catalog import Catalog
+
+    for target in targets:
+        if not Catalog(target.path.rpartition("/")[0], target.storage).is_committed(target.name):
+            looks = f"`orch ckpt ls {target.run}` lists what is left; `orch ckpt pin` keeps one" if target.run else WAYS
+            raise NotFound(f"{target.name} is not there any more: it is being deleted", where=target.path, hint=looks)
+
+
+def _pin(target: Target) -> bool:
+    """Write a pin unless the checkpoint has one; return whether it was written."""
+    from checkpointing.retention import garbage
+    from checkpointing.storage.backends import LocalStorage
+
+    if target.run is None or target.run_dir is None:
+        return False
+    with suppress(OSError):
+        storage = LocalStorage(target.run_dir.checkpoints)
+        if target.name not in garbage.pinned_names(storage):
+            garbage.pin(storage, target.name, f"{NOTE} {os.getpid()} on {os.uname().nodename}", time.time())
+            return True
+    return False
+
+
+def _unpin(target: Target) -> None:
+    from checkpointing.retention import garbage
+    from checkpointing.storage.backends import LocalStorage
+
+    assert target.run_dir is not None
+    with suppress(OSError):
+        garbage.unpin(LocalStorage(target.run_dir.checkpoints), target.name)

@@ -1,6 +1,9 @@
-"""`orch ckpt verify`: from a look at the names up to every value."""
+"""What must be said to torch before a verb imports it on a login node.
+`orch ckpt verify`: from a look at the names up to every value."""
 
+import os
 import time
+import warnings
 from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import replace
@@ -9,13 +12,18 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from checkpointing.storage.storage_errors import error_words
-from orchestrator.cli.checkpoints import torch_env
-from orchestrator.cli.checkpoints.kept_while_read import kept_while_read, require_there
-from orchestrator.cli.checkpoints.target import Target, find
+from orchestrator.cli.checkpoints.target import Target, find, kept_while_read, require_there
 from orchestrator.cli.checkpoints.tiers import missing_files
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Screen, size
 from orchestrator.errors import CheckpointInvalid, NotFound
+
+
+def prepare() -> None:
+    """One thread: many that wait for few cores are slower, and a login node is not ours alone. No word about NumPy."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    warnings.filterwarnings("ignore", message="Failed to initialize NumPy", category=UserWarning)
+
 
 if TYPE_CHECKING:
     from checkpointing.verification.verify import Fault, Report
@@ -116,7 +124,7 @@ def _whole(target: Target, level: int, meter: Any) -> "Report":
         from checkpointing.verification.verify import verify_in
 
         return verify_in(target.storage, target.name, level, meter)
-    torch_env.prepare()
+    prepare()
     # The only levels that need torch, which takes seconds to import.
     from checkpointing.engine.audit.audit import audit_in
     from trainer.worker.saved_state.checkpoint_contents import expected

@@ -1,20 +1,192 @@
-"""`orch doctor`: what works on this machine and cluster, what orch can promise here, and what to mend."""
+"""What `orch doctor` finds out about Slurm, and what follows for the promises that orch can keep here.
+`orch doctor`: what works on this machine and cluster, what orch can promise here, and what to mend."""
 
 import os
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import click
 
-from orchestrator.cli.cluster.lock_checks import registry_locks
-from orchestrator.cli.cluster.machine_checks import FAIL, INFO, OK, WARN, Check, machine
-from orchestrator.cli.cluster.slurm_checks import periodic_passes, slurm
+from orchestrator.cli.cluster.machine_checks import FAIL, INFO, OK, WARN, Check, is_local, machine, registry_locks
 from orchestrator.cli.terminal.argument_types import NonEmptyPath
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Screen
 from orchestrator.errors import OrchError, Precondition
 from orchestrator.scheduler.interface import Resources
+from orchestrator.scheduler.slurm.node_capacity import (
+    NODES,
+    PARTITIONS,
+    asked_words,
+    partitions_here,
+    read_nodes,
+    shortfall,
+)
 from trainer.contract.config_sections.scheduler_kinds import SLURM
+
+COMMANDS = ("sbatch", "squeue", "scancel", "scontrol", "srun")
+ANSWER_WITHIN = 10.0
+CommandRunner = Callable[[list[str]], str]
+"""Runs a Slurm command and returns what it printed; raises OrchError."""
+
+
+def ask_slurm(command: list[str]) -> str:
+    """The answer of a Slurm command; raises OrchError when there is none or it is a refusal."""
+    from orchestrator.scheduler.slurm.commands import run_command, unreachable
+
+    done = run_command(command, ANSWER_WITHIN)
+    if done.returncode:
+        raise unreachable(command[0], done.stderr)
+    return done.stdout
+
+
+def slurm(
+    root: Path | None, *, wanted: bool, jobs: Mapping[str, Resources], ask: CommandRunner = ask_slurm
+) -> Iterator[Check]:
+    """Commands, an answer, accounting, configuration, nodes. `wanted`: the configuration asks for Slurm by name.
+
+    `jobs`: what configurations ask of the nodes, by their names.
+    """
+    missing = [name for name in COMMANDS if shutil.which(name) is None]
+    if len(missing) == len(COMMANDS):
+        level, hint = (FAIL, "work on a login node, or use cluster.kind=local") if wanted else (INFO, "")
+        yield Check("slurm", level, "no Slurm on this machine: runs go to simulated nodes here (local)", hint)
+        return
+    if missing:
+        yield Check("slurm", FAIL, f"Slurm is here without {', '.join(missing)}", "put Slurm's bin folder on PATH")
+        return
+    if (named := os.environ.get("SLURM_CONF")) and not os.path.isfile(named):
+        hint = "unset SLURM_CONF, or name the file with Slurm's configuration"
+        yield Check("slurm", FAIL, f"SLURM_CONF={named}: no such file, so that no Slurm command answers", hint)
+        return
+    try:
+        version, settings = ask(["sbatch", "--version"]).strip(), parse_config(ask(["scontrol", "show", "config"]))
+    except OrchError as error:
+        level = FAIL if wanted else WARN
+        yield Check(
+            "slurm", level, error.what, "`scontrol ping` tells when it answers; runs here can be local meanwhile"
+        )
+        return
+    name = settings.get("ClusterName", "?")
+    yield Check("slurm", OK, f"{version}, cluster {name}")
+    yield accounting(settings, ask)
+    yield from promises(settings)
+    for source, asked in jobs.items():
+        yield demand(source, asked, ask, wanted=wanted)
+    if root is not None and is_local(root):
+        text = f"{root} is on a file system of this host alone; compute nodes may not see it"
+        yield Check(
+            "root",
+            WARN,
+            text,
+            "cluster.root=FOLDER on the shared file system; `orch doctor --root FOLDER` looks at one",
+        )
+
+
+def parse_config(text: str) -> dict[str, str]:
+    """`scontrol show config`: one `Name = value` line each."""
+    pairs = (line.partition("=") for line in text.splitlines() if "=" in line)
+    return {name.strip(): value.strip() for name, _, value in pairs}
+
+
+def accounting(settings: Mapping[str, str], ask: CommandRunner) -> Check:
+    """Whether `sacct` tells of ended jobs."""
+    without = "the queue, heartbeats and outcome files decide; that a node failed is known later or not at all"
+    if settings.get("AccountingStorageType", "").endswith("none") or shutil.which("sacct") is None:
+        return Check("accounting", WARN, f"there is no accounting here: {without}")
+    try:
+        ask(["sacct", "-X", "-n", "-S", "now-1hours"])
+    except OrchError as error:
+        return Check("accounting", WARN, f"{error.what}: {without}", "ask your site whether slurmdbd runs")
+    return Check("accounting", OK, "sacct answers")
+
+
+def demand(source: str, asked: Resources, ask: CommandRunner, *, wanted: bool) -> Check:
+    """Whether the nodes that Slurm reports have what a configuration asks for."""
+    try:
+        partitions, nodes = partitions_here(ask(list(PARTITIONS))), read_nodes(ask(list(NODES)))
+    except OrchError as error:
+        return Check("nodes", WARN, f"whether nodes have what {source} asks for is not known: {error.what}")
+    default = next((name for name, is_default in partitions.items() if is_default), "")
+    missing = [name for name in filter(None, asked.partition.split(",")) if name not in partitions]
+    if missing or not (asked.partition or default):
+        which = f"partition {missing[0]}, which does not exist" if missing else "no partition, and there is no default"
+        change = f"cluster.partition={default or next(iter(partitions), 'NAME')}"
+        text = f"{source} names {which}: there are {', '.join(partitions)}"
+    elif (short := shortfall(asked, nodes)) is not None:
+        text, change = f"{source} asks for more than nodes have: {short.words}", short.change
+    else:
+        where = asked.partition or default
+        return Check("nodes", OK, f"partition {where} has what {source} asks for: {asked_words(asked)}")
+    hint = f"`orch submit {source} {change}`, or write that into ~/.config/orch/config.yaml" if change else "sinfo -Nel"
+    return Check("nodes", FAIL if wanted else WARN, text, hint)
+
+
+def promises(settings: Mapping[str, str]) -> Iterator[Check]:
+    """What the site's settings mean for runs: how fast a failure is seen, what preemption leaves, who requeues."""
+    wait, timeout = seconds(settings.get("KillWait")), seconds(settings.get("SlurmdTimeout"))
+    lead = f"{wait} s" if wait is not None else "an unknown time"
+    yield Check("stop", OK, f"KillWait {lead}: what a job has to save in after SIGTERM; --signal gives it more")
+    if wait is not None and wait < 10:
+        yield Check(
+            "stop",
+            WARN,
+            "that is short: saves that take longer rely on cluster.signal_lead",
+            "cluster.signal_lead=300 leaves five minutes for a save, in ~/.config/orch/config.yaml or at submit",
+        )
+    if timeout is None or timeout == 0:
+        text = "SlurmdTimeout is 0: Slurm never gives up on a silent node, so only heartbeats tell"
+        yield Check("node failure", WARN, text)
+    else:
+        yield Check(
+            "node failure", OK, f"a dead node is seen after SlurmdTimeout {timeout} s; then a new job, without it"
+        )
+    yield _preemption(settings)
+    requeue = settings.get("JobRequeue", "?")
+    yield Check("requeue", OK, f"JobRequeue {requeue}: orch submits with --no-requeue and starts new jobs itself")
+
+
+def _preemption(settings: Mapping[str, str]) -> Check:
+    mode, kind = settings.get("PreemptMode", "OFF"), settings.get("PreemptType", "")
+    if mode.upper() == "OFF" or kind.endswith("none"):
+        return Check("preemption", OK, "jobs are not preempted here")
+    if "SUSPEND" in mode.upper() or "GANG" in mode.upper():
+        text = f"PreemptMode {mode}: a preempted job may be stopped in place; it looks like a hang until it goes on"
+        return Check("preemption", WARN, text)
+    return Check(
+        "preemption", OK, f"PreemptMode {mode}: a preempted run saves and goes on in a new job, free of budget"
+    )
+
+
+def seconds(text: str | None) -> int | None:
+    """`30 sec` as 30."""
+    match = re.match(r"(\d+)", text or "")
+    return int(match[1]) if match else None
+
+
+def periodic_passes() -> Check:
+    """Who could keep runs going after a reboot of this host."""
+    from orchestrator.cli.cluster import crontab
+
+    ways = []
+    for via in ("cron", "scrontab"):
+        try:
+            table = crontab.read(via)
+        except OrchError:
+            continue
+        if any(line.startswith(crontab.MARK) for line in table):
+            return Check("controller", OK, f"{via} runs a controller's pass regularly")
+        ways.append(via)
+    if not ways:
+        text = (
+            "neither cron nor scrontab can be used: after a reboot of this host runs wait for your next `orch` command"
+        )
+        return Check("controller", WARN, text)
+    text = "after a reboot of this host no controller runs until you type an `orch` command"
+    return Check("controller", INFO, text, f"orch controller install --via {ways[0]}")
+
 
 FIRST_RUN = "slurm-first-run"
 """The preset that a newcomer submits first."""

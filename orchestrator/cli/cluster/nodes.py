@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from orchestrator.cli.access.registry import open_store, wake_controller
-from orchestrator.cli.access.run_location import locate_run
+from orchestrator.cli.access.run_folder import locate_run
 from orchestrator.cli.runs.cancel_resume import NO_CONTROLLER, any_silent, await_answers
 from orchestrator.cli.terminal.command_classes import Noun
 from orchestrator.cli.terminal.render import Column, Screen, count, iso, span

@@ -1,14 +1,30 @@
-"""Whether runs are equal: what training has computed at the steps they share, bit for bit."""
+"""The lines of a metrics file, one by one: a long run has a million of them.
+Whether runs are equal: what training has computed at the steps they share, bit for bit."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from checkpointing.storage.durable import number
-from orchestrator.cli.comparison.metrics_lines import metrics_lines
+from checkpointing.storage.durable import number, open_regular
 from trainer.contract.run_dir import RunDir
+
+
+def metrics_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Every whole line with its step; nothing of a file that is not there, or not visible."""
+    try:
+        stream = open_regular(path)
+    except OSError:
+        return
+    with stream:
+        for line in stream:
+            try:
+                fields = json.loads(line)
+                yield int(fields["step"]), fields
+            except (ValueError, KeyError, TypeError, OverflowError):
+                continue  # torn by a kill, or of a version that writes something else
+
 
 LOSS, GRADIENT_NORM = "loss", "gradient norm"
 _METRIC, _VALIDATION = "metric ", "validation "

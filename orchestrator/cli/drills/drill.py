@@ -7,13 +7,12 @@ from pathlib import Path
 
 import click
 
-from orchestrator.cli.drills.demo_folder import demo_root
-from orchestrator.cli.drills.drill_preconditions import extra_cost, why_undetectable
-from orchestrator.cli.drills.drill_run import DrillRun
+from orchestrator.cli.drills.drill_run import DrillRun, extra_cost, why_undetectable
+from orchestrator.cli.drills.restore_test_demo import demo_root
 from orchestrator.cli.drills.scorecard import ALIASES, EXPECTED, Scorecard
 from orchestrator.cli.drills.small_disk import run_in_namespace, small_disk
 from orchestrator.cli.live_jobs.live_attempt import find_live_attempt
-from orchestrator.cli.runs.follow import RunFollower, following, is_over
+from orchestrator.cli.runs.events import RunFollower, following, is_over
 from orchestrator.cli.runs.run_reader import StepLines
 from orchestrator.cli.runs.status import one_row
 from orchestrator.cli.terminal.argument_types import NonEmptyPath, Seconds

@@ -1,4 +1,5 @@
-"""`orch demo restore-test`: checkpoints of a small run are restored by tests; then one is damaged, and found."""
+"""Where runs of `orch demo` and `orch drill --demo` lie.
+`orch demo restore-test`: checkpoints of a small run are restored by tests; then one is damaged, and found."""
 
 import os
 import time
@@ -9,15 +10,30 @@ from typing import Any
 
 from checkpointing.format.manifest import INDEX, parse_index
 from orchestrator.cli.access.registry import open_store, wake_controller
-from orchestrator.cli.drills.demo_folder import demo_root
-from orchestrator.cli.restore_tests.tables import show_tests, told
-from orchestrator.cli.runs.follow import end_error, following, wait_until_end
+from orchestrator.cli.restore_tests.group import show_tests, told
+from orchestrator.cli.runs.events import end_error, following, wait_until_end
 from orchestrator.cli.runs.submit import launch
 from orchestrator.cli.terminal.render import Screen
-from orchestrator.errors import Precondition, RunFailed
+from orchestrator.errors import ConfigError, Precondition, RunFailed
+from orchestrator.home import state_home
 from orchestrator.registry.records import Checkpoint, RestoreTest
 from trainer.contract.config_sections.scheduler_kinds import LOCAL
 from trainer.contract.restore_test import Outcome
+
+
+def demo_root(given: Path | None) -> Path:
+    """The folder of demos, made when it is missing; raises ConfigError for a file, Precondition when it cannot be."""
+    folder = (given or state_home() / "demo-runs").expanduser().absolute()
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        taken = next((place for place in (folder, *folder.parents) if place.is_file()), folder)
+        raise ConfigError(f"{taken} is a file, and must be a folder", where="--root", hint="--root FOLDER") from error
+    except OSError as error:
+        what = f"the folder for the demo's runs cannot be made: {error.strerror}"
+        raise Precondition(what, where=str(folder), hint="--root FOLDER") from error
+    return folder
+
 
 SETTINGS = (
     "name=restore-test-demo", "train.steps=30", "checkpoint.every=10", "drill.events=[]", "restore_tests.every=off",

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from orchestrator.cli.runs.event_text import event_sentence
+from orchestrator.cli.runs.timeline import event_sentence
 from orchestrator.states import RunState
 from trainer.contract.events import Event, EventKind
 from trainer.contract.failures.save_trouble import short_reason

@@ -1,14 +1,14 @@
-"""A live attempt as a person reaches it: a request goes into the run directory, its answer comes as an event."""
+"""Which ranks and nodes a job has: what is asked for by number may be beyond them.
+A live attempt as a person reaches it: a request goes into the run directory, its answer comes as an event."""
 
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from orchestrator.cli.access.run_folder import existing_folder
-from orchestrator.cli.runs.next_commands import after_end
 from orchestrator.cli.runs.run_reader import newest_heartbeat
-from orchestrator.cli.runs.status import one_row
-from orchestrator.errors import Precondition, WaitTimeout
+from orchestrator.cli.runs.status import after_end, one_row
+from orchestrator.errors import ConfigError, Precondition, WaitTimeout
 from orchestrator.states import ENDED_RUNS, RunState
 from trainer.contract.config import ClusterShape, JobConfig, load
 from trainer.contract.events import EventKind, read_events
@@ -17,6 +17,18 @@ from trainer.contract.heartbeat import Heartbeat
 from trainer.contract.rank_readings import RankReadings
 from trainer.contract.requests import REFUSED, Request, RequestKind
 from trainer.contract.run_dir import AttemptDir, RunDir
+
+
+def require_rank_and_node(cluster: ClusterShape, rank: int | None, node: int | None) -> None:
+    """Raises ConfigError for a rank or a node that a job of this shape does not have; spare nodes count."""
+    there = (("rank", rank, cluster.world_size), ("node", node, cluster.nodes + cluster.spare_nodes))
+    for what, given, count in there:
+        if given is not None and given >= count:
+            known = f"only 0 to {count - 1}" if count > 1 else "only 0"
+            raise ConfigError(
+                f"there is no {what} {given}, {known}", where=f"command line: --{what}", hint=f"--{what} {count - 1}"
+            )
+
 
 LOOK_EVERY = 0.2
 STOPPED = 5.0

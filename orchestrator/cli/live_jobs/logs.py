@@ -13,8 +13,8 @@ import click
 
 from orchestrator.cli.access.run_folder import existing_folder
 from orchestrator.cli.live_jobs.first_error import concluded, first_error
-from orchestrator.cli.live_jobs.job_shape import require_rank_and_node
-from orchestrator.cli.runs.follow import detached, end_error
+from orchestrator.cli.live_jobs.live_attempt import require_rank_and_node
+from orchestrator.cli.runs.events import detached, end_error
 from orchestrator.cli.runs.status import one_row
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Screen, plain

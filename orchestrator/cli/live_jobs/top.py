@@ -1,5 +1,7 @@
-"""`orch top`: a live run at a glance, as far as files tell: step, speed, loss, and where every rank stands."""
+"""PURE: how fast a run trains, and where its loss goes, by its newest steps.
+`orch top`: a live run at a glance, as far as files tell: step, speed, loss, and where every rank stands."""
 
+import math
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -12,11 +14,10 @@ import click
 
 from orchestrator.cli.access.run_folder import existing_folder
 from orchestrator.cli.live_jobs.live_attempt import newest_ranks
-from orchestrator.cli.live_jobs.training_speed import TrainingSpeed, training_speed
-from orchestrator.cli.runs.event_text import EventDescriber
-from orchestrator.cli.runs.follow import is_over
+from orchestrator.cli.runs.events import is_over
 from orchestrator.cli.runs.run_reader import EventFeed, StepMetrics, newest_heartbeat
 from orchestrator.cli.runs.status import one_row, warn_without_controller
+from orchestrator.cli.runs.timeline import EventDescriber
 from orchestrator.cli.terminal.argument_types import Seconds
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Column, Screen, count, decimal, iso, one_line, progress, span
@@ -26,6 +27,48 @@ from trainer.contract.events import EventKind
 from trainer.contract.heartbeat import Heartbeat, Stage
 from trainer.contract.rank_readings import RankReading, RankReadings
 from trainer.contract.run_dir import AttemptDir, RunDir
+
+_FEWEST = 5
+"""Steps that a trend needs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingSpeed:
+    """`step_seconds` without what lies between two steps; None for what is not known yet.
+
+    `loss_change` is that of a straight line through the losses of the last `loss_steps` steps.
+    """
+
+    step_seconds: float | None = None
+    loss_change: float | None = None
+    loss_steps: int = 0
+
+
+def training_speed(steps: Sequence[StepMetrics]) -> TrainingSpeed:
+    """The speed of the newest generation among `steps`, which are in the order they were trained."""
+    if not steps:
+        return TrainingSpeed()
+    newest = steps[-1]
+    own = [one for one in steps if (one.attempt, one.generation) == (newest.attempt, newest.generation)]
+    took = [one.seconds for one in own if isinstance(one.seconds, (int, float))]
+    change = _change(own)
+    return TrainingSpeed(
+        step_seconds=sum(took) / len(took) if took else None,
+        loss_change=change,
+        loss_steps=newest.step - own[0].step if change is not None else 0,
+    )
+
+
+def _change(own: Sequence[StepMetrics]) -> float | None:
+    """By least squares, so that a noisy step does not make a trend."""
+    points = [(one.step, one.loss) for one in own if isinstance(one.loss, (int, float)) and math.isfinite(one.loss)]
+    if len(points) < _FEWEST or points[-1][0] == points[0][0]:
+        return None
+    middle = sum(step for step, _ in points) / len(points)
+    spread = sum((step - middle) ** 2 for step, _ in points)
+    slope = sum((step - middle) * loss for step, loss in points) / spread
+    return slope * (points[-1][0] - points[0][0])
+
 
 MOST = 64
 """Ranks that have a line each; of more, the `WORST` are shown."""

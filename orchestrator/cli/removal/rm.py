@@ -1,24 +1,282 @@
-"""`orch rm`: removes runs that are over, folder and registry rows, so that a kill at any point loses nothing else.
+"""Checkpoints of a run in further tiers: whose they are, and how they are deleted with it.
+The folder of a run that is to be removed: proved to be its own, renamed, then deleted.
+What `orch rm` would remove of one run, or why it removes nothing of it.
+`orch rm`: removes runs that are over, folder and registry rows, so that a kill at any point loses nothing else.
 
 The order: the intent in the registry (nobody goes on with the run), copies in further tiers, the folder renamed, the
 folder deleted, the rows. What a kill has left is finished by the same command.
 """
 
+import os
+import shlex
+import shutil
+import stat
 import sys
 import time
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import click
 
+from checkpointing.format.commit import parse_name
+from checkpointing.retention.garbage import delete, pinned_names
+from checkpointing.storage.backends import LocalStorage
+from checkpointing.storage.durable import NotAFile, fsync_dir, read_json
+from checkpointing.storage.storage_errors import error_words
 from orchestrator.cli.access.registry import open_store
-from orchestrator.cli.removal.copies import delete_copies
-from orchestrator.cli.removal.plan import Choice, Plan, plan_removal
-from orchestrator.cli.removal.run_folder import delete_tree, set_aside
+from orchestrator.cli.checkpoints.tiers import Tier, tiers_of
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Screen, size
 from orchestrator.controller import failpoints
+from orchestrator.controller.reconciler.ownership import never_submitted
+from orchestrator.controller.run_dirs.other_registry import find_other_registry
 from orchestrator.errors import ConfigError, NotFound, OrchError, Precondition
+from orchestrator.registry.operations.removal_writes import Removal, require_removable
+from orchestrator.registry.records import Attempt, Run
 from orchestrator.registry.store import Store
+from orchestrator.states import Trust
+from trainer.contract.run_dir import RunDir
+
+AttemptId = tuple[int, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TierCopies:
+    """What a run has in one further tier; `left` says what stays there, and why."""
+
+    tier: Tier
+    names: tuple[str, ...] = ()
+    bytes: int = 0
+    left: str = ""
+
+    @property
+    def place(self) -> str:
+        return self.tier.catalog.place
+
+
+def find_copies(folder: RunDir, attempts: Collection[AttemptId], *, keep: bool) -> list[TierCopies]:
+    """What a run with these attempts has in tiers outside its folder; with `keep`, all of it stays."""
+    outside = [tier for tier in tiers_of(folder) if not tier.catalog.root.is_relative_to(folder.path)]
+    return [_found(tier, attempts, keep) for tier in outside]
+
+
+def _found(tier: Tier, attempts: Collection[AttemptId], keep: bool) -> TierCopies:
+    try:
+        names = tier.catalog.names()
+        if keep:
+            return TierCopies(tier=tier, left=f"{len(names)} checkpoints (--keep-copies)" if names else "")
+        own = tuple(name for name in names if _is_own(tier, name, attempts))
+        size = sum(length or 0 for name in own for length in tier.storage.list(name).values())
+    except OSError as error:
+        return TierCopies(tier=tier, left=f"it cannot be read from here: {error_words(error)}")
+    others = f"{len(names) - len(own)} checkpoints of another run" if len(own) < len(names) else ""
+    apart = "" if tier.shared else "what other nodes have on their own disks"
+    return TierCopies(tier=tier, names=own, bytes=size, left="; ".join(filter(None, (others, apart))))
+
+
+def _is_own(tier: Tier, name: str, attempts: Collection[AttemptId]) -> bool:
+    """By the nonce in its name: a run of another registry may bear the same name. A link is nobody's."""
+    parts = parse_name(name)
+    if parts is None or (parts.attempt, parts.nonce) not in attempts:
+        return False
+    local = isinstance(tier.storage, LocalStorage)
+    return not (local and any(os.path.islink(place) for place in (tier.catalog.root, tier.catalog.root / name)))
+
+
+def delete_copies(copies: TierCopies) -> None:
+    """Delete them, and the run's folder in that tier once it is empty; raises OSError."""
+    for name in copies.names:
+        delete(copies.tier.storage, name, lambda: True)
+    storage = copies.tier.storage
+    if copies.names and isinstance(storage, LocalStorage) and not storage.list(""):
+        storage.delete("")
+
+
+def aside(run: Run, first: Attempt) -> Path:
+    """The name that the folder of a run bears while it is deleted; nobody else's has it."""
+    folder = Path(run.run_dir)
+    return folder.with_name(f".{run.name}.{first.nonce}.removed")
+
+
+def own_folder(run: Run, first: Attempt, *, submitted: bool) -> Path | None:
+    """Where the files of a run are now; None where there are none any more, or never were.
+
+    Raises Precondition for a folder that is not known to be this run's, and for one that cannot be seen or read.
+    """
+    renamed, folder = aside(run, first), Path(run.run_dir)
+    if _is_there(run, renamed):
+        # Only `orch rm` makes this name; what was half deleted may have lost its run.json.
+        _require_own_folder(run, renamed)
+        return renamed
+    if _is_there(run, folder):
+        _require_own_folder(run, folder)
+        _require_owner(run, folder, first)
+        return folder
+    if submitted and run.removal != Removal.SET_ASIDE:
+        raise foreign_folder(run, f"the folder of {run.name} is not there", "mount its file system")
+    return None
+
+
+def _is_there(run: Run, folder: Path) -> bool:
+    try:
+        os.lstat(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        raise _unreadable(run, error, folder, "see that you may enter the folders above it") from error
+    return True
+
+
+def _unreadable(run: Run, error: OSError, place: Path, cure: str) -> Precondition:
+    """What cannot be read may well be the run's own: to forget it is no cure."""
+    what = f"the folder of {run.name} cannot be read: {error.strerror or error}"
+    hint = f"{cure}, then type the same command again" if isinstance(error, PermissionError) else "orch doctor"
+    return Precondition(what, where=str(place), hint=hint)
+
+
+def _require_own_folder(run: Run, folder: Path) -> None:
+    found = os.lstat(folder)
+    if not stat.S_ISDIR(found.st_mode):
+        what = "a symbolic link" if stat.S_ISLNK(found.st_mode) else "no folder"
+        raise foreign_folder(run, f"{folder} is {what}: orch made a folder there", "remove it yourself")
+    if found.st_uid != os.geteuid():
+        raise foreign_folder(run, f"{folder} belongs to another user (uid {found.st_uid})", "ask its owner")
+
+
+def _require_owner(run: Run, folder: Path, first: Attempt) -> None:
+    try:
+        owner = read_json(RunDir(folder).run)
+    except (FileNotFoundError, NotADirectoryError, NotAFile, ValueError):
+        owner = None
+    except OSError as error:
+        raise _unreadable(run, error, RunDir(folder).run, f"chmod u+rwx {shlex.quote(str(folder))}") from error
+    if not isinstance(owner, dict) or (owner.get("name"), owner.get("nonce")) != (run.name, first.nonce):
+        raise foreign_folder(run, f"the folder is not known to be that of {run.name}", "look at its run.json")
+
+
+def foreign_folder(run: Run, what: str, cure: str) -> Precondition:
+    """The refusal to delete a folder that is not this run's alone."""
+    hint = f"{cure}; to forget the run and touch no file: orch rm {run.name} --forget"
+    return Precondition(what, where=run.run_dir, hint=hint)
+
+
+def set_aside(run: Run, first: Attempt, folder: Path) -> Path:
+    """Rename the folder, so that nobody finds half of it under the run's name; raises OSError."""
+    renamed = aside(run, first)
+    if folder != renamed:
+        os.rename(folder, renamed)
+        fsync_dir(renamed.parent)
+    return renamed
+
+
+def delete_tree(folder: Path) -> None:
+    """Delete a folder and all that is in it, links themselves and never what they lead to; raises OSError."""
+    shutil.rmtree(folder)
+    fsync_dir(folder.parent)
+
+
+def bytes_below(folder: Path) -> int:
+    """The bytes that deleting a folder frees: files with further names elsewhere keep theirs."""
+    total, places = 0, [folder]
+    while places:
+        with os.scandir(places.pop()) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    places.append(Path(entry.path))
+                    continue
+                found = entry.stat(follow_symlinks=False)
+                total += found.st_size if found.st_nlink == 1 else 0
+    return total
+
+
+SHOWN = 3
+"""Pinned checkpoints that a refusal names."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a person wants to keep: copies in further tiers, or, with `forget`, every file."""
+
+    keep_copies: bool = False
+    forget: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """One run that may be removed; `folder` is where its files are now, None where there are none to delete."""
+
+    run: Run
+    first: Attempt
+    folder: Path | None
+    bytes: int = 0
+    copies: tuple[TierCopies, ...] = ()
+    left: tuple[str, ...] = ()  # what stays, each with its reason
+    tests: tuple["Plan", ...] = ()  # restore tests of it, which go with it
+
+    @property
+    def all_bytes(self) -> int:
+        """What is freed in all."""
+        return self.bytes + sum(item.bytes for item in self.copies) + sum(test.all_bytes for test in self.tests)
+
+
+def plan_removal(store: Store, run: Run, choice: Choice) -> Plan:
+    """Look, and change nothing; raises Precondition for a run that lives, is not ours, or has pins."""
+    tests = [store.run(test.test) for test in store.restore_tests(run.name) if test.ended_at is not None]
+    under_way = [test.test for test in store.restore_tests(run.name, going_on=True)]
+    attempts = store.attempts(run.name)
+    require_removable(run, attempts, under_way)
+    if choice.forget:
+        return Plan(
+            run=run, first=attempts[0], folder=None, left=(f"{run.run_dir}: no file was touched (--forget)",),
+            tests=tuple(plan_removal(store, test, choice) for test in tests),
+        )  # fmt: skip
+    folder = own_folder(run, attempts[0], submitted=not never_submitted(attempts))
+    copies: tuple[TierCopies, ...] = ()
+    if folder is not None and folder == Path(run.run_dir):
+        if (other := find_other_registry(run, attempts, store.path)) is not None:
+            raise foreign_folder(run, other.what, other.hint)
+        _refuse_pins(run, RunDir(folder))
+        mine = {(attempt.number, attempt.nonce) for attempt in attempts}
+        copies = tuple(find_copies(RunDir(folder), mine, keep=choice.keep_copies))
+    left = [f"{item.place}: {item.left}" for item in copies if item.left]
+    return Plan(
+        run=run,
+        first=attempts[0],
+        folder=folder,
+        bytes=bytes_below(folder) if folder is not None else 0,
+        copies=tuple(item for item in copies if item.names),
+        left=(*left, *_own_programs(store, run)),
+        tests=tuple(plan_removal(store, test, choice) for test in tests),
+    )
+
+
+def _refuse_pins(run: Run, folder: RunDir) -> None:
+    """Raise Precondition where a checkpoint is there that somebody wants to keep, whatever else goes."""
+    pinned = pinned_names(LocalStorage(folder.checkpoints))
+    if run.removal or not pinned:
+        return  # what is being removed was looked at when that began
+    there = {name for tier in tiers_of(folder) for name in pinned if tier.catalog.is_committed(name)}
+    steps = sorted({parts.step for name in there if (parts := parse_name(name))})
+    if not steps:
+        return
+    words = ", ".join(map(str, steps[:SHOWN])) + (", ..." if len(steps) > SHOWN else "")
+    unpin = "; ".join(f"orch ckpt unpin {run.name}@{step}" for step in steps[:SHOWN])
+    raise Precondition(
+        f"{run.name} has pinned checkpoints: step{'' if len(steps) == 1 else 's'} {words}",
+        where=str(folder.checkpoints),
+        hint=f"{unpin}; then the same again",
+    )
+
+
+def _own_programs(store: Store, run: Run) -> list[str]:
+    """Checkpoints that a program of the user's has written: orch knows them, and never deletes them."""
+    rows = [row for row in store.checkpoints(run.name) if row.trust is not Trust.DELETED]
+    places = dict.fromkeys(str(Path(row.path).parent) for row in rows if parse_name(row.name) is None)
+    inside = f"{Path(run.run_dir)}/"
+    return [f"{place}: the program's own checkpoints" for place in places if not f"{place}/".startswith(inside)]
+
 
 OTHER_WITHIN = 5.0
 """Seconds that another command gets to finish what it removes."""

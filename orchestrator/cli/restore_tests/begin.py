@@ -8,8 +8,8 @@ import click
 
 from orchestrator.cli.access.registry import open_store, wake_controller
 from orchestrator.cli.checkpoints.target import Target, find_one, known_run
-from orchestrator.cli.restore_tests.tables import exit_code, show_verdict, told
-from orchestrator.cli.runs.next_commands import restore_test_again
+from orchestrator.cli.restore_tests.group import exit_code, show_verdict, told
+from orchestrator.cli.runs.status import restore_test_again
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Screen, span
 from orchestrator.errors import ConfigError, NotFound

@@ -1,8 +1,11 @@
 """`orch submit --from RUN@STEP`: a new run that begins with another run's checkpoint, its optimizer and its place in
 the data.
-"""
+
+`orch submit --from RUN@STEP --weights-only`: a new run that begins at step 0 with the weights of a checkpoint."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,8 +15,9 @@ from checkpointing.storage.backends import LocalStorage
 from checkpointing.storage.durable import read_json
 from checkpointing.verification.verdicts import known_bad
 from orchestrator.cli.access.registry import open_store
-from orchestrator.cli.checkpoints.target import Target, find_one
-from orchestrator.cli.terminal.render import Screen
+from orchestrator.cli.checkpoints.import_weights import bring, staged
+from orchestrator.cli.checkpoints.target import Target, find_one, kept_while_read
+from orchestrator.cli.terminal.render import Screen, count
 from orchestrator.config.compose import Composed, compose, recompose
 from orchestrator.config.run_config import RunConfig
 from orchestrator.errors import CheckpointInvalid, NotFound, Precondition
@@ -143,3 +147,40 @@ def _warn_of_differences(screen: Screen, store: Store, run: Run, config: RunConf
     for change in identity_changes(trained_identity(run), now):
         if change.term.rule is not Rule.HARMLESS:
             screen.warn("differs", f"{change.key} differs from what {run.name} was trained with: {change.term.why}")
+
+
+@contextmanager
+def branch_weights(
+    screen: Screen, words: str, preset: str | None, overrides: tuple[str, ...], *, write: bool
+) -> Iterator[tuple[Composed, dict[str, Any]]]:
+    """The config of the new run, and what it begins with: a checkpoint that is there inside, if `write`.
+
+    Only the model has to fit: optimizer, place in the data and generators are new. Raises NotFound, ConfigError,
+    CheckpointInvalid, Precondition.
+    """
+    chosen = find_one(words, screen.warn)
+    if preset:
+        composed = compose(preset, overrides, environ=os.environ)
+    else:
+        composed = recompose(config_of(chosen, words), overrides)
+    check_beginning(composed.config, words)
+    with open_store() as store:
+        require_trusted(screen, store, chosen)
+    label = f"{chosen.run or chosen.path}@{chosen.step}"
+    with staged(composed.config.cluster) if write else nullcontext() as staging:
+        found = bring(
+            screen, composed.config, staging, source=lambda: _weights(chosen), where=label, weights_only=True
+        )  # fmt: skip
+        for note in found["notes"]:
+            screen.note(f"  {note}")
+        screen.note(f"the weights of {label} fit: {count(found['tensors'])} tensors")
+        yield composed, {key: found[key] for key in ("checkpoint", "source", "step", "optimizer")}
+
+
+@contextmanager
+def _weights(chosen: Target) -> Iterator[Any]:
+    from checkpointing.engine.interchange.exporter import SealedCheckpoint  # torch
+    from trainer.worker.interchange.checkpoint_export import weights_of
+
+    with kept_while_read(chosen), SealedCheckpoint(chosen.storage, chosen.name) as sealed:
+        yield weights_of(sealed, Path(chosen.path))

@@ -9,13 +9,12 @@ from typing import Any
 
 import click
 
-from orchestrator.cli.access import run_location
+from orchestrator.cli.access import run_folder
 from orchestrator.cli.access.registry import open_store, wake_controller
 from orchestrator.cli.access.run_folder import PUT_BACK, existing_folder
 from orchestrator.cli.access.slurm_environment import warn_of_silence
-from orchestrator.cli.runs.edited_config import warn_of_edited_config
-from orchestrator.cli.runs.next_commands import restore_test_again
-from orchestrator.cli.runs.status import one_row
+from orchestrator.cli.runs.config_changes import warn_of_edited_config
+from orchestrator.cli.runs.status import one_row, restore_test_again
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Screen
 from orchestrator.errors import ConfigError, NotFound, OrchError, Precondition, SlurmUnreachable
@@ -147,8 +146,8 @@ def _interrupted(verb: str, asked: list[dict[str, Any]]) -> str:
     if not names:
         return "interrupted: nothing was asked for"
     where = next(item["where"] for item in asked if item["ask"])
-    lives = run_location.controller_lives(time.time(), where.scheduler)
-    acts = "the controller acts on it" if lives else f"no controller runs that acts on it; {run_location.START}"
+    lives = run_folder.controller_lives(time.time(), where.scheduler)
+    acts = "the controller acts on it" if lives else f"no controller runs that acts on it; {run_folder.START}"
     looks = "".join(f"\n  orch status {name}" for name in names)
     return f"interrupted: the request to {verb} {', '.join(names)} is recorded, and {acts}{looks}"
 
@@ -176,7 +175,7 @@ def _request(store: Any, verb: str, name: str, target: RunState, here: bool, cha
     still = run.state not in (*LIVE_RUNS, RunState.CANCELLED)
     if still and not run.scheduler and not traits(run.cluster).simulated_nodes:
         _require_cluster(verb, run, key, store.attempts(run.name))
-    where = run_location.locate_run({"run": run.name, "cluster": run.cluster, "scheduler": key or run.scheduler})
+    where = run_folder.locate_run({"run": run.name, "cluster": run.cluster, "scheduler": key or run.scheduler})
     item = {"run": run.name, "state": str(run.state), "ask": None, "answer": "", "kind": run.cluster, "where": where}
     item["here"] = key not in ("", run.scheduler)
     if here and item["here"] and run.scheduler and _may_have_job(store.attempts(run.name)):

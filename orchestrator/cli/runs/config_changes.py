@@ -1,16 +1,61 @@
-"""What people have changed of a run's configuration since it was submitted, attempt by attempt."""
+"""The line of `orch show` about code: orch's version, the user's folders with their commits, the files' digest.
+What people have changed of a run's configuration since it was submitted, attempt by attempt.
+Configurations in a run's folder that somebody has edited: they do not count, and people are told what does."""
 
+import json
+import re
+import shlex
+import threading
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from checkpointing.storage.durable import dump_line, read_json
+from orchestrator.cli.access.registry import open_store
+from orchestrator.cli.terminal.render import Screen
 from orchestrator.config.compose import diff
 from orchestrator.config.redaction import redacted_value
-from orchestrator.registry.records import Attempt, Run
-from orchestrator.registry.store import Store
+from orchestrator.errors import NotFound
+from orchestrator.registry.records import Attempt, Notice, Run
+from orchestrator.states import LIVE_RUNS, RunState
+from trainer.contract.config_sections.moved_keys import in_present_keys
+from trainer.contract.events import EventKind
+from trainer.contract.run_dir import RunDir
+
+if TYPE_CHECKING:  # `orch status` reads without SQLAlchemy
+    from orchestrator.registry.store import Store
+
+_DIGEST = re.compile(r"\b[0-9a-f]{32,64}\b")
 
 
-def config_changes(store: Store, run: Run, attempts: Sequence[Attempt]) -> list[dict[str, Any]]:
+def code_words(code: dict[str, Any], notices: Sequence[Notice]) -> str:
+    """Describe the code in an identity, with the digest of the files that trained last, else of the submitted files."""
+    ours = code.get("orch")
+    words = [f"orch {ours.get('version')} {short_digests(ours.get('sha256'))}"] if isinstance(ours, dict) else []
+    words += map(_place_words, code.get("user") or [])
+    kinds = (EventKind.CODE_RECORDED, EventKind.CODE_CHANGED)
+    trained = [notice for notice in notices if notice.kind in kinds and notice.data.get("digest")]
+    if trained:
+        words.append(f"files {short_digests(trained[-1].data['digest'])} (attempt {trained[-1].attempt})")
+    elif digest := (code.get("files") or {}).get("digest"):
+        words.append(f"files {short_digests(digest)}")
+    return "   ".join(words)
+
+
+def _place_words(place: dict[str, Any]) -> str:
+    unknown = f" (changes not known: {place['dirty_reason']})" if place.get("dirty_reason") else ""
+    dirty = " with changes" if place.get("dirty") else unknown
+    commit = f" {short_digests(place['git'])}" if place.get("git") else ""
+    return f"{place.get('path')}{commit}{dirty}"
+
+
+def short_digests(value: Any) -> str:
+    """Cut every digest in a text to twelve digits."""
+    return _DIGEST.sub(lambda match: match[0][:12], str(value))
+
+
+def config_changes(store: "Store", run: Run, attempts: Sequence[Attempt]) -> list[dict[str, Any]]:
     """Each changed key with the first attempt that has it; the last one may not have begun yet."""
     # An attempt that an older orch has begun has no config of its own.
     digests = [(attempt.number, attempt.base_digest or run.config_digest) for attempt in attempts]
@@ -26,3 +71,83 @@ def config_changes(store: Store, run: Run, attempts: Sequence[Attempt]) -> list[
         if old != new
         for key, (before, now) in diff(store.config(old), store.config(new)).items()
     ]
+
+
+READ_WITHIN = 2.0
+"""Seconds for reading the folder: one that hangs holds up nobody who asks for the state of a run."""
+_TOLD = 3
+"""Changed keys that are told one by one."""
+
+
+def warn_of_edited_config(screen: Screen, row: dict[str, Any]) -> None:
+    """Say what of the run's config.json is not in the registry, and how to have it; `row` is its status row."""
+    edited = _edited(RunDir(Path(row["run_dir"])))
+    if edited is None:
+        return
+    path, content, digest = edited
+    asked = _asked(content, digest, row["config_digest"])
+    if asked is None:
+        return
+    command = _command(row, asked or "KEY=VALUE")
+    screen.warn("edited_config", f"{path} was edited: that changes nothing; type {command}")
+
+
+def _command(row: dict[str, Any], change: str) -> str:
+    """The command that takes a changed configuration."""
+    run, saved = row["run"], row["last_checkpoint"]
+    if row["state"] == RunState.SUCCEEDED and saved is not None:
+        return f"orch submit --from {run} {change}"  # its newest checkpoint by then: this one may be replaced
+    resume = f"orch resume {run} {change}"
+    return f"`orch cancel {run}`, then `{resume}`" if row["state"] in LIVE_RUNS else resume
+
+
+def _edited(folder: RunDir) -> tuple[Path, Any, str] | None:
+    """The run's config file when it is not what was submitted, its content (None: unreadable), the submitted digest."""
+    found: list[tuple[Path, Any, str]] = []
+
+    def read() -> None:
+        from trainer.contract.config import digest_of  # dataclasses of all of a job: only for who names a run
+
+        try:
+            submitted = str(read_json(folder.run)["config_digest"])
+            content = folder.config.read_bytes()
+        except (OSError, ValueError, KeyError, TypeError):
+            return
+        try:
+            parsed = json.loads(content)
+            if digest_of(parsed) != submitted:
+                found.append((folder.config, parsed, submitted))
+        except ValueError:
+            found.append((folder.config, None, submitted))
+
+    reader = threading.Thread(target=read, name="config", daemon=True)
+    reader.start()
+    reader.join(READ_WITHIN)
+    return found[0] if found else None
+
+
+def _asked(content: Any, submitted: str, current: str) -> str | None:
+    """What to type for the edited values, as overrides; empty where that is not clear, None where they are in force."""
+    from orchestrator.config.compose import diff  # omegaconf: only where something was edited
+
+    if not isinstance(content, dict):
+        return ""
+    try:
+        with open_store(readonly=True) as store:
+            known, now = store.config(submitted), store.config(current)
+    except NotFound:
+        return ""
+    # What `orch resume RUN KEY=VALUE` has set since is no edit, nor is an edit that it has repeated.
+    content = in_present_keys(content)
+    wanted = {key: after for key, (_, after) in diff(known, content).items()}
+    missing = {key: after for key, (before, after) in diff(now, content).items() if key in wanted}
+    if not missing:
+        return None
+    return " ".join(_override(key, value) for key, value in missing.items()) if len(missing) <= _TOLD else ""
+
+
+def _override(key: str, value: Any) -> str:
+    if value is None:
+        return f"'~{key}'"
+    text = value if isinstance(value, str) and value and value.isprintable() else dump_line(value)
+    return shlex.quote(f"{key}={text}")

@@ -1,21 +1,188 @@
-"""`orch events`: the timeline of a run."""
+"""Watching a run until it ends: what is shown on the way, who drives it, and what the end means.
+`orch wait`: until a run has ended.
+`orch events`: the timeline of a run."""
 
 import shutil
 import textwrap
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import click
 
-from orchestrator.cli.access.run_folder import warn_of_moved
+from orchestrator.cli.access import run_folder
+from orchestrator.cli.access.run_folder import START, warn_of_moved
 from orchestrator.cli.runs import timeline
-from orchestrator.cli.runs.follow import detached, end_error, is_over
-from orchestrator.cli.runs.status import one_row, warn_without_controller
-from orchestrator.cli.runs.timeline import Moment, Repetition, Timeline
+from orchestrator.cli.runs.run_reader import EventFeed
+from orchestrator.cli.runs.status import after_end, look_closer, one_row, public, warn_without_controller
+from orchestrator.cli.runs.timeline import EventDescriber, Moment, Repetition, Timeline, progress_line
+from orchestrator.cli.terminal.argument_types import Seconds
 from orchestrator.cli.terminal.command_classes import Verb
-from orchestrator.cli.terminal.render import Screen, iso, one_line
-from orchestrator.errors import ConfigError
+from orchestrator.cli.terminal.render import Screen, Ticker, iso, one_line, progress
+from orchestrator.errors import ConfigError, Fenced, RunCancelled, RunFailed, WaitTimeout
+from orchestrator.home import registry_path
+from orchestrator.states import ENDED_RUNS, RunState
+from trainer.contract.events import Event
+
+LOOK_EVERY = 0.5
+TICK_EVERY = 2.0
+"""Seconds between two passes of our own, where no controller lives."""
+
+_WAITING = frozenset({RunState.CREATED, RunState.QUEUED, RunState.RECOVERING})
+"""States in which nothing trains yet, or just now: the reason says why."""
+
+
+def wait_until_end(screen: Screen, run: str, *, timeout: float | None = None, follow: bool = False) -> dict[str, Any]:
+    """Wait until the run has ended or is held; returns its status row.
+
+    Raises WaitTimeout. Ctrl-C ends the watching only.
+    """
+    with following(screen, run, follow=follow) as follower:
+        return follower.until(is_over, timeout)
+
+
+@contextmanager
+def following(screen: Screen, run: str, *, follow: bool = True) -> "Iterator[RunFollower]":
+    """Follows one run; Ctrl-C ends the watching only, and says what goes on."""
+    screen.if_interrupted = lambda: detached(run)
+    with screen.ticker() as ticker:
+        yield RunFollower(screen, ticker, run, follow)
+
+
+def detached(run: str) -> str:
+    """What Ctrl-C leaves of a run that was watched: what is true now, and what to type."""
+    row = one_row(run)
+    if is_over(row):
+        return f"interrupted: {run} is {row['state']}\n  orch show {run}"
+    commands = [f"orch status {run}", f"orch wait {run}", f"orch cancel {run}"]
+    if run_folder.controller_lives(time.time(), row["scheduler"]):
+        return "\n  ".join([f"detached: {run} goes on ({row['state']})", *commands])
+    said = f"detached: {run} is {row['state']}, but no controller runs, so nothing is started or restarted from now on"
+    return "\n  ".join([said, "orch controller start", *commands])
+
+
+def is_over(row: dict[str, Any]) -> bool:
+    """Whether nothing more happens to a run by itself."""
+    return row["state"] in ENDED_RUNS or row["state"] == RunState.HELD
+
+
+class RunFollower:
+    """Follows one run for one person; `events` are all that were seen, where they are followed."""
+
+    def __init__(self, screen: Screen, ticker: Ticker, run: str, follow: bool) -> None:
+        self._screen, self._ticker, self._run, self._follow = screen, ticker, run, follow
+        self._feed: EventFeed | None = None
+        self._describer = EventDescriber()
+        self._next_tick = 0.0
+        self._unreachable, self._acts = "", False
+        self._reasons: set[str] = set()  # for which it has waited, as far as they were told
+        self.events: list[Event] = []
+
+    def skip_existing(self) -> None:
+        """What has happened so far is neither told nor kept."""
+        self._feed = EventFeed(Path(one_row(self._run)["run_dir"]))
+        self._feed.skip_existing()
+
+    def until(self, enough: Callable[[dict[str, Any]], bool], timeout: float | None) -> dict[str, Any]:
+        """The first status row for which it is enough; raises WaitTimeout."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while True:
+            row = one_row(self._run)
+            self._show(row)
+            if enough(row):
+                return row
+            if deadline is not None and time.monotonic() >= deadline:
+                raise WaitTimeout(
+                    f"{self._run} is still {row['state']} after {timeout:g} s",
+                    where=f"step {progress(row['step'], row['total_steps'], ' of ')}",
+                    hint=f"it goes on; wait again with `orch wait {self._run}`",
+                )
+            self._drive(row)
+            rest = LOOK_EVERY if deadline is None else min(LOOK_EVERY, max(0.0, deadline - time.monotonic()))
+            time.sleep(rest)
+
+    def _show(self, row: dict[str, Any]) -> None:
+        self._say_why_it_waits(row)
+        if not self._follow:
+            return
+        if self._feed is None:
+            self._feed = EventFeed(Path(row["run_dir"]))
+        fresh = self._feed.poll()
+        self.events += fresh
+        for event in fresh:
+            text = self._describer.describe(event)
+            if text is not None:
+                self._ticker.print_above(f"{self._screen.when(event.time)}  {text}")
+        known = {key: row[key] for key in ("step", "loss")}
+        self._ticker.update(progress_line(self._run, row["state"], row["total_steps"], self._feed.latest, **known))
+
+    def _say_why_it_waits(self, row: dict[str, Any]) -> None:
+        """Each reason once, in full."""
+        if row["state"] in _WAITING and row["reason"] and row["reason"] not in self._reasons:
+            self._reasons.add(row["reason"])
+            self._ticker.print_above(f"{self._screen.when(row['updated_at'])}  {row['reason']}")
+
+    def _drive(self, row: dict[str, Any]) -> None:
+        """Act in the place of a controller that does not live: waiting must not be for ever.
+
+        Raises Precondition when nobody can from this host.
+        """
+        if time.monotonic() < self._next_tick or run_folder.controller_lives(time.time(), row["scheduler"]):
+            return
+        run_folder.locate_run(row).require_answer()
+        if not self._acts:
+            self._acts = True
+            self._ticker.print_above(f"no controller runs: this command acts in its place until it ends; {START}")
+        from orchestrator.controller import service  # sqlalchemy: only where nobody else drives
+
+        try:
+            # Beside a stalled controller the passes between two looks watch its lease until it may be taken.
+            report = service.tick_once(registry_path(), row["cluster"], patience=0.0)
+            silent = " and ".join(report.unreachable) if report is not None else ""
+            if silent and silent != self._unreachable:
+                self._screen.note(f"{silent} does not answer; nothing is assumed, asking again")
+            self._unreachable = silent
+        except Fenced:
+            pass  # a controller has come to life meanwhile, and acts
+        self._next_tick = time.monotonic() + TICK_EVERY
+
+
+def end_error(row: dict[str, Any]) -> RunFailed | RunCancelled | None:
+    """What the end of a run means to the one who waited: None, or what to raise, with what to type."""
+    run, state = row["run"], row["state"]
+    if state == RunState.SUCCEEDED:
+        return None
+    why = f"{run} is {state}" + (f": {row['reason']}" if row["reason"] else "")
+    if state == RunState.CANCELLED:
+        return RunCancelled(why, where=row["run_dir"], hint=after_end(row))
+    looks = f"look:  {'   '.join(look_closer(row))}"
+    cured = f"orch resume {run} " in row["reason"]  # with what has to change: without that it comes back
+    return RunFailed(why, where=row["run_dir"], hint=looks if cured else f"{looks}   {after_end(row)}")
+
+
+@click.command(cls=Verb)
+@click.argument("run")
+@click.option("--timeout", type=Seconds(min=0), default=None, metavar="SECONDS", help="Give up after so long.")
+@click.option("--follow", is_flag=True, help="Print events and decisions as they happen.")
+@click.pass_obj
+def wait(screen: Screen, run: str, timeout: float | None, follow: bool) -> int:
+    """Wait until a run ends; the exit code says how.
+
+    0 succeeded, 8 failed or held (with the reason and what to type), 10 cancelled, 124 timeout, 130 detached by
+    Ctrl-C. If no controller is alive, this command does its work.
+    """
+    row = wait_until_end(screen, one_row(run)["run"], timeout=timeout, follow=follow)
+    trouble = end_error(row)
+    if screen.json:
+        screen.data("wait", public([row])[0])
+        return trouble.exit_code if trouble else 0
+    if trouble:
+        raise trouble
+    screen.say(f"{row['run']} succeeded: step {progress(row['step'], row['total_steps'], ' of ')}")
+    return 0
+
 
 POLL = 0.5
 

@@ -10,20 +10,27 @@ from checkpointing.config import MEMORY
 from checkpointing.storage.durable import dump_line
 from orchestrator.cli.access.registry import open_store
 from orchestrator.cli.access.run_folder import has_moved, warn_of_missing
-from orchestrator.cli.checkpoints.tested_layouts import reason_beside_tests
-from orchestrator.cli.runs.code_words import code_words, short_digests
-from orchestrator.cli.runs.config_changes import config_changes
-from orchestrator.cli.runs.incident_tables import incident_tables, incidents_json
-from orchestrator.cli.runs.next_commands import go_on, look_closer
+from orchestrator.cli.checkpoints.tiers import reason_beside_tests
+from orchestrator.cli.runs.config_changes import code_words, config_changes, short_digests
 from orchestrator.cli.runs.notified import notified_json, notified_words, warn_of_untold
-from orchestrator.cli.runs.restore_test_tables import (
+from orchestrator.cli.runs.show_tables import (
     compared_table,
+    incident_tables,
+    incidents_json,
     own_lines,
     proven_of,
     restore_tests_json,
     say_restore_tests,
 )
-from orchestrator.cli.runs.status import one_row, public, say_last_lines, warn_of_bad_tests, warn_without_controller
+from orchestrator.cli.runs.status import (
+    go_on,
+    look_closer,
+    one_row,
+    public,
+    say_last_lines,
+    warn_of_bad_tests,
+    warn_without_controller,
+)
 from orchestrator.cli.runs.training_figures import figures_json, figures_of_run, figures_words
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Column, Screen, count, decimal, host_list, iso, progress, size, span

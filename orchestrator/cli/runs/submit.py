@@ -12,12 +12,12 @@ from typing import Any
 import click
 
 from orchestrator.cli.access.registry import open_store
-from orchestrator.cli.access.run_location import START, TAKE_OVER, controller_state
+from orchestrator.cli.access.run_folder import START, TAKE_OVER, controller_state
 from orchestrator.cli.access.slurm_environment import compare_with_controller, silence_of, unset_words
 from orchestrator.cli.config import OVERRIDES, print_config, run_of, warn_of
-from orchestrator.cli.runs.follow import detached, end_error, wait_until_end
+from orchestrator.cli.runs.events import detached, end_error, wait_until_end
 from orchestrator.cli.runs.status import one_row
-from orchestrator.cli.runs.tags import checked
+from orchestrator.cli.runs.training_figures import checked
 from orchestrator.cli.terminal.argument_types import ClusterKind
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Screen, progress
@@ -117,7 +117,7 @@ def _beginning(
 ) -> Iterator[tuple[Any, dict[str, Any] | None]]:  # fmt: skip
     """The config of the run, and what it begins with, which is there inside if `write`."""
     if begin is not None and weights_only:
-        from orchestrator.cli.runs.branch_weights import branch_weights  # sqlalchemy, omegaconf
+        from orchestrator.cli.runs.branch import branch_weights  # sqlalchemy, omegaconf
 
         with branch_weights(screen, begin, source, overrides, write=write) as found:
             yield found

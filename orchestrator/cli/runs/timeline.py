@@ -1,18 +1,233 @@
-"""The timeline of a run: events of its jobs, decisions and changes of state from the registry, people's requests."""
+"""What happens to a run, put into sentences for a person.
+The timeline of a run: events of its jobs, decisions and changes of state from the registry, people's requests."""
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from checkpointing.config import MEMORY
 from orchestrator.cli.access.registry import open_store
-from orchestrator.cli.runs.event_text import event_sentence
-from orchestrator.cli.runs.run_reader import EventFeed
+from orchestrator.cli.runs.run_reader import EventFeed, StepMetrics
+from orchestrator.cli.terminal.render import count, decimal, progress, size
 from orchestrator.errors import ConfigError
+from orchestrator.recovery.drilled_failures import drill_words
 from orchestrator.registry.records import Attempt, Transition, UserRequest
-from trainer.contract.events import Event
+from trainer.contract.events import Event, EventKind
+from trainer.contract.failures.outcome import ExitCode
+from trainer.contract.failures.save_trouble import short_reason
+
+
+def progress_line(
+    run: str, state: str, total: int, latest: StepMetrics | None, *, step: int = 0, loss: float | str | None = None
+) -> str:
+    """`tiny-gpt-3  RUNNING  step 120/200 60%  loss 2.1130  81000 tokens/s  attempt 1 generation 2`.
+
+    Without a metric, `step` and `loss` are what is known otherwise, as of a user's own program.
+    """
+    if latest is None:
+        said = f"  step {progress(step, total)}" if step else ""
+        return f"{run}  {state}{said}" + (f"  loss {decimal(loss)}" if step and loss is not None else "")
+    share = f" {100 * latest.step // total}%" if total else ""
+    speed = f"  {count(round(latest.tokens_per_s))} tokens/s" if isinstance(latest.tokens_per_s, (int, float)) else ""
+    where = f"attempt {latest.attempt} generation {latest.generation}"
+    return f"{run}  {state}  step {progress(latest.step, total)}{share}  loss {decimal(latest.loss)}{speed}  {where}"
+
+
+def describe_event(event: Event) -> str | None:
+    """What an event means to somebody who watches; None for what they need not see."""
+    text = event_sentence(event)
+    where = f"attempt {event.attempt}" + (f" generation {event.generation}" if event.generation else "")
+    return f"{where}: {text}" if text else None
+
+
+class EventDescriber:
+    """Describes events to somebody who watches; of saves that fail again and again for one reason only the first."""
+
+    def __init__(self) -> None:
+        self._told: dict[str, set[tuple[str, str]]] = {}  # by tier: kinds of event, and reasons
+        self._untold: dict[str, int] = {}  # by tier: saves
+
+    def describe(self, event: Event) -> str | None:
+        """What an event means; None for what they need not see."""
+        text = describe_event(event)
+        if text is None:
+            return None
+        if event.kind == EventKind.GENERATION_STARTED:
+            self._told.clear()
+            self._untold.clear()
+        tier = str(event.data.get("tier") or "")
+        if event.kind in _FAILURES:
+            return text if self._is_new(tier, event) else None
+        if event.kind in _SUCCESSES:
+            self._told.pop(tier, None)
+            more = self._untold.pop(tier, 0)
+            return f"{text}, after {more} more failures" if more else text
+        return text
+
+    def _is_new(self, tier: str, event: Event) -> bool:
+        told = self._told.setdefault(tier, set())
+        said = event.kind, short_reason(str(event.data["reason"]))
+        if said in told:
+            self._untold[tier] = self._untold.get(tier, 0) + (event.kind == EventKind.CHECKPOINT_FAILED)
+            return False
+        told.add(said)
+        return True
+
+
+def event_sentence(event: Event) -> str | None:
+    """The same without the attempt and generation that it happened in."""
+    words = _DESCRIPTIONS.get(event.kind)
+    try:
+        return words(event.data) or None if words is not None else None
+    except (KeyError, TypeError, ValueError):
+        return None  # written by another version: better silent than wrong
+
+
+def _exited(data: dict[str, Any]) -> str:
+    code, signal = data.get("exit_code"), data.get("signal")
+    if not signal and code in (ExitCode.FINISHED, ExitCode.STOPPED_AFTER_SAVE, ExitCode.RETRY):
+        return ""  # RETRY is what peers of a dead rank end with
+    how = data.get("reason") or (f"killed by signal {signal}" if signal else f"exit code {code}")
+    return f"rank {data['rank']} on {data.get('node')} ended: {how}"
+
+
+def _ended(data: dict[str, Any]) -> str:
+    failure = data.get("failure")
+    why = f"{failure['reason']}{drill_words(failure)}" if failure else data["reason"]
+    return f"ended{_at_step(data)}: {why}"
+
+
+def _saved(data: dict[str, Any]) -> str:
+    stall = data.get("stall")
+    waited = f", training waited {1000 * stall:.0f} ms" if stall else ""
+    return f"saved step {data['step']} ({size(data['bytes'])}, {_s(data)}{waited})"
+
+
+def _validated(data: dict[str, Any]) -> str:
+    numbers = "  ".join(f"{name} {decimal(value)}" for name, value in data["metrics"].items())
+    return f"validated after step {data['step']}: {numbers} ({_s(data)})"
+
+
+def _failed(data: dict[str, Any]) -> str:
+    what = f"copying step {data['step']} to {data['tier']}" if data.get("tier") else f"saving step {data['step']}"
+    return f"{what} failed: {short_reason(data['reason'])}"
+
+
+def _incident(data: dict[str, Any]) -> str:
+    if data.get("withdrawn"):
+        return f"taken for hung, but it went on: {data['reason']}"
+    return f"hung: {data['reason']}; evidence in {data['evidence']}"
+
+
+def _straggler(data: dict[str, Any]) -> str:
+    who = f"rank {data['rank']} on {data['node']}"
+    if data.get("over"):
+        return f"{who} is as fast as its peers again"
+    return f"{who} is slow: {data['section']} takes {data['ratio']:.2f} x its peers' time"
+
+
+def _whom(data: dict[str, Any]) -> str:
+    return f"rank {data['rank']}" if data.get("rank") is not None else str(data.get("node", ""))
+
+
+def _drill(data: dict[str, Any]) -> str:
+    return f"drill: {data['kind']} {_whom(data)}{_at_step(data)}"
+
+
+def _at_step(data: dict[str, Any]) -> str:
+    """Of a command the step may not be known."""
+    return "" if data.get("step") is None else f" at step {data['step']}"
+
+
+def _node(data: dict[str, Any]) -> str:
+    return str(data.get("name") or (f"node {data['node']}" if "node" in data else "a node"))
+
+
+def _s(data: dict[str, Any]) -> str:
+    return f"{data['seconds']:.1f} s"
+
+
+def _of(data: dict[str, Any]) -> str:
+    """In which tier, where there is more than one."""
+    tier = data.get("tier")
+    return "" if not tier else " in memory" if tier == MEMORY else f" in {tier}"
+
+
+def _source(data: dict[str, Any]) -> str:
+    """What a restart in place has loaded needs no disk; where else it lay is worth telling on a disk of the node."""
+    return "memory, " if data.get("tier") == MEMORY else ""
+
+
+def _software(data: dict[str, Any]) -> str:
+    ranks = {name: f" (rank {rank})" for name, rank in data.get("ranks", {}).items()}
+    pairs = data["changes"].items()
+    changes = ", ".join(f"{name} {before} -> {now}{ranks.get(name, '')}" for name, (before, now) in pairs)
+    return f"checkpoint {data['step']} was made with other software, numbers may differ: {changes}"
+
+
+def _agreed(data: dict[str, Any]) -> str:
+    if data["reason"] == "save_and_go_on":
+        return f"ranks save together after step {data['step']}, as somebody asked"
+    return f"ranks stop together after step {data['step']}{_STOPS.get(data['reason'], '')}"
+
+
+def _held(data: dict[str, Any]) -> str:
+    """What a rank holds of the model's states; an older release has not said it."""
+    if not (held := data.get("held")):
+        return ""
+    parts = (f"{size(held[name])} of {words}" for name, words in _STATES.items())
+    place = f" ({', '.join(_STATES[name] for name in held['on_host'])} in host memory)" if held["on_host"] else ""
+    return f"; rank 0 holds {', '.join(parts)}{place}"
+
+
+_FAILURES = (EventKind.CHECKPOINT_FAILED, EventKind.CHECKPOINT_RETRIED)
+_SUCCESSES = (EventKind.CHECKPOINT_COMMITTED, EventKind.CHECKPOINT_FLUSHED)
+_STATES = {"parameters": "parameters", "gradients": "gradients", "optimizer": "optimizer state"}
+_STOPS = {"cancel": ": somebody asked for it", "time_limit": ": the time limit is near"}
+"""What ranks are told of a stop; that a signal came tells them no reason."""
+_DESCRIPTIONS: dict[str, Callable[[dict[str, Any]], str]] = {
+    EventKind.ATTEMPT_STARTED: lambda d: f"started, job {d['job_id']} on {','.join(d['nodes'])}, {d['world']} ranks",
+    EventKind.AGENT_LOST: lambda d: f"lost the agent of {d['name']}: {d['reason']}",
+    EventKind.PREFLIGHT: lambda d: "" if d["ok"] else f"{_node(d)} failed its checks: {d['reason']}",
+    EventKind.GENERATION_STARTED: lambda d: f"ranks start ({d['world']})",
+    EventKind.GENERATION_FIRST_STEP: lambda d: f"trains: step {d['step']} done after {d['seconds']:.1f} s{_held(d)}",
+    EventKind.GENERATION_ENDED: _ended,
+    EventKind.RANK_EXITED: _exited,
+    EventKind.DECISION: lambda d: f"decision: {d['action']} ({d['reason']})",
+    EventKind.INCIDENT: _incident,
+    EventKind.STRAGGLER: _straggler,
+    EventKind.CODE_CHANGED: lambda d: f"other code trains: {d['reason']}",
+    EventKind.BATCH_SKIPPED: lambda d: f"the batch of step {d['step']} is skipped from now on: {d['reason']}",
+    EventKind.LOSS_LEVEL: lambda d: f"the losses have a new level from step {d['step']} on: {d['reason']}",
+    EventKind.SPARE_USED: lambda d: f"{d['name']} takes the place of {d['instead']}: {d['reason']}",
+    EventKind.DRILL: _drill,
+    EventKind.VALIDATED: _validated,
+    EventKind.STOP_REQUESTED: lambda d: f"asked to stop: {d['reason']}",
+    EventKind.STOP_AGREED: _agreed,
+    EventKind.CHECKPOINT_COMMITTED: _saved,
+    EventKind.CHECKPOINT_FAILED: _failed,
+    EventKind.CHECKPOINT_REFUSED: lambda d: f"checkpoint {d['step']}{_of(d)} is not used: {d['reason']}",
+    EventKind.CHECKPOINT_RESTORED: lambda d: f"resumed from {_source(d)}step {d['step']}",
+    EventKind.CHECKPOINT_INCOMPLETE: lambda d: f"checkpoint {d['step']} does not hold everything: {d['reason']}",
+    EventKind.CHECKPOINT_SOFTWARE: _software,
+    EventKind.CHECKPOINT_SKIPPED: lambda d: f"step {d['step']} is not saved: {d['reason']}",
+    EventKind.CHECKPOINT_RETRIED: lambda d: f"saving step {d['step']} is tried again: {short_reason(d['reason'])}",
+    EventKind.CHECKPOINT_DOUBTED: lambda d: f"step {d['step']} is saved, but looks wrong: {d['reason']}",
+    EventKind.CHECKPOINT_FLUSHED: lambda d: f"copied step {d['step']} to {d['tier']} ({size(d['bytes'])}, {_s(d)})",
+    EventKind.CHECKPOINT_STUCK: lambda d: f"saving step {d['step']} hangs, training goes on: {d['reason']}",
+    EventKind.CHECKPOINT_SUSPECT: lambda d: f"checkpoint {d['step']} is suspect: {d['reason']}",
+    EventKind.CHECKPOINT_SEEN: lambda d: (
+        f"the program has a checkpoint of step {d['step']} ({size(d['bytes'])})"
+        + (f", which {d['damage']}" if d.get("damage") else "")
+    ),
+    EventKind.CHECKPOINT_SET_ASIDE: lambda d: f"checkpoint {d['step']} is now {d['path']}: {d['reason']}",
+    EventKind.CHECKPOINT_CADENCE: lambda d: f"saves every {count(d['steps'])} steps from now on: {d['reason']}",
+    EventKind.ATTEMPT_ENDED: lambda d: f"{d['result']}: {d['reason']}",
+}
+
 
 _AGO = re.compile(r"(\d+(?:\.\d+)?)([smhd])")
 _TOGETHER = 1.0

@@ -1,12 +1,73 @@
-"""The program's standard streams: closed ones, a full disk behind one, a reader that went away, a poor encoding."""
+"""What to type when the operating system refuses a file or a folder.
+The program's standard streams: closed ones, a full disk behind one, a reader that went away, a poor encoding.
+Modules of PYTHONPATH that stand in the place of those that orch needs."""
 
 import codecs
+import errno
 import io
 import os
+import pwd
+import re
+import shlex
 import sys
+from importlib.machinery import PathFinder
+from pathlib import Path
 from typing import TextIO
 
 from orchestrator.errors import Precondition
+
+_AGAIN = "then type the same command again"
+_STATE = re.compile(r"(ORCH_HOME|XDG_STATE_HOME)=")
+
+
+def cure(error: OSError) -> str:
+    """The command or the variable that mends it, with the place."""
+    name = str(error.filename or "")
+    if named := _STATE.match(name):
+        return f"export {named[1]}=FOLDER, a folder in which you may write; {_AGAIN}"
+    if not name:
+        return f"mend that, {_AGAIN}"
+    home = os.environ.get("HOME", "")
+    if home and Path(name).is_relative_to(home) and not os.path.isdir(home):
+        return f"HOME={home} is no folder: export HOME=FOLDER, or ORCH_HOME=FOLDER for orch alone; {_AGAIN}"
+    place = _nearest(Path(name))
+    if error.errno in (errno.EACCES, errno.EPERM):
+        return f"{_opened(_closed(place))}; {_AGAIN}"
+    if error.errno == errno.ENOENT and place != Path(name).parent:
+        return f"`mkdir -p {shlex.quote(str(Path(name).parent))}`, {_AGAIN}"
+    if error.errno == errno.EROFS:
+        return f"{place} is mounted read-only: name another place"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"make room in {place if place.is_dir() else place.parent}, {_AGAIN}"
+    return f"mend that, {_AGAIN}"
+
+
+def _nearest(path: Path) -> Path:
+    """The path, or the lowest folder above it that is there."""
+    return next((place for place in (path, *path.parents) if os.path.lexists(place)), Path("/"))
+
+
+def _closed(place: Path) -> Path:
+    """The highest of the folders on the way that cannot be entered, else what may not be written."""
+    ways = [folder for folder in reversed(place.parents) if not os.access(folder, os.X_OK)]
+    if ways:
+        return ways[0]
+    return place if not os.access(place, os.W_OK) or place.is_dir() else place.parent
+
+
+def _opened(place: Path) -> str:
+    try:
+        owner = place.stat().st_uid
+    except OSError:
+        return f"name a place in which you may write, not {place}"
+    if owner == os.getuid():
+        return f"`chmod u+rwX {shlex.quote(str(place))}`"
+    try:
+        who = pwd.getpwuid(owner).pw_name
+    except KeyError:
+        who = str(owner)
+    return f"{place} belongs to {who}: name a place of your own"
+
 
 READER_GONE = 141
 """Exit code when nobody reads the answer any more (`| head`): that of a program that SIGPIPE ends."""
@@ -88,3 +149,24 @@ def _in_plain_signs(error: UnicodeError) -> tuple[str | bytes, int]:
     signs = error.object[error.start : error.end]
     plain = "".join(_PLAIN.get(sign) or sign.encode("ascii", "backslashreplace").decode() for sign in signs)
     return plain, error.end
+
+
+_NEEDED = ("click", "yaml", "rich", "omegaconf", "sqlalchemy", "alembic", "ClusterShell", "setproctitle", "torch")
+"""Of other projects; an installed one on PYTHONPATH is what somebody wants."""
+
+
+def shadowed() -> tuple[str, Path] | None:
+    """The first module that PYTHONPATH has instead of Python's own or an installed one, and its file."""
+    folders = [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
+    for name in (*sorted(sys.stdlib_module_names), *_NEEDED):
+        spec = PathFinder.find_spec(name, folders) if folders else None
+        if spec is not None and spec.origin and not _installed(name, Path(spec.origin)):
+            return name, Path(spec.origin)
+    return None
+
+
+def _installed(name: str, file: Path) -> bool:
+    """Whether an installer has put it there, or it is of a whole standard library."""
+    folder = file.parent.parent if file.name == "__init__.py" else file.parent
+    of_it = any(folder.glob(f"{name}-*.dist-info")) or any(folder.glob(f"{name}-*.egg-info"))
+    return of_it or (folder / "site.py").exists() or folder.name in ("site-packages", "dist-packages")

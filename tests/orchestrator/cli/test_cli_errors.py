@@ -13,7 +13,7 @@ import pytest
 from checkpointing.storage.durable import NotAFile, read_json
 from orchestrator.cli import main
 from orchestrator.cli.runs import status
-from orchestrator.cli.terminal.synonyms import SYNONYMS
+from orchestrator.cli.terminal.command_classes import SYNONYMS
 from orchestrator.config import compose, layers
 from orchestrator.errors import ConfigError
 from tests.orchestrator.cli.conftest import Seeds, Type

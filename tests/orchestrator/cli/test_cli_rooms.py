@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from checkpointing.storage.backends import LocalStorage
-from orchestrator.cli.cluster import crontab, machine_checks, slurm_checks
+from orchestrator.cli.cluster import crontab, doctor, machine_checks
 from orchestrator.controller import service
 from orchestrator.controller.reconciler.tick_report import TickReport
 from orchestrator.errors import SlurmUnreachable
@@ -292,12 +292,12 @@ SlurmdTimeout           = 20 sec
 
 
 def test_what_a_site_means_for_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = slurm_checks.parse_config(CONFIG)
-    said = {check.name: check for check in slurm_checks.promises(settings)}
+    settings = doctor.parse_config(CONFIG)
+    said = {check.name: check for check in doctor.promises(settings)}
     assert "SlurmdTimeout 20 s" in said["node failure"].text
     assert said["stop"].level == machine_checks.WARN
     assert "saves and goes on in a new job" in said["preemption"].text
-    suspended = {check.name: check for check in slurm_checks.promises({**settings, "PreemptMode": "SUSPEND,GANG"})}
+    suspended = {check.name: check for check in doctor.promises({**settings, "PreemptMode": "SUSPEND,GANG"})}
     assert suspended["preemption"].level == machine_checks.WARN
 
 
@@ -306,7 +306,7 @@ def test_no_accounting_is_known_not_mended() -> None:
         raise SlurmUnreachable("sacct got no answer")
 
     for settings in ({"AccountingStorageType": "accounting_storage/none"}, {"AccountingStorageType": "x/slurmdbd"}):
-        found = slurm_checks.accounting(settings, silent)
+        found = doctor.accounting(settings, silent)
         assert found.level == machine_checks.WARN
         assert "heartbeats" in found.text
 
@@ -314,11 +314,11 @@ def test_no_accounting_is_known_not_mended() -> None:
 def test_a_configuration_of_slurm_that_is_not_there_must_be_mended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in slurm_checks.COMMANDS:
+    for name in doctor.COMMANDS:
         (tmp_path / name).touch(mode=0o700)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("SLURM_CONF", str(tmp_path / "slurm.conf"))
-    (found,) = slurm_checks.slurm(None, wanted=False, jobs={})
+    (found,) = doctor.slurm(None, wanted=False, jobs={})
     assert (found.level, f"SLURM_CONF={tmp_path}/slurm.conf: no such file" in found.text) == (machine_checks.FAIL, True)
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.cli.cluster import slurm_checks
+from orchestrator.cli.cluster import doctor
 from orchestrator.errors import SlurmUnreachable
 from orchestrator.scheduler.interface import Resources
 
@@ -32,7 +32,7 @@ SINFO = {
 def test_doctor_compares_what_a_run_asks_for_with_the_nodes(
     asked: dict[str, Any], wanted: bool, level: str, text: str, hint: str
 ) -> None:
-    found = slurm_checks.demand("first", Resources(nodes=2, **asked), lambda words: SINFO[words[-1]], wanted=wanted)
+    found = doctor.demand("first", Resources(nodes=2, **asked), lambda words: SINFO[words[-1]], wanted=wanted)
     assert (found.name, found.level) == ("nodes", level)
     assert found.text.startswith(text)
     assert hint in found.hint
@@ -42,7 +42,7 @@ def test_doctor_takes_no_answer_for_no_fault() -> None:
     def silent(command: list[str]) -> str:
         raise SlurmUnreachable("sinfo got no answer")
 
-    found = slurm_checks.demand("first", Resources(nodes=2), silent, wanted=True)
+    found = doctor.demand("first", Resources(nodes=2), silent, wanted=True)
     assert (found.level, found.text) == (
         "warn",
         "whether nodes have what first asks for is not known: sinfo got no answer",

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from orchestrator.cli.cluster import start_controller
+from orchestrator.cli.cluster import controller
 from orchestrator.controller import service
 from orchestrator.home import controller_log
 from orchestrator.states import RunState
@@ -63,7 +63,7 @@ def test_one_that_does_not_come_up_is_an_error_with_its_log(
     orch: Type, alone: Seeds, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(service, "ensure_running", lambda path, kind: True)
-    monkeypatch.setattr(start_controller, "ALIVE_WITHIN", 0.0)
+    monkeypatch.setattr(controller, "ALIVE_WITHIN", 0.0)
     refused = orch("controller", "start", "--cluster", "local")
     assert refused.code == 4
     assert "has not come up" in refused.err
@@ -93,8 +93,8 @@ def test_without_a_cluster_live_runs_decide(
     monkeypatch.setattr(available_schedulers, "kinds", lambda: here)
     monkeypatch.setattr(available_schedulers, "resolve", lambda kind: "slurm" if "slurm" in here else "local")
     monkeypatch.setattr(
-        start_controller, "start_controller",
-        lambda screen, kind: knocks.append(kind) or start_controller.Started(started=True, health=health),
+        controller, "start_controller",
+        lambda screen, kind: knocks.append(kind) or controller.Started(started=True, health=health),
     )  # fmt: skip
     assert orch("controller", "start").code == 0
     assert knocks == expected

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from checkpointing.storage.durable import dump_line
-from orchestrator.cli.comparison.loss_curve import LossCurve, Scale, common_steps, sparkline
+from orchestrator.cli.comparison.compare import LossCurve, Scale, common_steps, sparkline
 from orchestrator.states import AttemptState
 from tests.orchestrator.cli.conftest import Seeds, Type
 

@@ -15,7 +15,7 @@ import click
 import pytest
 
 from orchestrator.cli import main
-from orchestrator.cli.completion.answer import answer
+from orchestrator.cli.completion.candidates import answer
 from orchestrator.cli.completion.completion import SHELLS
 from orchestrator.cli.terminal.argument_types import CompletedText
 from orchestrator.cli.terminal.render import plain

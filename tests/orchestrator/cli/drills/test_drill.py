@@ -12,8 +12,8 @@ from checkpointing.storage.backends import storage_at
 from checkpointing.storage.durable import dump_line, read_json
 from checkpointing.tiers.catalog import Catalog
 from checkpointing.verification.verify import verify
-from orchestrator.cli.drills.disk_faults import damage_newest
-from orchestrator.cli.runs import follow, submit
+from orchestrator.cli.drills.small_disk import damage_newest
+from orchestrator.cli.runs import events, submit
 from orchestrator.cli.terminal.render import Screen
 from orchestrator.errors import Precondition
 from orchestrator.states import RunState
@@ -275,7 +275,7 @@ def test_the_score_of_a_demo_that_does_not_end_is_shown(
     monkeypatch.setattr(submit, "launch", lambda *_args, **_named: made)
     now = [0.0]
     clock = SimpleNamespace(time=time.time, monotonic=lambda: now[0], sleep=lambda s: now.append(now.pop() + s))
-    monkeypatch.setattr(follow, "time", clock)
+    monkeypatch.setattr(events, "time", clock)
     said = orch("drill", "--demo", "kill-rank", "--timeout", 300, *(["--json"] if form == "json" else []))
     assert said.code == 0
     assert now[0] >= 300

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.cli.drills.drill_preconditions import why_undetectable
+from orchestrator.cli.drills.drill_run import why_undetectable
 from orchestrator.cli.drills.scorecard import EXPECTED
 from trainer.contract.config import JobConfig, build
 

@@ -3,7 +3,7 @@
 import pytest
 
 from checkpointing.storage.durable import dump_line
-from orchestrator.cli.live_jobs.stacks import Frame, parse, read_stacks
+from orchestrator.cli.live_jobs.attach import Frame, parse, read_stacks
 from tests.orchestrator.cli.conftest import Seeds, Type
 from tests.orchestrator.cli.live_jobs.test_live_attempt import Agent, begun
 from trainer.contract.rank_readings import RankReading, RankReadings

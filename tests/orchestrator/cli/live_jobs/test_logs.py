@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.cli.drills.demo_report import read_demo_report
+from orchestrator.cli.drills.demo import read_demo_report
 from orchestrator.cli.live_jobs.first_error import _around
-from orchestrator.cli.runs.event_text import describe_event
 from orchestrator.cli.runs.run_reader import EventFeed
+from orchestrator.cli.runs.timeline import describe_event
 from orchestrator.states import RunState
 from tests.orchestrator.cli.conftest import Seeds, Type
 from trainer.contract.events import EventKind, EventLog

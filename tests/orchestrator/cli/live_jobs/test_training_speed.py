@@ -2,7 +2,7 @@
 
 import pytest
 
-from orchestrator.cli.live_jobs.training_speed import TrainingSpeed, training_speed
+from orchestrator.cli.live_jobs.top import TrainingSpeed, training_speed
 from orchestrator.cli.runs.run_reader import StepMetrics
 
 

@@ -17,7 +17,7 @@ import pytest
 from checkpointing.retention import garbage
 from checkpointing.storage.backends import LocalStorage
 from checkpointing.storage.durable import dump_line
-from orchestrator.cli.removal.run_folder import own_folder
+from orchestrator.cli.removal.rm import own_folder
 from orchestrator.controller import failpoints
 from orchestrator.controller.leasing.observed_since import Clock, ObservedSince
 from orchestrator.controller.reconciler.actor import Actor

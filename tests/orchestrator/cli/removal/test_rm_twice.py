@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.cli.removal import plan, rm
+from orchestrator.cli.removal import rm
 from orchestrator.registry.store import Store
 from tests.orchestrator.cli.conftest import Seeds, Type
 from tests.orchestrator.cli.removal.test_rm import begun
@@ -52,7 +52,7 @@ def test_the_files_go_while_they_are_counted(orch: Type, seeds: Seeds, monkeypat
         seeds.store.delete_run(run)
         raise FileNotFoundError(2, "No such file or directory", str(folder))
 
-    monkeypatch.setattr(plan, "bytes_below", counted)
+    monkeypatch.setattr(rm, "bytes_below", counted)
     said = orch("rm", run, "-y")
     assert (said.code, f"{run} has just been removed by another command" in said.err) == (3, True)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.cli.access import run_location
+from orchestrator.cli.access import run_folder
 from orchestrator.controller import service
 from orchestrator.states import AttemptState, RunState
 from tests.orchestrator.cli.conftest import Seeds, Type
@@ -51,7 +51,7 @@ class Sites:
 
 @pytest.fixture
 def sites(seeds: Seeds, monkeypatch: pytest.MonkeyPatch) -> Iterator[Sites]:
-    monkeypatch.setattr(run_location, "reaches", lambda kind, scheduler: scheduler in ("", HERE))
+    monkeypatch.setattr(run_folder, "reaches", lambda kind, scheduler: scheduler in ("", HERE))
     for name in ("ensure_running", "tick_once"):
         monkeypatch.setattr(service, name, lambda path, kind: pytest.fail("nothing may be started here for another"))
     return Sites(seeds)
@@ -158,9 +158,9 @@ def test_taking_a_run_over_needs_that_no_job_of_it_may_live(
 
 
 def test_local_runs_belong_to_their_host(orch: Type, seeds: Seeds) -> None:
-    assert run_location.reaches("local", f"local@{socket.gethostname()}")
-    assert not run_location.reaches("local", "local@elsewhere")
-    there = run_location.RunLocation(run="a-1", scheduler="local@elsewhere", reached=False, lives=False)
+    assert run_folder.reaches("local", f"local@{socket.gethostname()}")
+    assert not run_folder.reaches("local", "local@elsewhere")
+    there = run_folder.RunLocation(run="a-1", scheduler="local@elsewhere", reached=False, lives=False)
     assert there.place == "on elsewhere"
 
 

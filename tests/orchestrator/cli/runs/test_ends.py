@@ -52,7 +52,7 @@ def test_waiting_says_why_the_job_waits_each_reason_once(
         for step in (RunState.RECOVERING, state) if reason else (RunState.RUNNING, state):
             seeds.store.move_run(run, step, reason or "done", epoch=seeds.epoch, now=time.time())
 
-    monkeypatch.setattr("orchestrator.cli.runs.follow.time.sleep", elapse)
+    monkeypatch.setattr("orchestrator.cli.runs.events.time.sleep", elapse)
     done = orch("wait", run, *words)
     assert done.code == 0
     assert [done.err.count(reason) for reason in reasons] == [1, 1]

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.cli.runs.event_text import EventDescriber, describe_event, progress_line
+from orchestrator.cli.runs.timeline import EventDescriber, describe_event, progress_line
 from trainer.contract.events import Event, EventKind
 
 SAID: list[tuple[EventKind, dict[str, Any], str]] = [

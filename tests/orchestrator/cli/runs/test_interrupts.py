@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from orchestrator.cli.live_jobs import live_attempt
-from orchestrator.cli.runs import cancel_resume, follow, submit
+from orchestrator.cli.runs import cancel_resume, events, submit
 from orchestrator.controller import service
 from orchestrator.registry.store import Store
 from orchestrator.states import RunState
@@ -104,7 +104,7 @@ def test_submit_while_it_waits_for_the_job(
 
 def test_a_run_that_is_over_does_not_go_on(seeds: Seeds) -> None:
     run = seeds.run(state=RunState.FAILED)
-    assert follow.detached(run) == f"interrupted: {run} is FAILED\n  orch show {run}"
+    assert events.detached(run) == f"interrupted: {run} is FAILED\n  orch show {run}"
 
 
 @pytest.mark.parametrize("words", [("wait",), ("events", "-f"), ("logs", "-f")])
@@ -129,7 +129,7 @@ def test_a_request_is_there_or_not(
     run = seeds.run(state=RunState.HELD)
     monkeypatch.setattr(cancel_resume, "_changed", lambda *_: {})
     with monkeypatch.context() as early:
-        early.setattr(cancel_resume.run_location, "locate_run", ctrl_c)
+        early.setattr(cancel_resume.run_folder, "locate_run", ctrl_c)
         assert orch(verb, run).err.strip() == "interrupted: nothing was asked for"
     assert seeds.store.user_requests() == []
     monkeypatch.setattr(cancel_resume, "await_answers", ctrl_c)

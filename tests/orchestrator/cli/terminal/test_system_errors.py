@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.cli.terminal import system_errors
-from orchestrator.cli.terminal.system_errors import cure
+from orchestrator.cli.terminal import streams
+from orchestrator.cli.terminal.streams import cure
 from orchestrator.registry.sqlite_errors import explain
 from tests.orchestrator.cli.conftest import Type
 
@@ -49,7 +49,7 @@ def test_a_closed_folder_of_ones_own_is_opened(monkeypatch: pytest.MonkeyPatch, 
 
 def test_the_folder_of_somebody_else_is_left_to_him(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     closed(monkeypatch, tmp_path)
-    monkeypatch.setattr(system_errors.os, "getuid", lambda: 4711)
+    monkeypatch.setattr(streams.os, "getuid", lambda: 4711)
     said = cure(refusal(errno.EACCES, tmp_path / "file"))
     assert said.startswith(f"{tmp_path} belongs to ")
     assert "name a place of your own" in said

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from checkpointing.format.safetensors import Malformed, check_length
 from checkpointing.storage.durable import open_regular
+from trainer.agent.user_command.siblings import group, has_rank, is_alike, same_but_for_rank
 from trainer.contract.failures.outcome import legible
 from trainer.contract.user_command.command_checkpoints import CommandCheckpointsConfig
 
@@ -28,8 +29,11 @@ _NUMBER = re.compile(r"\d+")
 _INCOMPLETE = "checkpoint-is-incomplete.txt"
 """Hugging Face's Trainer leaves it in a checkpoint that it had no time to finish, and does not look for it later."""
 
+_BESIDE = "../"
+"""Beginning of the names of files in the other entries of a checkpoint."""
+
 Files = dict[str, tuple[int, int]]
-"""Name within the checkpoint -> bytes and time of the last change (ns)."""
+"""Name relative to the checkpoint's path (empty: a file itself) -> bytes and time of the last change (ns)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +44,7 @@ class CommandCheckpoint:
     path: Path
     identity: str
     files: Files
+    siblings: tuple[str, ...] = ()  # names of the other entries of its folder that belong to it
     cut: bool = False  # there are more files than are listed
     damage: str = ""
     lacking: bool = False  # `damage` is only that it lacks a file, which says little by itself
@@ -48,6 +53,17 @@ class CommandCheckpoint:
     def bytes(self) -> int:
         return sum(size for size, _ in self.files.values())
 
+    @property
+    def parts(self) -> int:
+        """How many of its entries are alike, as those of the ranks are."""
+        return 1 + sum(is_alike(name, self.path.name) for name in self.siblings)
+
+    def place(self, name: str) -> Path:
+        """Return the path of one of its `files`."""
+        if name.startswith(_BESIDE):
+            return self.path.parent / name.removeprefix(_BESIDE)
+        return self.path / name if name else self.path
+
 
 def find(folder: Path, config: CommandCheckpointsConfig) -> tuple[list[CommandCheckpoint], set[str]]:
     """The newest ones, newest step first, and the identities of all; none where the folder is missing.
@@ -55,31 +71,53 @@ def find(folder: Path, config: CommandCheckpointsConfig) -> tuple[list[CommandCh
     Raises OSError when it cannot be read.
     """
     try:
-        entries = list(os.scandir(folder))
+        entries = {entry.name: f"{entry.name}.{entry.inode():x}" for entry in os.scandir(folder)}
     except (FileNotFoundError, NotADirectoryError):
         return [], set()
-    named = [(step, entry) for entry in entries if (step := config.step_of(entry.name)) is not None]
-    named.sort(key=lambda each: (each[0], each[1].name), reverse=True)
-    known = [(step, entry, f"{entry.name}.{entry.inode():x}") for step, entry in named]
-    found = [_read(folder / entry.name, step, identity) for step, entry, identity in known[:MOST]]
-    return [one for one in found if one is not None], {identity for _, _, identity in known}
+    grouped = group(entries, config, MOST)
+    found = [_read(folder / name, step, entries[name], siblings) for step, name, siblings in grouped]
+    there = {identity for name, identity in entries.items() if config.step_of(name) is not None}
+    return [one for one in found if one is not None], there
 
 
-def read_again(one: CommandCheckpoint) -> CommandCheckpoint | None:
-    """The checkpoint as it is now, without its damage; None when it is gone."""
-    return _read(one.path, one.step, one.identity)
+def find_other_rank(folder: Path) -> str:
+    """Return a folder of another rank that is not looked at, if this is the folder of one, or in it; else nothing.
+
+    Raises OSError.
+    """
+    for place in (folder, *folder.parents):
+        if has_rank(place.name) and (others := same_but_for_rank(place.name, os.listdir(place.parent))):
+            return str(place.parent / others[0])
+    return ""
 
 
-def _read(path: Path, step: int, identity: str) -> CommandCheckpoint | None:
+def read_again(one: CommandCheckpoint, config: CommandCheckpointsConfig) -> CommandCheckpoint | None:
+    """The checkpoint as it is now, without its damage; None when it is gone. Raises OSError."""
+    return next((now for now in find(one.path.parent, config)[0] if now.identity == one.identity), None)
+
+
+def _read(path: Path, step: int, identity: str, siblings: Sequence[str]) -> CommandCheckpoint | None:
     try:
-        found = list(_files(path)) if path.is_dir() else [path]
-        states = [(file, _state(file)) for file in found[:_MOST_FILES]]
+        files, cut = _read_entry(path)
+        if "" not in files and not path.is_dir():
+            return None
+        for name in siblings:
+            found, more = _read_entry(path.parent / name)
+            files.update({f"{_BESIDE}{name}{'/' if inside else ''}{inside}": state for inside, state in found.items()})
+            cut = cut or more
     except OSError:  # deleted by the program while it was looked at, or out of reach
         return None
+    return CommandCheckpoint(
+        step=step, path=path, identity=identity, files=files, siblings=tuple(siblings), cut=cut
+    )  # fmt: skip
+
+
+def _read_entry(path: Path) -> tuple[Files, bool]:
+    """Return the files of a folder, or a file as the only one, and whether there are more. Raises OSError."""
+    found = list(_files(path)) if path.is_dir() else [path]
+    states = [(file, _state(file)) for file in found[:_MOST_FILES]]
     files = {"" if file == path else str(file.relative_to(path)): state for file, state in states if state is not None}
-    if path in found and not files:
-        return None
-    return CommandCheckpoint(step=step, path=path, identity=identity, files=files, cut=len(found) > _MOST_FILES)
+    return files, len(found) > _MOST_FILES
 
 
 def _state(file: Path) -> tuple[int, int] | None:
@@ -126,16 +164,16 @@ def damage(one: CommandCheckpoint, filled: Collection[str]) -> str:
 
     `filled`: kinds of files that are not empty in some checkpoint of the run.
     """
-    if _INCOMPLETE in one.files:
+    if one.files.keys() & {_INCOMPLETE, *(f"{_BESIDE}{name}/{_INCOMPLETE}" for name in one.siblings)}:
         return f"is marked as incomplete by {_INCOMPLETE}"
-    if not one.files:
+    if all(name.startswith(_BESIDE) for name in one.files):
         return "is an empty folder"
     read_metadata = cache(_read_metadata)  # once for all its ranks
     for name in sorted(one.files):
         if one.files[name][0] == 0 and _may_be_empty(one, name, filled, read_metadata):
             continue
-        if reason := _torn(one.path / name if name else one.path, one.files[name][0]):
-            return legible(f"is damaged: {name or one.path.name} {reason}")
+        if reason := _torn(one.place(name), one.files[name][0]):
+            return legible(f"is damaged: {name.removeprefix(_BESIDE) or one.path.name} {reason}")
     return ""
 
 
@@ -145,7 +183,7 @@ def _may_be_empty(
     """Whether a whole checkpoint may have this file with nothing in it."""
     # torch writes one for each rank, and names in its metadata those that hold something.
     if name.endswith(".distcp"):
-        return os.fsencode(Path(name).name) not in read_metadata((one.path / name).parent)
+        return os.fsencode(Path(name).name) not in read_metadata(one.place(name).parent)
     # A marker is empty in all checkpoints; of several files of one kind some may be of ranks with nothing to write.
     return Path(name).suffix in _MARKERS and (_kind(name) not in filled or _kind(name) in _kinds(one, filled=True))
 
@@ -170,7 +208,8 @@ def _lacks(one: CommandCheckpoint, older: Sequence[CommandCheckpoint]) -> str:
     missing = sorted(first[kind] for kind in first.keys() & second.keys() - here.keys())
     if not missing:
         return ""
-    return legible(f"lacks {missing[0]}, which {older[0].path.name} and {older[1].path.name} have")
+    lacks = missing[0].removeprefix(_BESIDE)
+    return legible(f"lacks {lacks}, which {older[0].path.name} and {older[1].path.name} have")
 
 
 def _kinds(one: CommandCheckpoint, *, filled: bool = False) -> dict[str, str]:

@@ -25,6 +25,7 @@ class SetAsideCheckpoint:
     bytes: int
     damage: str = ""
     pointers: tuple[Pointer, ...] = ()  # files that named it
+    siblings: tuple[str, ...] = ()  # names of the other entries of its folder that belong to it
 
     @property
     def name(self) -> str:
@@ -32,7 +33,8 @@ class SetAsideCheckpoint:
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> "SetAsideCheckpoint":
-        return cls(**{**fields, "pointers": tuple(Pointer(**each) for each in fields.get("pointers", ()))})
+        pointers = tuple(Pointer(**each) for each in fields.get("pointers", ()))
+        return cls(**{**fields, "pointers": pointers, "siblings": tuple(fields.get("siblings", ()))})
 
 
 @dataclass(kw_only=True)

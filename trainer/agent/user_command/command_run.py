@@ -11,9 +11,18 @@ from trainer.agent.attempt_state.attempt_state import AttemptProgress
 from trainer.agent.attempt_state.generation import Generation
 from trainer.agent.fork_server.torchrun_command import working_directory
 from trainer.agent.ladder.in_job_policy import Action, Decision
+from trainer.agent.user_command.checkpoints import find_other_rank
 from trainer.agent.user_command.command_memory import CommandMemory, MemoryFile, SetAsideCheckpoint
 from trainer.agent.user_command.progress import CommandProgress, run_bounded
-from trainer.agent.user_command.set_aside import Pointer, find_target, pointers_to, put_back, retarget, set_aside
+from trainer.agent.user_command.set_aside import (
+    Pointer,
+    find_target,
+    move_siblings,
+    pointers_to,
+    put_back,
+    retarget,
+    set_aside,
+)
 from trainer.agent.user_command.step_pattern import StepWatch
 from trainer.agent.watch.command_errors import START_SECONDS, CommandPast, NewestCheckpoint, same_without
 from trainer.contract.config import JobConfig
@@ -50,6 +59,7 @@ class CommandRun:
         )
         self._memory, self._file = CommandMemory(), MemoryFile(attempt.command_memory)
         self._recalled = self._progress_kept = False
+        self._unseen = ""  # folder of another rank
         self._disk: str | None = None  # why nothing can be written; None: not looked at in this generation
 
     def past(self) -> CommandPast | None:
@@ -67,7 +77,7 @@ class CommandRun:
             older=older.path.name if older else "",
             first=not self._memory.saved and self._command_progress is not None and self._command_progress.is_alone(),
             aside=tuple(one.name for one in aside), doubtful=any(not one.damage for one in aside),
-            disk=self._disk or "",
+            unseen=self._unseen, disk=self._disk or "",
         )  # fmt: skip
 
     async def start_generation(self, generation: int) -> None:
@@ -80,6 +90,8 @@ class CommandRun:
             self._step_watch.start_generation(generation)
         if self._on and self._command_progress is not None:
             await self._command_progress.start_generation()
+            folder = working_directory(self._run, self._config) / self._config.checkpoints.path
+            self._unseen = await run_bounded(partial(find_other_rank, folder)) or ""
             self._memory.saved = self._memory.saved or self._has_whole()
 
     async def check(self, now: Generation) -> None:
@@ -124,6 +136,7 @@ class CommandRun:
             self._memory.saved = self._memory.saved or found.saved
             self._recalled = True
             for one in found.aside:  # a coordinator may have died before it had done so
+                await run_bounded(partial(move_siblings, Path(one.original), Path(one.path), one.siblings))
                 await self._retarget(one)
 
     async def _keep(self, memory: CommandMemory) -> bool:
@@ -166,11 +179,12 @@ class CommandRun:
             return
         aside = SetAsideCheckpoint(
             step=newest.step, identity=newest.identity, original=str(newest.path), path=str(target), bytes=newest.bytes,
-            damage=newest.damage, pointers=tuple(pointers),
+            damage=newest.damage, pointers=tuple(pointers), siblings=newest.siblings,
         )  # fmt: skip
         # Recorded first: whenever this coordinator dies, the next one knows what to put back.
         self._memory.aside.append(aside)
-        moved = await run_bounded(lambda: set_aside(newest, target)) if await self._keep(self._memory) else False
+        kept, config = await self._keep(self._memory), self._config.checkpoints
+        moved = await run_bounded(lambda: set_aside(newest, target, config)) if kept else False
         if not moved:  # it was written to since, or cannot be moved: the program gets it again
             if moved is False:  # else it is late, and may be moved yet
                 self._memory.aside.remove(aside)
@@ -193,7 +207,7 @@ class CommandRun:
     async def _put_back(self) -> None:
         """An older one made no difference: none of them was the cause."""
         for one in list(self._memory.aside):
-            done = await run_bounded(partial(put_back, Path(one.path), Path(one.original)))
+            done = await run_bounded(partial(put_back, Path(one.path), Path(one.original), one.siblings))
             if done is not None:  # else it is tried again at the next such end
                 self._memory.aside.remove(one)
             if done:

@@ -93,8 +93,13 @@ class CommandProgress:
     def older(self) -> CommandCheckpoint | None:
         """The newest one, older than what the program started from, without a known sign of damage."""
         began = self.began_from
-        older = (one for one in self._latest if began is not None and one.step < began.step and not one.damage)
-        return next(older, None)
+        if began is None:
+            return None
+        older = [one for one in self._latest if one.step < began.step]
+        # A rank without a file of that step would go on from another one.
+        if older and older[0].parts < began.parts:
+            return None
+        return next((one for one in older if not one.damage), None)
 
     def has_whole(self) -> bool:
         """Whether any present checkpoint has no known sign of damage."""

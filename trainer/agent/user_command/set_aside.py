@@ -1,4 +1,4 @@
-"""Moving a checkpoint of a user's own program out of the folder that the program scans, and back.
+"""Moving a checkpoint of a user's own program out of the folder that the program scans, and back: all of it or nothing.
 
 A file there that names this checkpoint as the newest one (DeepSpeed's `latest`, Megatron's
 `latest_checkpointed_iteration.txt`, a symbolic link `last.ckpt`) is made to name an older one.
@@ -6,14 +6,16 @@ A file there that names this checkpoint as the newest one (DeepSpeed's `latest`,
 
 import os
 import re
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from checkpointing.storage.durable import fsync_dir, write_durably
 from trainer.agent.user_command.checkpoints import CommandCheckpoint, read_again
+from trainer.agent.user_command.siblings import counterpart
 from trainer.contract.run_dir import RunDir
-from trainer.contract.user_command.command_checkpoints import SET_ASIDE
+from trainer.contract.user_command.command_checkpoints import SET_ASIDE, CommandCheckpointsConfig
 
 _POINTER_NAMES = re.compile(r"(latest|last|newest)", re.IGNORECASE)
 """Name prefixes of files that name the newest checkpoint."""
@@ -51,32 +53,62 @@ def find_target(one: CommandCheckpoint, run: RunDir, attempt: int, generation: i
     return None
 
 
-def set_aside(one: CommandCheckpoint, target: Path) -> bool:
+def set_aside(one: CommandCheckpoint, target: Path, config: CommandCheckpointsConfig) -> bool:
     """Move a checkpoint; return False if it has changed since it was examined, or cannot be moved."""
-    now = read_again(one)
-    if now is None or now.files != one.files or os.path.lexists(target):
-        return False
     try:
+        now = read_again(one, config)
+        if now is None or (now.files, now.siblings) != (one.files, one.siblings) or os.path.lexists(target):
+            return False
         target.parent.mkdir(parents=True, exist_ok=True)
         os.rename(one.path, target)
+        if not move_siblings(one.path, target, one.siblings):
+            put_back(target, one.path, one.siblings)
+            return False
     except OSError:
         return False
     _fsync(target.parent, one.path.parent)
     return True
 
 
-def put_back(aside: Path, original: Path) -> bool:
-    """Move a checkpoint back, unless its name is taken by now. Raises OSError."""
-    if os.path.lexists(original) or not os.path.lexists(aside):
+def move_siblings(original: Path, aside: Path, siblings: Sequence[str]) -> bool:
+    """Move the other entries of a checkpoint after the first; return whether none is left of those that were not."""
+    place = _beside(aside)
+    if not siblings or not os.path.lexists(aside):
+        return True
+    try:
+        place.mkdir(exist_ok=True)
+        for name in siblings:
+            # The program may have written another one since.
+            if not os.path.lexists(place / name) and os.path.lexists(original.parent / name):
+                os.rename(original.parent / name, place / name)
+    except OSError:
         return False
-    os.rename(aside, original)
+    _fsync(place, original.parent)
+    return True
+
+
+def _beside(aside: Path) -> Path:
+    """Folder of the other entries of a checkpoint that was set aside."""
+    return aside.with_name(f"{aside.name}.beside")
+
+
+def put_back(aside: Path, original: Path, siblings: Sequence[str] = ()) -> bool:
+    """Move a checkpoint back, unless one of its names is taken by now. Raises OSError."""
+    place = _beside(aside)
+    moved = [name for name in siblings if os.path.lexists(place / name)]
+    taken = (original, *(original.parent / name for name in moved))
+    if any(map(os.path.lexists, taken)) or not os.path.lexists(aside):
+        return False
+    for name in moved:
+        os.rename(place / name, original.parent / name)
+    os.rename(aside, original)  # last: until then the checkpoint counts as set aside
     _fsync(original.parent)
     _tidy(aside)
     return True
 
 
 def _tidy(place: Path) -> None:
-    for folder in (place.parent, place.parent.parent):
+    for folder in (_beside(place), place.parent, place.parent.parent):
         with suppress(OSError):  # not empty
             folder.rmdir()
 
@@ -88,13 +120,16 @@ def _fsync(*folders: Path) -> None:
 
 
 def pointers_to(one: CommandCheckpoint, instead: CommandCheckpoint | None) -> list[Pointer]:
-    """Return the files that name this checkpoint as the newest and must name `instead`. Raises OSError."""
-    found = [_pointer(Path(entry.path), one, instead) for entry in os.scandir(one.path.parent)]
+    """Return the files that name this checkpoint as the newest and must name `instead`.
+
+    Raises OSError, and LookupError for a file that names an entry which `instead` does not have.
+    """
+    found = [_pointer(one.path.parent / name, one, instead) for name in os.listdir(one.path.parent)]
     return sorted((pointer for pointer in found if pointer is not None), key=lambda pointer: pointer.path)
 
 
 def _pointer(path: Path, one: CommandCheckpoint, instead: CommandCheckpoint | None) -> Pointer | None:
-    if path == one.path or not _POINTER_NAMES.match(path.name):
+    if path.name in (one.path.name, *one.siblings) or not _POINTER_NAMES.match(path.name):
         return None
     if (before := _content(path)) is None:
         return None
@@ -116,15 +151,25 @@ def _content(path: Path) -> str | None:
 
 def _replace_name(text: str, one: CommandCheckpoint, instead: CommandCheckpoint | None) -> str | None:
     """Return the text with the name of `instead`; None unless it names this checkpoint alone."""
-    said, name = text.strip(), one.path.name
-    if said == name or said.endswith(f"/{name}"):
-        new = f"{said.removesuffix(name)}{instead.path.name}" if instead is not None else ""
+    said = text.strip()
+    name = said.rpartition("/")[2]
+    if name in (one.path.name, *one.siblings):
+        new = f"{said.removesuffix(name)}{_entry_like(name, one, instead)}" if instead is not None else ""
     elif said.isascii() and said.isdigit() and int(said) == one.step:
         width = len(said) if said.startswith("0") else 0
         new = str(instead.step).zfill(width) if instead is not None else ""
     else:
         return None
     return text.replace(said, new) if new else ""
+
+
+def _entry_like(name: str, one: CommandCheckpoint, instead: CommandCheckpoint) -> str:
+    if name == one.path.name:
+        return instead.path.name
+    found = counterpart(name, one.path.name, instead.path.name, instead.siblings)
+    if found is None:
+        raise LookupError(f"{instead.path} has nothing like {name}")
+    return found
 
 
 def retarget(pointer: Pointer, scratch: Path, *, back: bool = False) -> bool:

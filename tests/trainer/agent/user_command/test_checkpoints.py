@@ -10,7 +10,7 @@ import zipfile
 
 import pytest
 
-from trainer.agent.user_command.checkpoints import damage, examined, find
+from trainer.agent.user_command.checkpoints import damage, examined, find, find_other_rank
 from trainer.contract.user_command.command_checkpoints import CommandCheckpointsConfig
 
 CONFIG = CommandCheckpointsConfig(path="out")
@@ -78,6 +78,64 @@ def test_they_are_found_newest_first_and_a_missing_folder_has_none(tmp_path):
     assert there == {newest.identity, older.identity}
     assert newest.bytes == sum(map(len, WHOLE.values()))
     assert [one.damage for one in examined([newest, older])] == ["", ""]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "step", "main", "others", "not_of_it"),
+    [
+        ("ep*-ba*-rank0.pt", 30, "ep0-ba{}-rank0.pt", ["ep0-ba{}-rank1.pt", "ep0-ba{}-rank12.pt"], ["ep0-ba300-rank1"]),
+        ("rank0-step*.pt", 7, "rank0-step{}.pt", ["rank1-step{}.pt"], ["rank1-step70.pt", "rank1-step07-x.pt"]),
+        ("rank*-step*.pt", 7, "rank0-step{}.pt", ["rank1-step{}.pt"], []),
+        ("model-*.pt", 30, "model-{}.pt", ["optimizer-{}.pt", "model-{}.pt.md5"], ["notes-30.txt", "optimizer-31.pt"]),
+        ("*-*.pt", 30, "model-{}.pt", ["optimizer-{}.pt"], ["optimizer-31.pt"]),
+        ("ckpt-*.index", 30, "ckpt-{}.index", ["ckpt-{}.data-00000-of-00001"], ["ckpt-30.tmp-17", "ckpt-3.data-00030"]),
+        ("checkpoint-*", 30, "checkpoint-{}", ["checkpoint-{}.optim", "checkpoint-00{}.rng"], ["checkpoint-301"]),
+        ("lora-rank8-step*", 30, "lora-rank8-step{}", [], ["lora-rank16-step30", "lora-rank32-step30"]),
+    ],
+)  # fmt: skip
+def test_all_entries_of_a_step_are_one_checkpoint(tmp_path, pattern, step, main, others, not_of_it):
+    for name in [main, *others]:
+        (tmp_path / name.format(step)).write_bytes(b"x")
+        (tmp_path / name.format(2)).write_bytes(b"x")
+    for name in not_of_it:
+        (tmp_path / name).write_bytes(b"x")
+    found, there = find(tmp_path, CommandCheckpointsConfig(pattern=pattern))
+    one = next(one for one in found if one.step == step)
+    assert (one.path.name, one.siblings) == (main.format(step), tuple(sorted(name.format(step) for name in others)))
+    assert one.bytes == 1 + len(others)
+    assert {one.identity for one in found} <= there
+
+
+def test_a_sign_of_damage_in_any_entry_is_one_of_the_checkpoint(tmp_path):
+    config = CommandCheckpointsConfig(pattern="ep*-ba*-rank0.pt")
+    for step in (20, 30):
+        for rank in (0, 1):
+            (tmp_path / f"ep0-ba{step}-rank{rank}.pt").write_bytes(archive()[: 60 if (step, rank) == (30, 1) else None])
+    newest, older = examined(find(tmp_path, config)[0])
+    assert newest.damage.startswith("is damaged: ep0-ba30-rank1.pt is no whole archive of torch.save")
+    assert older.damage == ""
+
+
+def test_what_an_older_one_lacks_is_no_sign(tmp_path):
+    config = CommandCheckpointsConfig(pattern="model-*.pt")
+    for name in ("model-10.pt", "model-20.pt", "optimizer-20.pt", "model-30.pt", "optimizer-30.pt", "ema-30.pt"):
+        (tmp_path / name).write_bytes(archive())
+    found = examined(find(tmp_path, config)[0])
+    assert [(one.step, one.damage) for one in found] == [(30, ""), (20, ""), (10, "")]
+    (tmp_path / "model-40.pt").write_bytes(archive())
+    (tmp_path / "optimizer-10.pt").write_bytes(archive())
+    assert (
+        examined(find(tmp_path, config)[0])[0].damage == "lacks optimizer-30.pt, which model-30.pt and model-20.pt have"
+    )
+
+
+def test_folders_of_other_ranks_are_seen(tmp_path):
+    for name in ("rank0", "rank1", "lora-rank8", "lora-rank16", "alone-rank0"):
+        (tmp_path / name / "out").mkdir(parents=True)
+    seen = {name: find_other_rank(tmp_path / name / "out") for name in ("rank0", "rank1", "lora-rank8", "alone-rank0")}
+    rank0, rank1 = str(tmp_path / "rank0"), str(tmp_path / "rank1")
+    assert seen == {"rank0": rank1, "rank1": rank0, "lora-rank8": "", "alone-rank0": ""}
+    assert find_other_rank(tmp_path) == ""
 
 
 def test_a_file_may_be_a_checkpoint(tmp_path):

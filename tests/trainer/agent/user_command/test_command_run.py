@@ -32,13 +32,15 @@ TORN = RankEnd(
 class Attempt:
     """One attempt of a run of a program; every generation of it is over when `fails` returns."""
 
-    def __init__(self, root: Path, number: int, restarts: int = 5) -> None:
+    def __init__(
+        self, root: Path, number: int, restarts: int = 5, *, pattern: str = "checkpoint-*", path: str = "out"
+    ) -> None:
         self.run = RunDir(root / "run-1")
         if number == 1:
             self.run.make()
         self.dir = self.run.attempt(number)
         self.dir.make()
-        checkpoints = CommandCheckpointsConfig(path=str(root / "out"))
+        checkpoints = CommandCheckpointsConfig(path=str(root / path), pattern=pattern)
         self.progress, self.restarts, self.budget, self.number = (
             AttemptProgress(number, "1", lambda: 0.0),
             0,
@@ -162,7 +164,7 @@ def test_a_coordinator_that_dies_while_it_sets_one_aside(
     class Killed(BaseException):
         pass
 
-    def dies(one: Any, target: Path) -> bool:
+    def dies(one: Any, target: Path, config: Any) -> bool:
         if renamed:
             target.parent.mkdir(parents=True)
             one.path.rename(target)
@@ -305,6 +307,66 @@ def test_a_file_that_names_the_newest_one_follows_it_away_and_back(tmp_path: Pat
     assert aside["reason"].endswith("; latest names checkpoint-10 from now on")
     assert attempt.fails().action is Action.END  # alike: it was not the checkpoint
     assert (names(out), (out / "latest").read_text()) == (["checkpoint-10", "checkpoint-20", "latest"], "checkpoint-20")
+
+
+def save_ranks(out: Path, step: int, torn: int | None = None) -> None:
+    for rank in (0, 1):
+        (out / f"step{step}-rank{rank}.json").write_text('{"tor' if rank == torn else "{}")
+
+
+@pytest.mark.parametrize("torn", [0, 1, None])
+def test_ranks_with_a_file_each_all_go_on_from_the_older_step(tmp_path: Path, out: Path, torn: int | None) -> None:
+    save_ranks(out, 10)
+    save_ranks(out, 20, torn)
+    attempt = Attempt(tmp_path, 1, pattern="step*-rank0.json")
+    attempt.fails()
+    attempt.fails()
+    assert names(out) == ["step10-rank0.json", "step10-rank1.json"]
+    last = attempt.fails(BUG if torn is not None else TORN)
+    if torn is None:  # alike: it was not the checkpoint
+        assert last.action is Action.END
+        assert names(out) == [f"step{step}-rank{rank}.json" for step in (10, 20) for rank in (0, 1)]
+
+
+def test_a_step_that_a_rank_has_no_file_of_is_no_older_one(tmp_path: Path, out: Path) -> None:
+    """Without its own file it would begin anew, or go on from a step before."""
+    for step in (10, 20, 30):
+        save_ranks(out, step, 0 if step == 30 else None)
+    (out / "step20-rank1.json").unlink()
+    attempt, before = Attempt(tmp_path, 1, pattern="step*-rank0.json"), names(out)
+    last = [attempt.fails() for _ in range(3)][-1]
+    assert last.failure is not None
+    assert (last.action, last.failure.kind) == (Action.END, FailureKind.STORAGE)
+    assert names(out) == before
+
+
+def test_the_rest_of_one_that_was_moved_away_follows_with_the_next_coordinator(
+    tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_ranks(out, 10)
+    save_ranks(out, 20, 0)
+    first = Attempt(tmp_path, 1, pattern="step*-rank0.json")
+    first.fails()
+    with monkeypatch.context() as patch:
+        patch.setattr("trainer.agent.user_command.set_aside.move_siblings", lambda *_: True)
+        first.fails()
+    assert names(out) == ["step10-rank0.json", "step10-rank1.json", "step20-rank1.json"]
+    asyncio.run(Attempt(tmp_path, 2, pattern="step*-rank0.json").program.start_generation(1))
+    assert names(out) == ["step10-rank0.json", "step10-rank1.json"]
+
+
+def test_nothing_is_moved_from_the_folder_of_one_rank(tmp_path: Path, out: Path) -> None:
+    for rank in (0, 1):
+        (out / f"rank{rank}").mkdir()
+        for step, text in ((10, "{}"), (20, '{"tor' if rank == 0 else "{}")):
+            save(out / f"rank{rank}", step, text)
+    attempt = Attempt(tmp_path, 1, path="out/rank0")
+    last = [attempt.fails() for _ in range(3)][-1]
+    assert last.failure is not None
+    assert (last.action, last.failure.kind) == (Action.END, FailureKind.STORAGE)
+    words = "orch moves none, because checkpoints.path names the folder of one rank: "
+    assert f"{words}{out / 'rank1'} is another" in last.reason
+    assert names(out / "rank0") == names(out / "rank1") == ["checkpoint-10", "checkpoint-20"]
 
 
 def test_what_names_one_that_was_moved_away_is_repaired_by_the_next_coordinator(tmp_path: Path, out: Path) -> None:

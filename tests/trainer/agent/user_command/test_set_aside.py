@@ -9,6 +9,7 @@ from tests.trainer.agent.user_command.test_checkpoints import CONFIG, WHOLE, wri
 from trainer.agent.user_command.checkpoints import CommandCheckpoint, find
 from trainer.agent.user_command.set_aside import find_target, pointers_to, put_back, retarget, set_aside
 from trainer.contract.run_dir import RunDir
+from trainer.contract.user_command.command_checkpoints import CommandCheckpointsConfig
 
 
 @pytest.fixture
@@ -41,7 +42,7 @@ def test_they_are_moved_out_of_the_folder_and_back_with_every_byte(out: Path, ru
     one = newest(out)
     target = place(one, run)
     assert target == out.parent / ".orch-set-aside" / "run-1" / "10.002-003"
-    assert set_aside(one, target)
+    assert set_aside(one, target, CONFIG)
     assert os.listdir(out) == ["checkpoint-9"], "whatever the program looks for there, it does not find it"
     assert {path.name: path.read_bytes() for path in target.iterdir()} == WHOLE
     assert put_back(target, one.path)
@@ -77,7 +78,7 @@ def test_one_that_is_written_to_is_left_alone(out: Path, run: RunDir) -> None:
     write(out, "checkpoint-10", WHOLE)
     one = newest(out)
     (out / "checkpoint-10" / "late.pt").write_bytes(b"more")
-    assert not set_aside(one, place(one, run))
+    assert not set_aside(one, place(one, run), CONFIG)
     assert (out / "checkpoint-10").is_dir()
 
 
@@ -85,7 +86,7 @@ def test_a_name_that_was_taken_meanwhile_is_not_overwritten(out: Path, run: RunD
     write(out, "checkpoint-10", WHOLE)
     one = newest(out)
     target = place(one, run)
-    assert set_aside(one, target)
+    assert set_aside(one, target, CONFIG)
     write(out, "checkpoint-10", {"new.pt": b"x"})
     assert not put_back(target, one.path)
     assert target.is_dir()
@@ -120,7 +121,7 @@ def test_files_that_name_it_name_the_older_one_and_nothing_else_changes(out: Pat
     one, older = find(out, CONFIG)[0]
     pointers, target = pointers_to(one, older), place(one, run)
     assert {Path(pointer.path).name for pointer in pointers} == {*POINTERS, "last-link"}
-    assert set_aside(one, target)
+    assert set_aside(one, target, CONFIG)
     assert all(retarget(pointer, target) for pointer in pointers)
     assert {name: (out / name).read_text() for name in POINTERS} == {
         name: after for name, (_, after) in POINTERS.items()
@@ -141,7 +142,7 @@ def test_where_no_other_is_left_a_file_that_names_it_is_moved_too(out: Path, run
     (out / "latest").write_text("checkpoint-10")
     one = newest(out)
     (pointer,), target = pointers_to(one, None), place(one, run)
-    assert set_aside(one, target)
+    assert set_aside(one, target, CONFIG)
     assert retarget(pointer, target)
     assert (os.listdir(out), pointer.words) == ([], "latest is moved too")
     assert put_back(target, one.path)
@@ -158,3 +159,67 @@ def test_a_file_that_the_program_has_written_since_stays(out: Path, run: RunDir)
     (out / "latest").write_text("checkpoint-11")
     assert not retarget(pointer, place(one, run))
     assert (out / "latest").read_text() == "checkpoint-11"
+
+
+RANKS = CommandCheckpointsConfig(pattern="ep*-ba*-rank0.pt")
+
+
+def save_ranks(out: Path, epoch: int, step: int) -> None:
+    """As composer does: each rank has a file and a link to its newest one."""
+    for rank in (0, 1):
+        name = f"ep{epoch}-ba{step}-rank{rank}.pt"
+        (out / name).write_text(name)
+        (out / f"latest-rank{rank}.pt").unlink(missing_ok=True)
+        (out / f"latest-rank{rank}.pt").symlink_to(name)
+
+
+def test_the_files_of_all_ranks_move_together_and_each_link_follows(out: Path, run: RunDir) -> None:
+    save_ranks(out, 0, 20)
+    save_ranks(out, 1, 30)
+    before = sorted(os.listdir(out))
+    one, older = find(out, RANKS)[0]
+    pointers, target = pointers_to(one, older), place(one, run)
+    assert set_aside(one, target, RANKS)
+    assert all([retarget(pointer, target) for pointer in pointers])
+    assert sorted(os.listdir(out)) == ["ep0-ba20-rank0.pt", "ep0-ba20-rank1.pt", "latest-rank0.pt", "latest-rank1.pt"]
+    for rank in (0, 1):
+        assert (out / f"latest-rank{rank}.pt").read_text() == f"ep0-ba20-rank{rank}.pt"
+    assert put_back(target, one.path, one.siblings)
+    assert all([retarget(pointer, target, back=True) for pointer in pointers])
+    assert (sorted(os.listdir(out)), os.listdir(out.parent)) == (before, ["out"])
+    assert [(out / f"latest-rank{rank}.pt").read_text() for rank in (0, 1)] == [one.path.name, *one.siblings]
+
+
+def test_all_of_it_is_moved_or_nothing(out: Path, run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_ranks(out, 0, 20)
+    save_ranks(out, 0, 30)
+    before = sorted(os.listdir(out))
+    one, rename = find(out, RANKS)[0][0], os.rename
+
+    def refuse(source: Path, target: Path) -> None:
+        if Path(source) == out / "ep0-ba30-rank1.pt":
+            raise PermissionError
+        rename(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.rename", refuse)
+        assert not set_aside(one, place(one, run), RANKS)
+    assert sorted(os.listdir(out)) == before
+    (out / "ep0-ba30-rank2.pt").write_text("another rank, since it was looked at")
+    assert not set_aside(one, place(one, run), RANKS)
+    (out / "ep0-ba30-rank2.pt").unlink()
+    target = place(one, run)
+    assert set_aside(one, target, RANKS)
+    (out / "ep0-ba30-rank1.pt").write_text("new")
+    assert not put_back(target, one.path, one.siblings)
+    assert (out / "ep0-ba30-rank1.pt").read_text() == "new"
+
+
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_a_link_of_a_rank_that_the_older_one_does_not_have_stops_it(out: Path, epoch: int) -> None:
+    save_ranks(out, 0, 20)
+    save_ranks(out, epoch, 30)
+    (out / "ep0-ba20-rank1.pt").unlink()
+    one, older = find(out, RANKS)[0]
+    with pytest.raises(LookupError, match=f"has nothing like ep{epoch}-ba30-rank1"):
+        pointers_to(one, older)

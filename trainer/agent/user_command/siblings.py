@@ -1,0 +1,107 @@
+"""PURE: which entries of a folder belong to one checkpoint of a user's own program.
+
+Programs write a file for each rank, or one for the model and one for the optimizer. All of one step are one checkpoint:
+ranks that load different steps train a mixture that nobody notices.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping
+
+from trainer.contract.user_command.command_checkpoints import SET_ASIDE, CommandCheckpointsConfig
+
+_NUMBER = re.compile(r"\d+", re.ASCII)
+_RANK = re.compile(r"(?<![a-z])(rank[-_=]?)(\d+)", re.IGNORECASE | re.ASCII)
+_TEMPORARY = re.compile(r"(?<![a-z])(tmp|temp|partial|incomplete|lock|bak|old)(?![a-z])", re.IGNORECASE)
+"""What is left of a save that was cut off belongs to no checkpoint."""
+
+
+def group(names: Collection[str], config: CommandCheckpointsConfig, most: int) -> list[tuple[int, str, list[str]]]:
+    """Return the newest checkpoints, newest first: step, name of an entry that the pattern matches, names of others."""
+    matched: dict[int, list[str]] = defaultdict(list)
+    for name in sorted(names):
+        if (step := config.step_of(name)) is not None:
+            matched[step].append(name)
+    steps = sorted(matched, reverse=True)
+    numbered = _by_number(names, steps[: most + 1])
+    return [
+        (step, matched[step][0], _siblings(matched[step][0], step, numbered, steps[at + 1 : at + 2], config))
+        for at, step in enumerate(steps[:most])
+    ]
+
+
+def _by_number(names: Iterable[str], steps: Collection[int]) -> dict[int, list[str]]:
+    """Return names by each of the steps that occurs in them."""
+    found: dict[int, list[str]] = {step: [] for step in steps}
+    for name in names:
+        if name.startswith(SET_ASIDE) or _TEMPORARY.search(name):
+            continue
+        for number in {int(digits) for digits in _NUMBER.findall(name) if len(digits) <= 18} & found.keys():
+            found[number].append(name)
+    return found
+
+
+def _siblings(
+    main: str, step: int, numbered: Mapping[int, list[str]], older: Collection[int], config: CommandCheckpointsConfig
+) -> list[str]:
+    prefix = config.prefix_of(main)
+    begins = re.compile(rf"{re.escape(prefix)}0*{step}(?!\d)", re.ASCII)
+    # What has the step first in its name belongs to it if every step has one: `optimizer-30.pt` beside `model-30.pt`.
+    alone = not _NUMBER.search(prefix)
+    forms = {_form(name, number) for number in older for name in numbered[number]} if alone else set()
+    ranks = same_but_for_rank(main, numbered[step])
+    return sorted(
+        name for name in numbered[step]
+        if name != main and config.step_of(name) in (None, step) and (
+            config.step_of(name) == step
+            or begins.match(name)
+            or name in ranks
+            or ((form := _form(name, step)) and form in forms)
+        )
+    )  # fmt: skip
+
+
+def _form(name: str, step: int) -> str:
+    """Return the name without its first number, which is the step; empty if it is not."""
+    first = _NUMBER.search(name)
+    return f"{name[: first.start()]}#{name[first.end() :]}" if first is not None and int(first[0]) == step else ""
+
+
+def has_rank(name: str) -> bool:
+    """Whether the number of a rank seems to be in a name."""
+    return _RANK.search(name) is not None
+
+
+def same_but_for_rank(name: str, others: Iterable[str]) -> list[str]:
+    """Return the names that differ from this one in the number of a rank alone, if rank 0 is among them.
+
+    Without a rank 0 the number is something else: `lora-rank8` beside `lora-rank16`.
+    """
+    if not has_rank(name):
+        return []
+    alike = [other for other in others if _RANK.sub(r"\1#", other) == _RANK.sub(r"\1#", name)]
+    has_first = any(int(number) == 0 for each in (name, *alike) for _, number in _RANK.findall(each))
+    return sorted(other for other in alike if other != name) if has_first else []
+
+
+def counterpart(name: str, main: str, other_main: str, others: Iterable[str]) -> str | None:
+    """Return the entry of another step that is to it what this one is to its own, such as that of the same rank.
+
+    `main` and `other_main` are the entries that the pattern matches: where their numbers differ, such as in the step,
+    those of the two may differ too.
+    """
+    if not is_alike(main, other_main):
+        return None
+    free = _differences(main, other_main)
+    alike = [other for other in others if is_alike(name, other) and _differences(name, other) <= free]
+    return min(alike, key=lambda other: len(_differences(name, other)), default=None)
+
+
+def _differences(name: str, other: str) -> set[int]:
+    pairs = zip(_NUMBER.findall(name), _NUMBER.findall(other), strict=True)
+    return {at for at, (one, two) in enumerate(pairs) if int(one) != int(two)}
+
+
+def is_alike(name: str, other: str) -> bool:
+    """Whether two names differ in their numbers alone."""
+    return _NUMBER.sub("#", name) == _NUMBER.sub("#", other)

@@ -131,10 +131,16 @@ class _EventWriter:
         failure = ended[0].failure if ended else None
         return str(failure["kind"]) if failure and node in Failure.from_json(failure).nodes else FailureKind.AGENT_LOST
 
-    def known(self) -> Checkpoint | None:
-        """The row of the checkpoint that the event names."""
+    def known(self, name: str = "") -> Checkpoint | None:
+        """The row of the checkpoint that the event names, or of this name."""
+        name = name or self.name
         rows = {item.name: item for item in self.store.checkpoints(self.run)}
-        return rows.get(self.name)
+        found = rows.get(name)
+        if found is None or found.trust is not Trust.DELETED:
+            return found
+        # Each time that a program's own one was set aside and moved back, it got a row of its own.
+        back = [item for item in rows.values() if item.name.startswith(f"{name}.") and item.name.endswith(".back")]
+        return next((item for item in back if item.trust is not Trust.DELETED), found)
 
     def trust(self, to: Trust, reason: str) -> None:
         """Change the trust of the checkpoint that the event names, where the table allows it."""
@@ -254,11 +260,10 @@ def _seen(writer: _EventWriter) -> None:
         reason=f"it {damage}, as attempt {writer.attempt} saw it" if damage else "",
         bytes=writer.bytes, path=path, committed_at=writer.event.time, tier=os.path.dirname(path),
     )  # fmt: skip
-    writer.store.put_checkpoint(checkpoint, epoch=writer.epoch)
     if was:  # it was set aside, and has its place again
-        aside = [one for one in writer.store.checkpoints(writer.run) if one.name == was]
-        writer.doubt(next(iter(aside), None), Trust.DELETED, f"moved back to {path}")
-    elif new or (written_by < writer.attempt and not known):
+        writer.doubt(writer.known(was), Trust.DELETED, f"moved back to {path}")
+    writer.store.put_checkpoint(checkpoint, epoch=writer.epoch)
+    if not was and (new or (written_by < writer.attempt and not known)):
         before = writer.store.attempt(writer.run, written_by).saved_step
         writer.store.note_attempt(writer.run, written_by, epoch=writer.epoch, saved_step=max(step, before or 0))
 
@@ -274,7 +279,9 @@ def _set_aside(writer: _EventWriter) -> None:
         writer.store.put_checkpoint(checkpoint, epoch=writer.epoch)
     told = f"set aside as {writer.data['path']}: {writer.data.get('reason', '')}"
     writer.trust(Trust.CORRUPT if writer.data.get("damaged") else Trust.SUSPECT, told)
-    writer.store.move_checkpoint(writer.run, writer.name, str(writer.data["path"]), epoch=writer.epoch)
+    now = writer.known()
+    assert now is not None
+    writer.store.move_checkpoint(writer.run, now.name, str(writer.data["path"]), epoch=writer.epoch)
 
 
 def _restored(writer: _EventWriter) -> None:

@@ -213,8 +213,8 @@ class CommandRun:
             if done:
                 await self._retarget(one, back=True)
                 self._events.write(
-                    EventKind.CHECKPOINT_SEEN, step=one.step, name=f"{one.identity}.back", path=one.original,
-                    bytes=one.bytes, new=False, was=one.identity, damage=one.damage,
+                    EventKind.CHECKPOINT_SEEN, step=one.step, name=f"{one.identity}.{Path(one.path).name}.back",
+                    path=one.original, bytes=one.bytes, new=False, was=one.identity, damage=one.damage,
                 )  # fmt: skip
 
 

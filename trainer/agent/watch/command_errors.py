@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from trainer.agent.watch.loading_errors import is_loading_error
 from trainer.agent.watch.root_cause import VARYING, Cause, CommandFailure, RankEnd, find_cause, is_outside, root_of
 from trainer.contract.failures.failure_kinds import kinds_with
+from trainer.contract.failures.failure_patterns import Meaning, error_says
 from trainer.contract.failures.outcome import FailureKind
 from trainer.contract.user_command.command_progress import PROGRESS_SECONDS
 
@@ -113,7 +114,7 @@ def command_cause(ends: Sequence[RankEnd], past: CommandPast, seconds: float) ->
     kind = failure.kind
     if judgement.final:
         reason = f"{reason}{likely_cause(root, past, [*past.failures, mine])}"
-        kind = _final_kind(kind, root, past)
+        kind = _final_kind(kind, root, past, [*past.failures, mine])
     return replace(
         cause, failure=replace(failure, kind=kind, reason=reason), retry=not judgement.final, own=mine,
         set_aside=judgement.set_aside, tries=judgement.tries,
@@ -232,13 +233,13 @@ def likely_cause(root: RankEnd, past: CommandPast, row: Sequence[CommandFailure]
                 "made no difference" if same_without(row) else "is the newest now, from which it fails in another way"
             )
             return f"; its newest checkpoint was {past.aside[0]}, and {past.newest.name}{torn} {then}"
-        if past.unseen and _of_its_checkpoint(root, past):
+        if past.unseen and _of_its_checkpoint(root, past, row):
             return (
                 f"; its newest checkpoint is {past.newest.name}{torn}. orch moves none, because checkpoints.path names "
                 f"the folder of one rank: {past.unseen} is another"
             )
         # Only what failed while it loaded it is helped by that.
-        advised = not past.older and _of_its_checkpoint(root, past)
+        advised = not past.older and _of_its_checkpoint(root, past, row)
         alone = ", and orch sees no whole older one: repair it, or move it away to begin anew" if advised else ""
         return f"; its newest checkpoint is {past.newest.name}{torn}{alone}"
     if not past.trained:
@@ -251,16 +252,20 @@ def likely_cause(root: RankEnd, past: CommandPast, row: Sequence[CommandFailure]
     )
 
 
-def _final_kind(kind: FailureKind, root: RankEnd, past: CommandPast) -> FailureKind:
-    if _of_its_checkpoint(root, past):
+def _final_kind(kind: FailureKind, root: RankEnd, past: CommandPast, row: Sequence[CommandFailure]) -> FailureKind:
+    if _of_its_checkpoint(root, past, row):
         return FailureKind.STORAGE
     return kind if kind is FailureKind.OUT_OF_MEMORY else FailureKind.USER_ERROR
 
 
-def _of_its_checkpoint(root: RankEnd, past: CommandPast) -> bool:
+def _of_its_checkpoint(root: RankEnd, past: CommandPast, row: Sequence[CommandFailure]) -> bool:
     """Whether not the code but what it loads has to be fixed."""
     if _is_torn(past) and past.older:
         return True
+    # Two without a sign of damage that fail alike, with an error of whole files: the code, or a library, has changed.
+    whole = past.newest is not None and not past.newest.damage and past.doubtful
+    if whole and same_without(row) and error_says(_said(root), Meaning.MISFIT):
+        return False
     return _loading(root, past, doubt=True) and (past.trained or past.newest is not None)
 
 

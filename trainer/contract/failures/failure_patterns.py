@@ -24,6 +24,7 @@ class Meaning(StrEnum):
     UNREADABLE = "unreadable"  # what only the bytes of a file of weights or state cause
     CUT_OFF = "cut_off"  # what a file that was cut off raises where it is read, and also an answer of a server
     BROKEN = "broken"  # what the bytes of any file cause, and other things too
+    MISFIT = "misfit"  # what a whole file of weights or state raises in a program that is not made for it
     MISSING = "missing"  # a file that is not there
     LOADING = "loading"  # code that loads a checkpoint
     TRAINING_DATA = "training_data"  # code of a data loader
@@ -138,6 +139,8 @@ TABLE = tuple(
         (Meaning.BROKEN, _ERROR, r"UnicodeDecodeError|DataLossError|while decompressing|gzipped|requires a buffer of"),
         (Meaning.BROKEN, _ERROR, r"(?i:(size|shape) mismatch|(missing|unexpected) key)"),
         (Meaning.BROKEN, _ERROR, r"\[Errno (22|74|117)\]"),
+        (Meaning.MISFIT, _ERROR, r"load(ing|ed) state[_ ]dict|(?i:(size|shape) mismatch|(missing|unexpected) key)"),
+        (Meaning.MISFIT, _ERROR, r"Weights only load failed\. This file can still be loaded|Unsupported global"),
         (Meaning.MISSING, _ERROR, r"No such file or directory|no file named|Can't find a valid checkpoint"),
         (Meaning.LOADING, _ERROR, r"torch\.load\(|load_state_dict\(|load_file\(|load_(from_)?checkpoint|\bdcp\.load\("),
         (Meaning.LOADING, _ERROR, r"torch/serialization\.py\", line \d+, in \w*load"),

@@ -379,6 +379,29 @@ def test_checkpoints_of_a_command_count_as_what_its_attempt_saved(tmp_path: Path
     assert {known["c-20.1f"][0], known["c-10.1f"][0]} == {Trust.DELETED}
 
 
+def test_a_checkpoint_of_a_command_may_be_moved_away_and_back_again_and_again(tmp_path: Path) -> None:
+    world, log = begun(tmp_path)
+    log.write(EventKind.CHECKPOINT_SEEN, step=20, name="c-20.1f", path="/out/c-20", bytes=7, new=True)
+
+    def live() -> list[tuple[Trust, str]]:
+        read(world)
+        rows = world.store.checkpoints(world.name)
+        return [(item.trust, item.path) for item in rows if item.trust is not Trust.DELETED]
+
+    for generation in (2, 4, 6):
+        aside = f"/aside/20.001-{generation:03d}"
+        log.write(EventKind.CHECKPOINT_SET_ASIDE, step=20, name="c-20.1f", damaged=False, path=aside, reason="failed")
+        assert live() == [(Trust.SUSPECT, aside)]
+        log.write(
+            EventKind.CHECKPOINT_SEEN, step=20, name=f"c-20.1f.20.001-{generation:03d}.back", path="/out/c-20", bytes=7,
+            new=False, was="c-20.1f", damage="",
+        )  # fmt: skip
+        log.write(EventKind.CHECKPOINT_SEEN, step=20, name="c-20.1f", path="/out/c-20", bytes=7, new=False)
+        assert live() == [(Trust.COMMITTED, "/out/c-20")]
+    log.write(EventKind.CHECKPOINT_DELETED, step=20, name="c-20.1f")
+    assert live() == []
+
+
 def test_a_checkpoint_of_a_command_with_a_sign_of_damage_counts_and_its_row_shows_the_sign(tmp_path: Path) -> None:
     world, log = begun(tmp_path)
     seen = {"step": 20, "name": "c-20.1f", "path": "/out/c-20", "bytes": 7, "new": True}

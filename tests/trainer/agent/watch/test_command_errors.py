@@ -398,6 +398,28 @@ def test_an_older_one_that_is_torn_too_follows_at_once_and_one_without_a_sign_do
     assert "its newest checkpoint was checkpoint-50, and checkpoint-40 made no difference" in cause.failure.reason
 
 
+@pytest.mark.parametrize(
+    ("what", "how"),
+    [
+        ("RuntimeError", "Error(s) in loading state_dict for Linear:"),
+        ("RuntimeError", "size mismatch for weight: [2, 4]"),
+        ("ValueError", "loaded state dict contains a parameter group that doesn't match the size of optimizer's group"),
+        ("UnpicklingError", "Weights only load failed. This file can still be loaded, to do so you have two options"),
+    ],
+)
+def test_whole_checkpoints_that_the_program_no_longer_fits_are_for_it_to_be_mended(what, how):
+    misfit = raised(what, how, lines=traceback("model.load_state_dict(torch.load(path))"))
+    program = Program(newest=SOUND, older="checkpoint-40")
+    assert program.times(2, misfit).set_aside
+    failure = program.fails(misfit, newest=OLDER, aside=("checkpoint-50",), doubtful=True).failure
+    assert failure.kind is FailureKind.USER_ERROR
+    assert "its newest checkpoint was checkpoint-50, and checkpoint-40 made no difference" in failure.reason
+    assert Program(newest=SOUND, older="").times(3, misfit).failure.kind is FailureKind.STORAGE, "no other one is known"
+    torn = Program(newest=TORN)
+    torn.times(2, misfit)
+    assert torn.fails(misfit, newest=OLDER, aside=("checkpoint-50",)).failure.kind is FailureKind.STORAGE
+
+
 def test_the_likely_cause_is_named_when_a_program_trained_before_and_nobody_knows_its_checkpoints():
     lines = ("Traceback (most recent call last):", "FileNotFoundError: /out/checkpoint-50/optimizer.pt")
     cause = Program(trained=True).times(3, raised("FileNotFoundError", "/out/checkpoint-50/optimizer.pt", lines=lines))

@@ -263,7 +263,8 @@ def _seen(writer: _EventWriter) -> None:
     if was:  # it was set aside, and has its place again
         writer.doubt(writer.known(was), Trust.DELETED, f"moved back to {path}")
     writer.store.put_checkpoint(checkpoint, epoch=writer.epoch)
-    if not was and (new or (written_by < writer.attempt and not known)):
+    found_later = written_by < writer.attempt and not known and not writer.data.get("before_run")
+    if not was and (new or found_later):
         before = writer.store.attempt(writer.run, written_by).saved_step
         writer.store.note_attempt(writer.run, written_by, epoch=writer.epoch, saved_step=max(step, before or 0))
 

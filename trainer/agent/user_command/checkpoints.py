@@ -12,6 +12,7 @@ from pathlib import Path
 
 from checkpointing.format.safetensors import Malformed, check_length
 from checkpointing.storage.durable import open_regular
+from trainer.agent.user_command.earlier_checkpoints import Stamps, leave_out_earlier, scan_identities
 from trainer.agent.user_command.siblings import group, has_rank, is_alike, same_but_for_rank
 from trainer.contract.failures.outcome import legible
 from trainer.contract.user_command.command_checkpoints import CommandCheckpointsConfig
@@ -45,6 +46,7 @@ class CommandCheckpoint:
     identity: str
     files: Files
     siblings: tuple[str, ...] = ()  # names of the other entries of its folder that belong to it
+    earlier: bool = False  # it was there before the run's first start, and has not changed since
     cut: bool = False  # there are more files than are listed
     damage: str = ""
     lacking: bool = False  # `damage` is only that it lacks a file, which says little by itself
@@ -65,19 +67,19 @@ class CommandCheckpoint:
         return self.path / name if name else self.path
 
 
-def find(folder: Path, config: CommandCheckpointsConfig) -> tuple[list[CommandCheckpoint], set[str]]:
+def find(
+    folder: Path, config: CommandCheckpointsConfig, earlier: Stamps | None = None
+) -> tuple[list[CommandCheckpoint], set[str]]:
     """The newest ones, newest step first, and the identities of all; none where the folder is missing.
 
     Raises OSError when it cannot be read.
     """
-    try:
-        entries = {entry.name: f"{entry.name}.{entry.inode():x}" for entry in os.scandir(folder)}
-    except (FileNotFoundError, NotADirectoryError):
-        return [], set()
+    there = scan_identities(folder)
+    entries, old = leave_out_earlier(folder, there, config, earlier or {})
     grouped = group(entries, config, MOST)
     found = [_read(folder / name, step, entries[name], siblings) for step, name, siblings in grouped]
-    there = {identity for name, identity in entries.items() if config.step_of(name) is not None}
-    return [one for one in found if one is not None], there
+    identities = {identity for name, identity in there.items() if config.step_of(name) is not None}
+    return [replace(one, earlier=one.path.name in old) for one in found if one is not None], identities
 
 
 def find_other_rank(folder: Path) -> str:
@@ -93,7 +95,12 @@ def find_other_rank(folder: Path) -> str:
 
 def read_again(one: CommandCheckpoint, config: CommandCheckpointsConfig) -> CommandCheckpoint | None:
     """The checkpoint as it is now, without its damage; None when it is gone. Raises OSError."""
-    return next((now for now in find(one.path.parent, config)[0] if now.identity == one.identity), None)
+    there = scan_identities(one.path.parent)
+    up_to = [name for name in there if (step := config.step_of(name)) is None or step <= one.step]
+    for step, name, siblings in group(up_to, config, 1):
+        if (step, there[name]) == (one.step, one.identity):
+            return _read(one.path, step, one.identity, siblings)
+    return None
 
 
 def _read(path: Path, step: int, identity: str, siblings: Sequence[str]) -> CommandCheckpoint | None:

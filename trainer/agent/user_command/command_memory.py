@@ -8,6 +8,7 @@ from threading import Lock
 from typing import Any
 
 from checkpointing.storage.durable import dump_line, read_json, write_durably
+from trainer.agent.user_command.earlier_checkpoints import Stamps
 from trainer.agent.user_command.set_aside import Pointer
 from trainer.agent.watch.root_cause import CommandFailure
 from trainer.contract.run_dir import RunDir
@@ -43,6 +44,7 @@ class CommandMemory:
 
     failures: list[CommandFailure] = field(default_factory=list)  # in a row, oldest first
     aside: list[SetAsideCheckpoint] = field(default_factory=list)
+    earlier: Stamps | None = None  # what was there before the run's first start; None: not looked at
     saved: bool = False  # a whole checkpoint was there at some time; never forgotten
 
     def encoded(self) -> bytes:
@@ -86,10 +88,16 @@ def _read(path: Path) -> CommandMemory | None:
     except FileNotFoundError:
         return None
     except (ValueError, TypeError, KeyError, AttributeError):
-        return CommandMemory(saved=True)
+        return CommandMemory(saved=True, earlier={})
     # An older version has not written down whether there was one.
     saved = bool(fields.get("saved", True))
-    return CommandMemory(failures=failures, aside=[one for one in aside if not _is_back(one)], saved=saved)
+    aside = [one for one in aside if not _is_back(one)]
+    return CommandMemory(failures=failures, aside=aside, saved=saved, earlier=_read_stamps(fields))
+
+
+def _read_stamps(fields: dict[str, Any]) -> Stamps:
+    stamps = fields.get("earlier")  # an older version has not written it down
+    return {str(name): int(at) for name, at in stamps.items()} if isinstance(stamps, dict) else {}
 
 
 def _is_back(one: SetAsideCheckpoint) -> bool:

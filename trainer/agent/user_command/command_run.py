@@ -13,6 +13,7 @@ from trainer.agent.fork_server.torchrun_command import working_directory
 from trainer.agent.ladder.in_job_policy import Action, Decision
 from trainer.agent.user_command.checkpoints import find_other_rank
 from trainer.agent.user_command.command_memory import CommandMemory, MemoryFile, SetAsideCheckpoint
+from trainer.agent.user_command.earlier_checkpoints import Stamps, record_earlier
 from trainer.agent.user_command.progress import CommandProgress, run_bounded
 from trainer.agent.user_command.set_aside import (
     Pointer,
@@ -42,7 +43,7 @@ class CommandRun:
         own = config.checkpoints
         self._command_progress = (
             CommandProgress(
-                lambda: working_directory(run, config) / own.path,
+                self._folder,
                 own,
                 events,
                 progress,
@@ -61,6 +62,9 @@ class CommandRun:
         self._recalled = self._progress_kept = False
         self._unseen = ""  # folder of another rank
         self._disk: str | None = None  # why nothing can be written; None: not looked at in this generation
+
+    def _folder(self) -> Path:
+        return working_directory(self._run, self._config) / self._config.checkpoints.path
 
     def past(self) -> CommandPast | None:
         """What `in_job_policy.Situation` needs; None for a workload of orch."""
@@ -90,8 +94,7 @@ class CommandRun:
             self._step_watch.start_generation(generation)
         if self._on and self._command_progress is not None:
             await self._command_progress.start_generation()
-            folder = working_directory(self._run, self._config) / self._config.checkpoints.path
-            self._unseen = await run_bounded(partial(find_other_rank, folder)) or ""
+            self._unseen = await run_bounded(partial(find_other_rank, self._folder())) or ""
             self._memory.saved = self._memory.saved or self._has_whole()
 
     async def check(self, now: Generation) -> None:
@@ -105,7 +108,8 @@ class CommandRun:
         if self._on and not self._progress_kept and self._worked(now):
             # Whatever ends this attempt, the next one need not know of failures before it.
             self._progress_kept = True
-            await self._keep(CommandMemory(saved=self._memory.saved or self._has_whole()))
+            saved = self._memory.saved or self._has_whole()
+            await self._keep(CommandMemory(saved=saved, earlier=self._memory.earlier))
 
     async def end_generation(self, decision: Decision, now: Generation, *, cleared: bool) -> None:
         """A generation is over; `cleared`: nothing of it is left that could write."""
@@ -135,9 +139,21 @@ class CommandRun:
             self._memory.failures[:0], self._memory.aside[:0] = found.failures, found.aside
             self._memory.saved = self._memory.saved or found.saved
             self._recalled = True
+            await self._note_earlier(found.earlier)
             for one in found.aside:  # a coordinator may have died before it had done so
                 await run_bounded(partial(move_siblings, Path(one.original), Path(one.path), one.siblings))
                 await self._retarget(one)
+
+    async def _note_earlier(self, recalled: Stamps | None) -> None:
+        """Tell the run's own checkpoints from those that were there before its first start."""
+        if self._command_progress is None:
+            return
+        if recalled is None:  # this is the first start
+            look = partial(record_earlier, self._folder(), self._config.checkpoints)
+            recalled = await run_bounded(look) or {}
+        self._memory.earlier = self._command_progress.earlier = recalled
+        if recalled:
+            await self._keep(self._memory)
 
     async def _keep(self, memory: CommandMemory) -> bool:
         """Whether it is on the disk; nothing is written over what earlier attempts left before that was read."""

@@ -10,6 +10,7 @@ from typing import TypeVar
 from trainer.agent.attempt_state.attempt_state import AttemptProgress
 from trainer.agent.processes.background_tasks import run_detached, start_detached
 from trainer.agent.user_command.checkpoints import CommandCheckpoint, examined, find
+from trainer.agent.user_command.earlier_checkpoints import Stamps
 from trainer.contract.events import EventKind, EventLog
 from trainer.contract.user_command.command_checkpoints import CommandCheckpointsConfig
 
@@ -50,8 +51,10 @@ class CommandProgress:
         self._counts_steps = counts_steps
         self._folder, self._config, self._events, self._progress = folder, config, events, progress
         self.began_from: CommandCheckpoint | None = None
+        self.earlier: Stamps = {}
         self._latest: list[CommandCheckpoint] = []
         self._told: dict[str, int] = {}  # identity -> step of those that events have told of
+        self._told_earlier: set[str] = set()  # identities of those among them from before the run
         self._highest = -1  # step of any checkpoint that was there when a generation of this attempt began or ended
         self._first, self._looked_at = True, 0.0
         self._looking: asyncio.Future[Found] | None = None
@@ -61,7 +64,7 @@ class CommandProgress:
         left = self._latest
         await self.check_settled()
         self.began_from = self._latest[0] if self._latest else None
-        self._highest = max([self._highest, *(one.step for one in (*left, *self._latest))])
+        self._highest = max([self._highest, *(one.step for one in (*left, *self._latest) if not one.earlier)])
         self._first = False
 
     async def check(self, failed_at: float | None) -> None:
@@ -87,8 +90,9 @@ class CommandProgress:
 
         A sign of damage may be wrong; but a step that is torn again and again is no progress.
         """
-        step = -1 if self.began_from is None else self.began_from.step
-        return any(one.step > (self._highest if one.damage else step) for one in self._latest)
+        step = -1 if self.began_from is None or self.began_from.earlier else self.began_from.step
+        own = [one for one in self._latest if not one.earlier]
+        return any(one.step > (self._highest if one.damage else step) for one in own)
 
     def older(self) -> CommandCheckpoint | None:
         """The newest one, older than what the program started from, without a known sign of damage."""
@@ -117,7 +121,7 @@ class CommandProgress:
         self._note_saved()
 
     def _find(self) -> Found:
-        found, there = find(self._folder(), self._config)
+        found, there = find(self._folder(), self._config, self.earlier)
         return examined(found), there
 
     async def _check_now(self, *, settled: bool) -> None:
@@ -132,7 +136,8 @@ class CommandProgress:
             # The newest one may still be written: it counts once it has stayed the same from look to look.
             # So may one with a sign of damage: it counts once nobody writes any more.
             written = settled or (not one.damage and (at > 0 or before.get(one.identity) == one.files))
-            if written and one.identity not in self._told:
+            told = one.identity in self._told and (one.earlier or one.identity not in self._told_earlier)
+            if written and not told:
                 self._write_event(one)
         # A folder that is empty all at once is more likely out of sight than emptied.
         for identity in [name for name in self._told if found and name not in there]:
@@ -143,12 +148,16 @@ class CommandProgress:
 
     def _note_saved(self) -> None:
         """Set the saved step of the run to the newest checkpoint that is present."""
-        self._progress.saved = max((one.step for one in self._latest if one.identity in self._told), default=0)
-        self._progress.step = self._progress.saved if self._counts_steps else self._progress.step
+        told = [one for one in self._latest if one.identity in self._told]
+        self._progress.saved = max((one.step for one in told if not one.earlier), default=0)
+        if self._counts_steps:
+            self._progress.step = max((one.step for one in told), default=0)
 
     def _write_event(self, one: CommandCheckpoint) -> None:
         self._told[one.identity] = one.step
+        (self._told_earlier.add if one.earlier else self._told_earlier.discard)(one.identity)
         self._events.write(
             EventKind.CHECKPOINT_SEEN, step=one.step, name=one.identity, path=str(one.path), bytes=one.bytes,
             new=not self._first, **({"damage": one.damage} if one.damage else {}),
+            **({"before_run": True} if one.earlier else {}),
         )  # fmt: skip

@@ -427,6 +427,20 @@ def test_what_a_command_saved_just_before_its_attempt_ended_counts_for_that_atte
     assert [attempt.saved_step for attempt in world.attempts] == [30, None]
 
 
+def test_what_was_there_before_a_run_is_saved_by_no_attempt_of_it(tmp_path: Path) -> None:
+    """The first attempt may never have looked."""
+    world, log = begun(tmp_path)
+    world.store.move_attempt(world.name, 1, AttemptState.ENDED, "gone", epoch=world.lease.epoch, now=world.clock.now)
+    world.store.add_attempt(world.name, nonce="b", excluded=(), epoch=world.lease.epoch, now=world.clock.now)
+    world.folder.attempt(2).make()
+    log = EventLog(world.folder.attempt(2).event_file("coordinator"), "coordinator", 2, clock=world.clock)
+    seen = {"step": 5000, "name": "c-5000.1f", "path": "/out/c-5000", "bytes": 7, "new": False}
+    log.write(EventKind.CHECKPOINT_SEEN, **seen, before_run=True)
+    read(world)
+    assert [attempt.saved_step for attempt in world.attempts] == [None, None]
+    assert [item.step for item in world.store.checkpoints(world.name)] == [5000]
+
+
 @pytest.mark.parametrize(
     ("kind", "data"),
     [

@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import json
+import os
 import shutil
 import time
 from pathlib import Path
@@ -455,6 +456,46 @@ def test_the_programs_own_bug_is_its_own_whatever_its_checkpoints_look_like(tmp_
     assert "move it away" not in last.reason
 
 
+@pytest.mark.parametrize("how", ["higher", "in place", "many"])
+def test_checkpoints_from_before_the_run_hide_no_progress(tmp_path: Path, out: Path, how: str) -> None:
+    for step in {"higher": (5000,), "in place": (10, 20, 30, 40, 50), "many": range(5000, 5030)}[how]:
+        save(out, step)
+        for path in (out / f"checkpoint-{step}" / "state.json", out / f"checkpoint-{step}"):
+            os.utime(path, (1e9, 1e9))
+
+    def saves(step: int) -> None:
+        (out / f"checkpoint-{step}").mkdir(exist_ok=True)
+        (out / f"checkpoint-{step}" / "state.json").write_text(f'{{"step": {step}}}')
+
+    for number, steps in ((1, (10, 20)), (2, (30, 40))):
+        attempt = Attempt(tmp_path, number, restarts=99)
+        for step in steps:
+            assert attempt.fails(BUG, while_it_ran=lambda step=step: saves(step)).action is Action.RESTART
+            past = attempt.program.past()
+            assert past is not None
+            assert (past.saved, attempt.progress.saved, attempt.progress.step) == (True, step, step)
+        assert [data["step"] for data in attempt.told(EventKind.CHECKPOINT_SEEN) if data["new"]] == list(steps)
+    assert attempt.program._command_progress is not None
+    asyncio.run(attempt.program.start_generation(9))
+    assert attempt.program._command_progress.began_from is not None
+    assert attempt.program._command_progress.began_from.step == 40, "it has not gone on from a higher one"
+    last = [attempt.fails(BUG) for _ in range(3)][-1]
+    assert last.action is Action.END
+
+
+def test_what_the_run_begins_from_is_what_it_fails_from_but_no_progress_of_it(tmp_path: Path, out: Path) -> None:
+    save(out, 100)
+    save(out, 110)
+    attempt = Attempt(tmp_path, 1, restarts=99)
+    attempt.fails(BUG)
+    assert (attempt.progress.saved, attempt.progress.step) == (0, 110)
+    assert [data.get("before_run") for data in attempt.told(EventKind.CHECKPOINT_SEEN)] == [True, True]
+    attempt.fails(BUG, while_it_ran=lambda: save(out, 120))
+    past = attempt.program.past()
+    assert past is not None
+    assert (past.saved, attempt.progress.saved) == (True, 120)
+
+
 def test_the_same_step_torn_again_and_again_is_no_progress(tmp_path: Path, out: Path) -> None:
     save(out, 10)
     attempt = Attempt(tmp_path, 1, restarts=99)
@@ -469,9 +510,8 @@ def test_the_same_step_torn_again_and_again_is_no_progress(tmp_path: Path, out: 
 
 
 def test_a_folder_that_cannot_be_read_changes_nothing(tmp_path: Path, out: Path) -> None:
-    save(out, 10)
     attempt = Attempt(tmp_path, 1)
-    attempt.fails()
+    attempt.fails(while_it_ran=lambda: save(out, 10))
     out.rename(tmp_path / "away")
     attempt.fails()
     assert not attempt.told(EventKind.CHECKPOINT_DELETED)

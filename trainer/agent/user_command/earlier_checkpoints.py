@@ -1,0 +1,61 @@
+"""Checkpoints that were there before a run's first start: of another run, or of the same program long ago.
+
+They may have higher steps than those that the run saves. Once it has saved one, it has not gone on from a higher one.
+"""
+
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from itertools import islice
+from pathlib import Path
+
+from trainer.contract.user_command.command_checkpoints import CommandCheckpointsConfig
+
+Stamps = dict[str, int]
+"""Identity -> time of the last change (ns) before the run's first start."""
+_MOST, _MOST_FILES = 1000, 100
+
+
+def scan_identities(folder: Path) -> dict[str, str]:
+    """Return the identity of each entry by its name; none where the folder is missing. Raises OSError."""
+    try:
+        with os.scandir(folder) as entries:
+            return {entry.name: f"{entry.name}.{entry.inode():x}" for entry in entries}
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+
+
+def record_earlier(folder: Path, config: CommandCheckpointsConfig) -> Stamps:
+    """Return those that are there now, the ones with the highest steps if there are very many. Raises OSError."""
+    there = scan_identities(folder)
+    steps = {name: config.step_of(name) for name in there}
+    newest = sorted((step, name) for name, step in steps.items() if step is not None)[-_MOST:]
+    return {there[name]: _changed_at(folder / name) for _, name in newest}
+
+
+def leave_out_earlier(
+    folder: Path, there: Mapping[str, str], config: CommandCheckpointsConfig, earlier: Stamps
+) -> tuple[dict[str, str], set[str]]:
+    """Return the entries without earlier checkpoints above the run's own newest one; and names of the earlier ones.
+
+    One that has changed since the first start is the run's own. Raises OSError.
+    """
+    steps = {name: step for name in there if (step := config.step_of(name)) is not None}
+    old = {name for name in steps if there[name] in earlier}
+    newest = max((step for name, step in steps.items() if name not in old), default=-1)
+    for name in sorted(old, key=lambda name: steps[name], reverse=True):
+        if steps[name] <= newest:
+            break
+        if _changed_at(folder / name) != earlier[there[name]]:
+            old.remove(name)
+            newest = steps[name]
+    above = {name for name in old if steps[name] > newest} if newest >= 0 else set()
+    return {name: identity for name, identity in there.items() if name not in above}, old
+
+
+def _changed_at(path: Path) -> int:
+    """Return the time of the newest change of an entry, or within a folder that can be read. Raises OSError."""
+    times = [path.lstat().st_mtime_ns]
+    with suppress(OSError), os.scandir(path) as entries:
+        times += [entry.stat(follow_symlinks=False).st_mtime_ns for entry in islice(entries, _MOST_FILES)]
+    return max(times)

@@ -10,7 +10,7 @@ from typing import Any
 from benchmarks.recovery.job import Job
 from benchmarks.restore_tests.sizes import ON_TWO_RANKS, tested
 from trainer.contract.events import read_events
-from trainer.contract.logs.work_log import work_lines
+from trainer.contract.logs.line_file import work_lines
 from trainer.contract.run_dir import RunDir
 
 _SAVED, _PATIENCE = 10, 300.0

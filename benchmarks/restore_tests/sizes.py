@@ -11,7 +11,7 @@ from benchmarks.checkpoint.limits import BLOCK, CORES, raw_read, room
 from benchmarks.checkpoint.page_cache import drop, warm
 from benchmarks.recovery.job import Job
 from checkpointing.tiers.catalog import Catalog
-from trainer.contract.logs.work_log import work_lines
+from trainer.contract.logs.line_file import work_lines
 from trainer.contract.restore_test import Outcome
 from trainer.contract.run_dir import RunDir
 

@@ -22,7 +22,7 @@ from trainer.agent.watch.rank_sample import RankSample
 from trainer.agent.watch.report_schedule import ReportSchedule
 from trainer.agent.watch.sampling import STILL
 from trainer.contract.messages import agents
-from trainer.contract.messages.greeting import PROTOCOL, Hello, installed_release
+from trainer.contract.messages.agents import PROTOCOL, Hello, installed_release
 from trainer.contract.ranks.progress import SECTIONS
 
 _JOIN_AT_ONCE = 100

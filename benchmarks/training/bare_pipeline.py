@@ -10,7 +10,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from trainer.contract.config import JobConfig
 from trainer.contract.pipeline.micro_batches import micro_batch_count, micro_batch_size
-from trainer.contract.pipeline.stage_fit import split_of
+from trainer.contract.pipeline.stage_split import split_of
 from trainer.worker.pipeline.stage import LlamaStage
 
 _CPU = torch.device("cpu")

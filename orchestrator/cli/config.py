@@ -115,8 +115,10 @@ def warn_of(screen: Screen, config: Any) -> None:
     waits.
     """
     from orchestrator.submission.pipeline_warning import few_micro_batches
-    from orchestrator.submission.user_code import shadowed_helpers
-    from orchestrator.submission.workload_methods import near_methods  # ast: only where code is looked at
+    from orchestrator.submission.user_code import (
+        near_methods,  # ast: only where code is looked at
+        shadowed_helpers,
+    )
 
     for words in near_methods(config):
         screen.warn("near_method", words)

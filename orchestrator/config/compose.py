@@ -1,24 +1,69 @@
-"""Files and overrides become one RunConfig, its digest, and the origin of every value."""
+"""Configurations merged into their schema by OmegaConf, equal ones once.
+Files and overrides become one RunConfig, its digest, and the origin of every value."""
 
 import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from copy import deepcopy
+from dataclasses import asdict, dataclass, field, replace
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
 from checkpointing.config import RUN, TierConfig
 from checkpointing.storage.durable import canonical
-from orchestrator.config import keys, layers, plain_secrets, validation, wrong_types
-from orchestrator.config.ineffective_keys import refuse_ineffective
+from orchestrator.config import keys, layers, redaction, validation, wrong_types
 from orchestrator.config.layers import Assignment
 from orchestrator.config.run_config import RunConfig
-from orchestrator.config.schema_merge import merged, plain, writable_schema
+from orchestrator.config.validation import refuse_ineffective
 from orchestrator.errors import ConfigError
 from trainer.contract.config import build, digest_of
-from trainer.contract.config_sections.drill_config import DrillEvent
+from trainer.contract.config_sections.fault_detection_config import DrillEvent
 from trainer.contract.layout.fixes import MayChange
+
+
+def merged(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the whole configuration with interpolations replaced; raises OmegaConfBaseException."""
+    return deepcopy(_merged(_Values(repr(values), values)))
+
+
+@dataclass(frozen=True)
+class _Values:
+    """Plain values, equal if they are written alike: 1, 1.0 and True are not."""
+
+    written: str
+    plain: dict[str, Any] = field(compare=False)
+
+
+@lru_cache(maxsize=64)  # a controller composes the same configs in every pass, and merging is most of the work
+def _merged(values: _Values) -> dict[str, Any]:
+    from omegaconf import OmegaConf  # heavy
+
+    whole = OmegaConf.merge(writable_schema(RunConfig), values.plain)
+    found: dict[str, Any] = plain(OmegaConf.to_container(whole, resolve=True))
+    return found
+
+
+@cache  # building it takes as long as the rest of a composition, and `merge` copies its arguments
+def writable_schema(kind: Any) -> Any:
+    """Return an OmegaConf schema that `merge` accepts: frozen dataclasses make its sections read-only."""
+    from omegaconf import DictConfig, OmegaConf  # heavy
+
+    schema = OmegaConf.structured(kind)
+    sections = [schema]
+    for section in sections:
+        OmegaConf.set_readonly(section, False)
+        sections += [section[name] for name in section if isinstance(section[name], DictConfig)]
+    return schema
+
+
+def plain(value: Any) -> Any:
+    """Return copies of all dicts and lists, with keys as text; tuples become lists."""
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in value.items()}
+    return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+
 
 DEFAULT = "default"
 _DOLLAR = "\ud8fe"
@@ -98,7 +143,7 @@ def recompose(
 
 def without_secrets(composed: Composed) -> Composed:
     """The same; raises ConfigError for a secret that would be written to `config.json` and the registry."""
-    plain_secrets.require_none(flat(composed.data), composed.origins, composed.config.env_from)
+    redaction.require_none(flat(composed.data), composed.origins, composed.config.env_from)
     return composed
 
 

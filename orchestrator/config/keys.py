@@ -1,5 +1,7 @@
-"""Every key that a config may have, read off the dataclasses, and the nearest right one for a wrong one."""
+"""Every key that a config may have, read off the dataclasses, and the nearest right one for a wrong one.
+Values of maps whose keys are the user's own: arguments of a workload, and options for Slurm."""
 
+import math
 import types
 import typing
 from collections.abc import Iterator, Sequence
@@ -7,6 +9,9 @@ from dataclasses import fields, is_dataclass
 from functools import cache
 from typing import Any
 
+from yaml.nodes import MappingNode, Node, SequenceNode
+
+from orchestrator.config import yaml_text
 from orchestrator.config.run_config import RunConfig
 from orchestrator.errors import ConfigError
 from orchestrator.near_words import nearest
@@ -192,3 +197,31 @@ def type_words(kind: Any) -> str:
     if typing.get_origin(kind) in (typing.Union, types.UnionType):
         return " or ".join(type_words(inner) for inner in typing.get_args(kind))
     return words.get(kind, "a mapping" if is_section(kind) or is_open(kind) else "a value")
+
+
+_SBATCH = "sbatch"
+_WORKLOAD = "workload"
+
+
+def value(node: Node, path: Path, where: str) -> Any:
+    """Return an entry of an open map as data: options for Slurm as they were typed, arguments as YAML reads them.
+
+    Raises ConfigError for a word that most programs read as true or false, outside of Slurm's options, and for a number
+    that is not finite: JSON has none, and `config.json` is what a job reads.
+    """
+    if path[0] != _WORKLOAD and _SBATCH in path:
+        return yaml_text.as_typed(node)
+    if isinstance(node, SequenceNode):
+        return [value(item, path, where) for item in node.value]
+    if isinstance(node, MappingNode):
+        return {key.value: value(below, (*path, key.value), where) for key, below in node.value}
+    if meant := yaml_text.old_boolean(node):
+        what = f"`{dotted(path)}` is the word {node.value}, which YAML 1.2 reads as text"
+        hint = f'write {meant}, or "{node.value}" in quotes for the word'
+        raise ConfigError(what, where=yaml_text.place_of(node, where), hint=hint)
+    found = yaml_text.plain(node) if path[0] == _WORKLOAD else yaml_text.as_typed(node)
+    if isinstance(found, float) and not math.isfinite(found):
+        what = f"`{dotted(path)}` is {node.value}: must be a finite number"
+        hint = f'write "{found}" in quotes, and have the workload call float() on it'
+        raise ConfigError(what, where=yaml_text.place_of(node, where), hint=hint)
+    return found

@@ -12,9 +12,9 @@ from typing import Any
 
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
-from orchestrator.config import keys, open_maps, plain_secrets, presets, yaml_text
-from orchestrator.config.near_files import configs_in, near_file
+from orchestrator.config import keys, redaction, yaml_text
 from orchestrator.config.run_config import RunConfig
+from orchestrator.config.yaml_text import configs_in, near_file
 from orchestrator.errors import ConfigError, NotFound
 from trainer.contract.config import WorkloadConfig
 from trainer.contract.config_sections.scheduler_kinds import choices
@@ -80,8 +80,8 @@ def locate(source: str, beside: Path, where: str) -> Path:
             )
             raise missing(f"config {source or '(empty)'}: {_no_file(path)}", where=where or str(path), hint=hint)
         return path
-    preset = presets.folder("configs") / f"{source}.yaml"
-    if source in presets.names():
+    preset = yaml_text.folder("configs") / f"{source}.yaml"
+    if source in yaml_text.names():
         return preset
     if (beside / as_path).is_file():
         return beside / as_path
@@ -164,7 +164,7 @@ def _offer(source: str, where: str, beside: Path) -> str:
         return f"did you mean {shlex.quote(source.removesuffix(typed.name) + near_by)}?"
     if (key := keys.meant(source)) and "." in source:
         return f"it is a key, and needs a configuration before it: orch submit tiny-gpt {key}=VALUE"
-    known = [name for name in presets.names() if where or "/" not in name]
+    known = [name for name in yaml_text.names() if where or "/" not in name]
     near = difflib.get_close_matches(source, known, n=1, cutoff=0.8)
     near = near or difflib.get_close_matches(Path(source).stem, known, n=3, cutoff=0.5)
     return f"did you mean {' or '.join(near)}?" if near else f"presets: {', '.join(known)}"
@@ -189,7 +189,7 @@ def from_file(path: Path, above: tuple[Path, ...] = ()) -> list[Assignment]:
     pairs = [(key, value) for key, value in node.value if key.value != INCLUDES]
     _refuse_other_includes(pairs, path)
     rest = MappingNode(node.tag, pairs, node.start_mark, node.end_mark)
-    shipped = path.is_relative_to(presets.folder("configs").resolve())
+    shipped = path.is_relative_to(yaml_text.folder("configs").resolve())
     own = _assignments(rest, RunConfig, (), str(path))
     return found + [replace(item, shipped=shipped, folder=str(path.parent)) for item in own]
 
@@ -270,12 +270,12 @@ def _section_meant(path: keys.Path, value: str) -> str:
 
 def _preset_meant(path: keys.Path, value: str) -> str:
     """What to write instead of `cluster=NAME` or `model=NAME`; empty for a section that no preset fills."""
-    parts = [name for name in presets.names() if name.startswith(f"{keys.dotted(path)}/")]
+    parts = [name for name in yaml_text.names() if name.startswith(f"{keys.dotted(path)}/")]
     if not parts:
         return ""
     if path == _CLUSTER and value in choices():
         return f"{keys.dotted((*path, 'kind'))}={value}"
-    near = presets.nearest_part(keys.dotted(path), value)
+    near = yaml_text.nearest_part(keys.dotted(path), value)
     if not near and path != _CLUSTER:  # `train=3` asks for a key
         return ""
     said = f"did you mean the preset {near}?  " if near else ""
@@ -303,7 +303,7 @@ def _value(node: Node, kind: Any, path: keys.Path, where: str) -> Any:
             raise _wrong(path, yaml_text.plain(node), kind, yaml_text.place_of(node, where), "put it in quotes")
         return str(node.value)
     if kind is Any:
-        return open_maps.value(node, path, where)
+        return keys.value(node, path, where)
     if not is_list or _is_reference(node):
         return yaml_text.plain(node)
     if not isinstance(node, SequenceNode):
@@ -359,7 +359,7 @@ def from_settings(settings: Sequence[str]) -> list[Assignment]:
 
 
 def _override(source: str, text: str) -> list[Assignment]:
-    where = f"{source}: {plain_secrets.shown_override(text)}"
+    where = f"{source}: {redaction.shown_override(text)}"
     match = _OVERRIDE.fullmatch(text)
     if match is None:
         raise ConfigError("an override must be key=value, +key=value or ~key", where=where, hint="train.steps=100")

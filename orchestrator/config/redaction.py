@@ -1,7 +1,12 @@
-"""What of a configuration is a secret, and must not be shown: the path of a webhook is its password."""
+"""What of a configuration is a secret, and must not be shown: the path of a webhook is its password.
+Secrets that a config has in plain text: it would be written to config.json, the registry and its backups. Pure."""
 
 import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
+
+from orchestrator.errors import ConfigError
 
 SECRET_KEYS = ("notify.webhook",)
 _WEBHOOK = re.compile(r"(https?://)(?:[^\s/@\"']*@)?([^\s/?#\"']+)(?:[/?#][^\s\"',}\]]*)?")
@@ -26,3 +31,168 @@ def redacted(config: dict[str, Any]) -> dict[str, Any]:
 def redacted_origins(origins: dict[str, str]) -> dict[str, str]:
     """Where values came from, without the secret that an override on a command line has."""
     return {key: redacted_url(origin) if key in SECRET_KEYS else origin for key, origin in origins.items()}
+
+
+_WORDS = frozenset(
+    {
+        "KEY", "APIKEY", "TOKEN", "SECRET", "SECRETS", "PASSWORD", "PASSWD", "PASSPHRASE", "CREDENTIAL", "CREDENTIALS",
+        "AUTH", "JWT",
+    }
+)  # fmt: skip
+"""Words in the name of a secret; TOKENIZERS has none of them."""
+_SECRET_NAME = re.compile(
+    r".*(PASSWORD|PASSWD|PASSPHRASE|(^|[^A-Z0-9])(SECRETS?|PWD|PASS)|(API|ACCESS|SECRET)[^A-Z0-9]?KEY)", re.DOTALL
+)
+"""Names that end so hold nothing but a secret, whatever it looks like (SECRET_ACCESS_KEY, PGPASSWORD)."""
+_PLAIN_WORD = re.compile(r"[a-z_-]+")
+_VALUE = re.compile(r"[^\s<>\[\]{}|$/~.][^\s<>\[\]{}|]{7,}")
+"""What a secret may look like: no path, no placeholder, no variable of a shell."""
+_NUMBER = re.compile(r"[-+]?[0-9][0-9_.]*([eE][-+]?[0-9]+)?")
+_OPTION = re.compile(r"--?(?P<name>[A-Za-z][\w-]*)(?:=(?P<value>.*))?", re.DOTALL)
+_TYPED = "override "
+"""How the origin of a value from the command line begins."""
+_ARGUMENTS = ("workload.args.", "cluster.template_args.")
+_COMMANDS = ("command", "notify.command", "restore_tests.command")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Form:
+    """How credentials of one kind are written, and the variable that usually holds one."""
+
+    what: str
+    variable: str
+    pattern: re.Pattern[str]
+
+
+_FORMS = tuple(
+    _Form(what=what, variable=variable, pattern=re.compile(pattern))
+    for what, variable, pattern in (
+        ("a Hugging Face token", "HF_TOKEN", r"(?<![A-Za-z0-9])hf_(?=[a-zA-Z]*[0-9A-Z])[A-Za-z0-9]{10,}"),
+        ("an API key", "API_KEY", r"(?<![A-Za-z0-9])sk-(?=[a-zA-Z_-]*[0-9])[A-Za-z0-9_-]{16,}"),
+        ("a GitHub token", "GITHUB_TOKEN", r"(?<![A-Za-z0-9])(gh[pousr]_[A-Za-z0-9]{16,}|github_pat_\w{16,})"),
+        ("a GitLab token", "GITLAB_TOKEN", r"(?<![A-Za-z0-9])glpat-[\w-]{16,}"),
+        ("an AWS access key", "AWS_ACCESS_KEY_ID", r"(?<![A-Za-z0-9])A[KS]IA[0-9A-Z]{16}(?![A-Za-z0-9])"),
+        ("a Slack token", "SLACK_TOKEN", r"(?<![A-Za-z0-9])xox[abeprs]-[A-Za-z0-9-]{10,}"),
+        ("a JSON web token", "ACCESS_TOKEN", r"(?<![A-Za-z0-9])eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*"),
+        ("a private key", "PRIVATE_KEY", r"-----BEGIN [A-Z ]*PRIVATE KEY-----"),
+        ("a URL with a password", "SERVICE_URL", r"[A-Za-z][A-Za-z0-9+.-]*://[^\s/:@$]*:[^\s/@$]+@"),
+    )
+)
+
+
+def require_none(values: Mapping[str, Any], origins: Mapping[str, str], named: Sequence[str]) -> None:
+    """Raises ConfigError for the first secret among the values of a flat config, and never shows it.
+
+    `origins`: where each value came from; `named`: what `env_from` names already.
+    """
+    for key, what, variable in _found(values):
+        secret = f"{key}: {what}, and would be written to config.json and the registry"
+        raise refused(secret, key=key, origins=origins, variable=variable, named=named)
+
+
+def refused(what: str, *, key: str, origins: Mapping[str, str], variable: str, named: Sequence[str]) -> ConfigError:
+    """The error for a secret in plain text, with what to type instead."""
+    names, origin = ",".join(dict.fromkeys([*named, variable])), origins.get(key, "")
+    # What an override has brought in is gone with it.
+    without = f"~{key} " if key == f"env.{variable}" and not origin.startswith(_TYPED) else ""
+    hint = f"`export {variable}=...` and `{without}env_from=[{names}]` instead: the ranks then have {variable}"
+    return ConfigError(what, where=place(origin), hint=hint)
+
+
+def shown_override(text: str) -> str:
+    """An override as it may be shown: a secret that it gives to `env` is no part of it."""
+    match = re.match(r"\+?env(?:\.[^=]*)?=", text)
+    secret = is_secret_name(text) or any(form.pattern.search(text) for form in _FORMS)
+    return f"{match[0]}***" if match and secret else text
+
+
+def place(origin: str) -> str:
+    """Where a value came from, without the value that an override has."""
+    return origin.partition("=")[0] if origin.startswith(_TYPED) else origin
+
+
+def _found(values: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """Key, what is wrong with its value, and the variable to be used instead."""
+    for key, value in values.items():
+        if key in SECRET_KEYS:  # it is moved out of the config
+            continue
+        name = key.removeprefix("env.")
+        variable = key.rpartition(".")[2]
+        if name != key and is_secret_name(name) and _may_be_secret(value, name):
+            yield key, "looks like a secret", name
+        elif (
+            key.startswith(_ARGUMENTS) and _SECRET_NAME.fullmatch(variable.upper()) and _may_be_secret(value, variable)
+        ):
+            yield key, "looks like a secret", re.sub(r"\W", "_", variable.upper())
+        for text in _texts(value):
+            yield from (
+                (key, f"looks like {form.what}", _variable(name, key, form))
+                for form in _FORMS
+                if form.pattern.search(text)
+            )
+        if key in _COMMANDS and isinstance(value, (list, tuple)):
+            yield from ((key, f"{option} looks like a secret", variable) for option, variable in _options(value))
+
+
+def _variable(name: str, key: str, form: _Form) -> str:
+    return name if key.startswith("env.") and re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII) else form.variable
+
+
+def is_secret_name(name: str) -> bool:
+    """Whether one of the words of a variable's name is a secret's."""
+    return _SECRET_NAME.fullmatch(name.upper()) is not None or any(
+        word in _WORDS for word in re.split(r"[^A-Z0-9]", name.upper())
+    )
+
+
+def _may_be_secret(value: Any, name: str) -> bool:
+    """Whether a variable of this name, which has a secret's word in it, may hold a secret here."""
+    text = "" if value is None or isinstance(value, bool | dict | list | tuple) else str(value)
+    if _SECRET_NAME.fullmatch(name.upper()):
+        return bool(text.strip()) and text.lower() not in _NO_SECRETS and not _is_elsewhere(name, text)
+    return _VALUE.fullmatch(text) is not None and _NUMBER.fullmatch(text) is None and text.lower() not in _BOOLEANS
+
+
+def _is_elsewhere(name: str, text: str) -> bool:
+    """Whether a value is a placeholder or a variable of the shell, the current folder, or the number of a pass."""
+    word = re.split(r"[^A-Z0-9]", name.upper())[-1]
+    is_folder = word == "PWD" and text.startswith(("/", "~", "."))
+    return bool(_PLACEHOLDER.fullmatch(text)) or is_folder or (word == "PASS" and text.isdigit())
+
+
+_PLACEHOLDER = re.compile(r"<[^<>]*>|\$\w+|\$?\{+[^{}]*\}+|\*+")
+_NO_SECRETS = frozenset({"0", "1", "true", "false", "yes", "no", "on", "off", "none", "null", "disabled", "enabled"})
+_BOOLEANS = ("disabled",)
+"""Words of 8 letters and more that switch something."""
+
+
+def _options(words: Sequence[Any]) -> Iterator[tuple[str, str]]:
+    """Options of a command that are given a secret, with the variable to be used instead."""
+    texts = [word for word in words if isinstance(word, str)]
+    for word, following in zip(texts, [*texts, ""][1:], strict=True):
+        match = _OPTION.fullmatch(word)
+        if match is None:
+            continue
+        value = following if match["value"] is None else match["value"]
+        *_, last = parts = re.split(r"[_-]", match["name"].upper())
+        # `--sort-key=timestamp` sorts.
+        plain = parts[-2:] not in (["API", last], ["ACCESS", last], ["SECRET", last]) and _PLAIN_WORD.fullmatch(value)
+        name = "_".join(parts)
+        if (
+            is_secret_name(last)
+            and _may_be_secret(value, name)
+            and not (last == "KEY" and plain)
+            and not value.startswith("-")
+        ):
+            yield f"{match[0].partition('=')[0]}", name
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for inner in value.values():
+            yield from _texts(inner)
+    elif isinstance(value, (list, tuple)):
+        for inner in value:
+            yield from _texts(inner)

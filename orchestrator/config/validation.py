@@ -1,26 +1,143 @@
-"""What must fit together in a whole config, beyond the type and range of each value."""
+"""Whether Linux can start a program with the arguments and variables of a config.
+PURE: whether a run can train on as few nodes as `cluster.min_nodes` says; what to type where it cannot.
+Refusal of workload keys that have no effect on a `command:`. Pure.
+What must fit together in a whole config, beyond the type and range of each value."""
 
 import os
 import re
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from orchestrator.config import elastic_checks, keys, program_size_checks
+from orchestrator.config import keys, redaction
+from orchestrator.config.layers import Assignment
 from orchestrator.config.restore_layouts import with_layout
 from orchestrator.config.restore_tests_config import OFF, SAME
 from orchestrator.config.run_config import ClusterConfig, RunConfig
 from orchestrator.errors import ConfigError
 from orchestrator.near_words import did_you_mean, nearest
+from orchestrator.recovery.elastic_policy import fitting_nodes
 from orchestrator.scheduler.job_environment import is_always_passed
-from orchestrator.scheduler.slurm import cluster_values
+from orchestrator.scheduler.slurm import node_capacity
 from trainer.contract.config import WorkloadConfig, build
-from trainer.contract.config_sections.drill_config import BETWEEN_STAGES
-from trainer.contract.layout.check import refusal
+from trainer.contract.config_sections.fault_detection_config import BETWEEN_STAGES
 from trainer.contract.layout.fixes import MayChange
+from trainer.contract.layout.problems import refusal
+from trainer.contract.program_limits import MAX_STRING_BYTES, MAX_TOTAL_BYTES, excess_bytes, total_bytes
 from trainer.contract.secrets.run_secrets import is_name
+
+
+def program_size_complaints(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Values that are too long, each with what to type."""
+    variables = [f"{name}={value}" for name, value in config.env.items()]
+    for name, variable in zip(config.env, variables, strict=True):
+        if excess_bytes(variable):
+            yield f"env.{name}: {_too_long(variable)}", f"put the value into a file, and +env.{name}_FILE=PATH"
+    for place, argument in enumerate(config.command):
+        if excess_bytes(argument):
+            yield (
+                f"command: word {place + 1} {_too_long(argument)}",
+                "put it into a file, and give the program its path",
+            )
+    total = total_bytes([*variables, *config.command])
+    if total > MAX_TOTAL_BYTES:
+        what = f"command and env: have {total} bytes together, and Linux allows {MAX_TOTAL_BYTES} for a program"
+        yield what, "put the longest values into files"
+
+
+def _too_long(text: str) -> str:
+    return f"is {excess_bytes(text)} bytes longer than the {MAX_STRING_BYTES} that Linux allows"
+
+
+SHOWN = 8
+"""Numbers of nodes that a message names."""
+
+
+def elastic_complaints(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """What is wrong with `cluster.min_nodes`, and what to type; nothing for a layout that does not fit by itself."""
+    cluster, least = config.cluster, config.cluster.min_nodes
+    if least < 0:
+        yield f"cluster.min_nodes={least}: must be 0 (never fewer than cluster.nodes) or a number of nodes", ""
+    elif least and config.command:
+        yield (
+            f"cluster.min_nodes={least}: a `command` of yours has a batch of its own, which changes with its nodes",
+            "~cluster.min_nodes; the next job of a command asks for all its nodes",
+        )
+    elif least > cluster.nodes:
+        yield (
+            f"cluster.min_nodes={least}: must be at most cluster.nodes={cluster.nodes}",
+            f"cluster.min_nodes={max(1, cluster.nodes - 1)}",
+        )
+    elif 0 < least < cluster.nodes and _divides(config):
+        fits = list(fitting_nodes(config))
+        if not fits or fits[0] < least:
+            yield _nothing_fits(config, fits)
+
+
+def _divides(config: RunConfig) -> bool:
+    """Whether the full layout fits; where it does not, that is what has to be said."""
+    try:
+        ranks = config.parallel.data_parallel_size(config.cluster.world_size)
+    except ValueError:
+        return False
+    return config.train.batch_size % ranks == 0
+
+
+def _nothing_fits(config: RunConfig, fits: list[int]) -> tuple[str, str]:
+    cluster, train, least = config.cluster, config.train, config.cluster.min_nodes
+    what = (
+        f"cluster.min_nodes={least}: fewer nodes than cluster.nodes={cluster.nodes}, and {least} or more, "
+        f"do not fit train.batch_size={train.batch_size} and `parallel`"
+    )
+    if fits:
+        names = ", ".join(map(str, fits[:SHOWN])) + (", ..." if len(fits) > SHOWN else "")
+        return f"{what}; these do: {names}", f"cluster.min_nodes={fits[0]}"
+    return f"{what}; no number of nodes does", "~cluster.min_nodes"
+
+
+_PROGRAM = 'give the program an option of its own: command=[python, train.py, --epochs, "3"]'
+_CHECKPOINTS = "the program saves its own checkpoints; checkpoints.path=FOLDER shows them to orch"
+_OF_WORKLOADS: dict[keys.Path, str] = {
+    ("workload", "args"): _PROGRAM,
+    ("parallel",): "the program makes its own mesh of the ranks",
+    ("model",): _PROGRAM,
+    ("train",): _PROGRAM,
+    ("optimizer",): _PROGRAM,
+    ("validation",): _PROGRAM,
+    ("checkpoint",): _CHECKPOINTS,
+    ("detection", "spike"): "orch sees no loss of the program's",
+}
+"""Sections without effect on a command, and what to use instead."""
+
+
+def refuse_ineffective(config: RunConfig, assignments: Sequence[Assignment]) -> None:
+    """Raise ConfigError for the first assignment that has no effect on a `command`.
+
+    `assignments`: values for this run alone, without the site file and presets. A key that another value refers to
+    (`${train.steps}`) has an effect.
+    """
+    if not config.command:
+        return
+    texts = [text for item in assignments for text in _texts(item.value)]
+    for item in assignments:
+        instead = next((what for path, what in _OF_WORKLOADS.items() if item.path[: len(path)] == path), "")
+        key = keys.dotted(item.path)
+        if not instead or item.clears or any(f"${{{key}}}" in text for text in texts):
+            continue
+        hint = f"leave it out: {instead}"
+        raise ConfigError(
+            f"{key}: has no effect on a `command`", where=redaction.place(item.origin) or item.origin, hint=hint
+        )
+
+
+def _texts(value: Any) -> list[str]:
+    if isinstance(value, str):
+        return [value]
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return [text for item in items for text in _texts(item)]
+
 
 BUILT_IN = WorkloadConfig().target
 SECTIONS = frozenset(path[0] for path in keys.every_key() if len(path) > 1)
@@ -88,14 +205,14 @@ def _complaints(config: RunConfig, may_change: MayChange) -> Iterator[Complaint]
     yield from _no_text(asdict(config), ())
     yield from _names(config)
     yield from _program(config)
-    yield from program_size_checks.complaints(config)
+    yield from program_size_complaints(config)
     if misfit := refusal(config, may_change):
         yield misfit.what, misfit.hint
     yield from _ranks(config)
     yield from _cluster(config)
     yield from _pauses(config)
     yield from _restore_tests(config)
-    yield from elastic_checks.complaints(config)
+    yield from elastic_complaints(config)
     if config.trains_built_in_workload:
         yield from _recompute(config)
         yield from _data(config)
@@ -237,7 +354,7 @@ def _cluster(config: RunConfig) -> Iterator[Complaint]:
         hint = "cluster.root=FOLDER names another; a folder that is not there is made"
         yield f"cluster.root={config.cluster.root}: {what}", hint
     for section, values in (("cluster", vars(config.cluster)), ("restore_tests.cluster", config.restore_tests.cluster)):
-        for fault in cluster_values.faults(section, values):
+        for fault in node_capacity.faults(section, values):
             yield fault.what, fault.hint
 
 

@@ -13,17 +13,24 @@ from types import FrameType
 
 from orchestrator.controller.after_pass import LAST_WORD_WITHIN, AfterPass
 from orchestrator.controller.environment_search import SlurmWatch, adopt_at_start
-from orchestrator.controller.jobs.partition_sizes import PartitionSizes
+from orchestrator.controller.jobs.submission_limits import PartitionSizes
 from orchestrator.controller.leasing import lease as leases
-from orchestrator.controller.leasing.host_file import host_file
-from orchestrator.controller.leasing.lease import Holder, displayed_state, host_name
-from orchestrator.controller.leasing.lease_wait import SLACK, acquire_once, is_awaited, single_waiter, wait_for_lease
+from orchestrator.controller.leasing.lease import (
+    SLACK,
+    Holder,
+    acquire_once,
+    displayed_state,
+    host_file,
+    host_name,
+    is_awaited,
+    single_waiter,
+    wait_for_lease,
+)
 from orchestrator.controller.leasing.observed_since import Clock, ObservedSince
-from orchestrator.controller.reconciler.reconcile import Controller
-from orchestrator.controller.reconciler.tick_report import TickReport
+from orchestrator.controller.reconciler.reconcile import Controller, TickReport
 from orchestrator.controller.rotated_log import RotatedLog
 from orchestrator.controller.run_dirs.bounded_files import BoundedFiles
-from orchestrator.controller.run_dirs.record_writer import RecordWriter
+from orchestrator.controller.run_dirs.event_files import RecordWriter
 from orchestrator.errors import Fenced, OrchError, Precondition, RegistryError, SchedulerChanged
 from orchestrator.home import controller_log, state_home
 from orchestrator.registry import fast_queries, versions
@@ -32,10 +39,10 @@ from orchestrator.registry.store import Store
 from orchestrator.scheduler.available_schedulers import instance_of, lease_key, usable
 from orchestrator.scheduler.job_environment import package_root
 from orchestrator.scheduler.scheduler_instance import is_known, unknown_instance
-from orchestrator.scheduler.slurm.usable_nodes import usable_nodes
+from orchestrator.scheduler.slurm.node_capacity import usable_nodes
 from orchestrator.states import LIVE_RUNS
 from trainer.contract.config_sections.scheduler_kinds import LOCAL
-from trainer.contract.process_identity import boot_id
+from trainer.contract.node_identity import boot_id
 
 log = logging.getLogger("orch.controller")
 

@@ -1,4 +1,11 @@
-"""The ways by which a notification leaves: each returns why it was not delivered, or nothing, within a bound."""
+"""What a notification says: one sentence, and the same as fields for programs.
+What the registry keeps of a run's notifications, so that a change is told once, whichever controller lives.
+The ways by which a notification leaves: each returns why it was not delivered, or nothing, within a bound.
+The process that delivers one notification: an order on stdin, what became of it on stdout.
+
+A process of its own: a name server or a program that hangs must not hold up the controller, which kills this one.
+
+One process that delivers a notification, as the controller sees it: begun, looked at, killed when it is late."""
 
 import http.client
 import json
@@ -8,15 +15,144 @@ import signal
 import smtplib
 import socket
 import subprocess
+import sys
+import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
 from email.message import EmailMessage
 from getpass import getuser
 from pathlib import Path
 from typing import Any
 
 from orchestrator.config.redaction import redacted_url
+from orchestrator.registry.records import Run, Transition
+from orchestrator.scheduler.job_environment import package_root
+from orchestrator.states import RunState
+from trainer.contract.config import build
+from trainer.contract.secrets.run_secrets import RunSecrets, SecretsRefused
+
+SCHEMA = "orch.notification/1"
+_LOOK = {
+    RunState.HELD: "look: `orch show {run}`; go on: `orch resume {run}`",
+    RunState.FAILED: "look: `orch logs {run} --rank first-error`; mended: `orch resume {run}`",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Message:
+    """One change of a run's state, as people and programs are told of it; `id` is the same if it is sent again."""
+
+    id: str
+    text: str
+    run: str
+    state: str
+    before: str
+    reason: str
+    time: str  # UTC, ISO 8601
+    step: int
+    total_steps: int
+    loss: float | None
+    tags: tuple[str, ...]
+    run_dir: str
+
+    def to_json(self) -> dict[str, Any]:
+        return {"schema": SCHEMA, **asdict(self)}
+
+    def variables(self) -> dict[str, str]:
+        """The fields as variables of an environment: `ORCH_STATE` and so on."""
+        fields = {**asdict(self), "tags": ",".join(self.tags), "loss": "" if self.loss is None else repr(self.loss)}
+        names = {"id": "ORCH_NOTIFICATION_ID", "time": "ORCH_CHANGED_AT"}
+        return {names.get(name, f"ORCH_{name.upper()}"): str(value).replace("\0", "") for name, value in fields.items()}
+
+
+def message(run: Run, change: Transition) -> Message:
+    """What is said of this change; step and loss are those of now."""
+    moment = datetime.fromtimestamp(change.time, UTC).strftime("%Y-%m-%dT%H:%M:%S.%f")[:-3] + "Z"
+    return Message(
+        id=f"{run.name}/{change.after}/{moment}",
+        text=_sentence(run, change),
+        run=run.name,
+        state=change.after,
+        before=change.before,
+        reason=change.reason,
+        time=moment,
+        step=run.step,
+        total_steps=run.total_steps,
+        loss=run.loss,
+        tags=run.tags,
+        run_dir=run.run_dir,
+    )
+
+
+def _sentence(run: Run, change: Transition) -> str:
+    place = f" at step {run.step} of {run.total_steps}" if run.total_steps else ""
+    why = f": {change.reason}" if change.reason else ""
+    look = _LOOK.get(RunState(change.after), "look: `orch show {run}`").format(run=run.name)
+    return f"{run.name} is {change.after}{place}{why} ({look})"
+
+
+MOST_WAITING = 8
+"""Messages of one run that wait for another try; of more, the oldest is given up."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Told:
+    """One message after its newest try: the change of state with number `index`, counted from the run's first one."""
+
+    index: int
+    state: str
+    at: float = 0.0  # seconds since the epoch: of the newest try
+    tries: int = 0
+    next_at: float = 0.0  # of the next try; 0: there is none
+    delivered: tuple[str, ...] = ()  # channels
+    failed: dict[str, str] = field(default_factory=dict)  # by channel, why
+
+    @property
+    def trouble(self) -> str:
+        """Why it has not reached everybody; empty when it has."""
+        if not self.failed:
+            return ""
+        ways = "; ".join(f"{channel}: {why}" for channel, why in sorted(self.failed.items()))
+        after = "it is tried again" if self.next_at else f"given up after {self.tries} tries"
+        return f"that it is {self.state} could not be told by {ways} ({after})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Notified:
+    """How far a run's changes of state have been told: those before `settled` were sent, or are nobody's business."""
+
+    settled: int = 0
+    newest: Told | None = None
+    waiting: tuple[Told, ...] = ()  # for another try, oldest first
+
+    @classmethod
+    def of(cls, fields: dict[str, Any]) -> "Notified":
+        """As `to_json` has left it in the run's row."""
+        made = build(cls, fields)
+        assert isinstance(made, cls)
+        return made
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def after(self, told: Told) -> "Notified":
+        """The same once a message was tried."""
+        others = [one for one in self.waiting if one.index != told.index]
+        waiting = sorted([*others, told] if told.next_at else others, key=lambda one: one.index)
+        newest = told if self.newest is None or told.index >= self.newest.index else self.newest
+        settled = max(self.settled, told.index + 1)
+        return Notified(settled=settled, newest=newest, waiting=tuple(waiting[-MOST_WAITING:]))
+
+    @property
+    def trouble(self) -> str:
+        """Why the newest message that has not reached everybody has not; empty where all have."""
+        found = [one.trouble for one in (*self.waiting, self.newest) if one is not None and one.failed]
+        return found[-1] if found else ""
+
 
 WEBHOOK_WITHIN, MAIL_WITHIN, COMMAND_WITHIN = 10.0, 10.0, 20.0
 """Seconds."""
@@ -94,3 +230,110 @@ def run(
         return ""
     last = said[-_SAID:].decode(errors="replace").strip()
     return f"{command[0]} ended with {process.returncode}" + (f": {last}" if last else "")
+
+
+WEBHOOK, MAIL, COMMAND = "webhook", "mail", "command"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """What is sent, and where to: by channel, a URL, a list of addresses, a list of arguments."""
+
+    targets: dict[str, Any]
+    payload: dict[str, Any]
+    environ: dict[str, str]
+    folder: str
+    secrets: str = ""
+    """The run's file with the whole URL of its webhook, of which a config has the host alone."""
+
+    def encode(self) -> bytes:
+        return json.dumps(asdict(self), default=str).encode()
+
+
+def deliver(order: Order) -> dict[str, str]:
+    """Send by every channel of the order, one after the other; by channel why it failed, or nothing."""
+    given = json.dumps(order.payload, default=str).encode()
+    ways: Mapping[str, Callable[[Any], str]] = {
+        WEBHOOK: lambda url: _post(url, order),
+        MAIL: lambda addresses: mail(addresses, order.payload),
+        COMMAND: lambda command: run(command, given, order.environ, order.folder),
+    }
+    return {name: ways[name](target) for name, target in order.targets.items()}
+
+
+def _post(url: str, order: Order) -> str:
+    """To the whole URL; read here, where a file system that hangs holds up nobody else."""
+    if redacted_url(url) == url:
+        try:
+            url = RunSecrets.read(Path(order.secrets)).webhooks.get(url, "")
+        except SecretsRefused as refused:
+            return str(refused)
+        except OSError as error:
+            return f"{order.secrets} cannot be read: {error.strerror or error}"
+    if not url:
+        hint = f"`orch resume {Path(order.secrets).parent.name} notify.webhook=URL`"
+        return f"{order.secrets} has no URL of it; once the run has stopped: {hint}"
+    return post(url, order.payload)
+
+
+def main() -> None:
+    """What the controller starts."""
+    result = deliver(Order(**json.load(sys.stdin)))
+    sys.stdout.write(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
+
+
+WITHIN = 60.0
+"""Seconds for all channels of one notification; each of them has a shorter limit of its own."""
+
+
+@dataclass
+class Sender:
+    """A delivery that goes on."""
+
+    process: "subprocess.Popen[bytes]"
+    channels: tuple[str, ...]
+    deadline: float
+
+    @classmethod
+    def begin(cls, order: Order) -> "Sender":
+        """Start the process; raises OSError. The order is in memory that no other user can read."""
+        environment = dict(os.environ)
+        if root := package_root():
+            environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
+        command = [sys.executable, "-P", "-m", "orchestrator.notifications.channels"]
+        # A pipe would hold the controller up until somebody reads from it.
+        with open(os.memfd_create("orch-notification"), "w+b") as given:
+            given.write(order.encode())
+            given.seek(0)
+            process = subprocess.Popen(
+                command, stdin=given, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment, cwd="/",
+                start_new_session=True,
+            )  # fmt: skip
+        return cls(process, tuple(order.targets), time.monotonic() + WITHIN)
+
+    def result(self) -> Mapping[str, str] | None:
+        """By channel why it failed, or nothing; None while it goes on."""
+        if self.process.poll() is None and time.monotonic() < self.deadline:
+            return None
+        late = self.process.poll() is None
+        if late:
+            self.end()
+        assert self.process.stdout is not None
+        with self.process.stdout as stream:
+            said = b"" if late else stream.read()
+        try:
+            found: dict[str, str] = json.loads(said)
+        except ValueError:
+            why = f"no answer within {WITHIN:.0f} s" if late else f"the sender ended with {self.process.returncode}"
+            return dict.fromkeys(self.channels, why)
+        return found
+
+    def end(self) -> None:
+        """Kill it, and what it has started."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()

@@ -12,12 +12,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from orchestrator.config.notify_config import NotifyConfig
+from orchestrator.config.run_config import NotifyConfig
 from orchestrator.errors import NotFound, RegistryError
-from orchestrator.notifications.deliver import COMMAND, MAIL, WEBHOOK, Order
-from orchestrator.notifications.message import message
-from orchestrator.notifications.record import Notified, Told
-from orchestrator.notifications.sender import Sender
+from orchestrator.notifications.channels import COMMAND, MAIL, WEBHOOK, Notified, Order, Sender, Told, message
 from orchestrator.registry.records import Attempt, Run, Transition
 from orchestrator.registry.store import Store
 from orchestrator.scheduler.job_environment import Submitter

@@ -4,10 +4,8 @@ import re
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from orchestrator.recovery.evidence import Evidence
-from orchestrator.recovery.signatures import Role, before_cancel, earliest, scan
+from orchestrator.recovery.evidence import Evidence, Role, before_cancel, earliest, scan
 from orchestrator.scheduler.interface import JobStatus
-from trainer.contract.failures.failure_kinds import kinds_with
 from trainer.contract.failures.outcome import (
     MORE_MEMORY,
     AgentEnd,
@@ -16,6 +14,7 @@ from trainer.contract.failures.outcome import (
     ExitCode,
     Failure,
     FailureKind,
+    kinds_with,
 )
 
 LOST_AFTER = 60.0

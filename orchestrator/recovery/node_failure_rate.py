@@ -10,8 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from orchestrator.registry.records import Attempt
-from trainer.contract.failures.failure_kinds import Blame, kinds_with
-from trainer.contract.failures.outcome import Failure
+from trainer.contract.failures.outcome import Blame, Failure, kinds_with
 
 DAY = 86400.0
 HALF_LIFE = 7 * DAY

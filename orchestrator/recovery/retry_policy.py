@@ -1,17 +1,93 @@
-"""What to do after an attempt has ended: the only place that decides between attempts."""
+"""PURE: which checkpoints of a run are to be doubted after an attempt: the coordinator's rule, over all attempts.
+PURE: failures that a drill brought about: a person asked for them, so they are held against nothing.
+What to do after an attempt has ended: the only place that decides between attempts."""
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from itertools import pairwise
 from typing import Any
 
+from orchestrator.registry.records import Attempt, Checkpoint, Generation, Notice
+from orchestrator.states import Trust, may_move
 from trainer.contract.config import RecoveryConfig
-from trainer.contract.failures.failure_kinds import TRAITS, Budget
-from trainer.contract.failures.outcome import Failure, FailureKind
+from trainer.contract.events import EventKind
+from trainer.contract.failures.outcome import TRAITS, Budget, Failure, FailureKind
+from trainer.contract.failures.suspect_checkpoints import (
+    HARMLESS,
+    NOT_BY_A_DRILL,
+    FailedGeneration,
+    failed_generation,
+    suspect_steps,
+)
 from trainer.contract.time_spans import stored_moment
 from trainer.contract.user_command.command_progress import PROGRESS_SECONDS
+
+
+def newly_suspect(
+    attempts: Sequence[Attempt], generations: Sequence[Generation], checkpoints: Sequence[Checkpoint],
+    newest: Failure | None,
+) -> list[tuple[Checkpoint, str]]:  # fmt: skip
+    """Checkpoints to be SUSPECT from now on, with the reason; `newest` is the failure of the last of `attempts`.
+
+    One of the same step that was saved after the generation that fell from it had begun is another state.
+    """
+    failed_generations: list[FailedGeneration] = []
+    began: dict[int, float] = {}
+    for generation, failure in _ends(attempts, generations, newest):
+        one = failed_generation(failure, generation.resumed_from, generation.last_step)
+        if one is not None:
+            failed_generations.append(one)
+            began[one.restored] = generation.started_at
+    found = suspect_steps(failed_generations)
+    return [
+        (item, found[item.step])
+        for item in checkpoints
+        if item.step in found and item.committed_at <= began[item.step] and may_move(item.trust, Trust.SUSPECT)
+    ]
+
+
+def _ends(
+    attempts: Sequence[Attempt], generations: Sequence[Generation], newest: Failure | None
+) -> list[tuple[Generation, Failure]]:
+    """Generations that failed, oldest first; the last one of an attempt fell with the attempt."""
+    found = []
+    for attempt in attempts:
+        mine = [item for item in generations if item.attempt == attempt.number]
+        for generation in mine:
+            failure = Failure.from_json(generation.failure) if generation.failure else None
+            if failure is None and generation is mine[-1]:
+                failure = newest if attempt is attempts[-1] else _failure(attempt)
+            if failure is not None:
+                found.append((generation, failure))
+    return found
+
+
+def _failure(attempt: Attempt) -> Failure | None:
+    return Failure.from_json(attempt.failure) if attempt.failure else None
+
+
+def attributed(failure: Failure | None, notices: Iterable[Notice], attempt: int, generation: int) -> Failure | None:
+    """The failure that ended an attempt in this generation, with the drill that brought it about, if one did.
+
+    The job itself says so of most; nobody is left to say it when the coordinator's own node was hit.
+    """
+    if failure is None or failure.drill or failure.kind in NOT_BY_A_DRILL:
+        return failure
+    kinds = (
+        str(one.data.get("kind") or "")
+        for one in sorted(notices, key=lambda one: one.time)
+        if one.kind == EventKind.DRILL and (one.attempt, one.generation) == (attempt, generation)
+    )
+    drills = [kind for kind in kinds if kind not in HARMLESS]
+    return replace(failure, drill=drills[-1]) if drills else failure
+
+
+def drill_words(failure: Mapping[str, object]) -> str:
+    """What follows the reason of a drilled failure (as JSON): ` (drill kill-rank)`; empty for any other."""
+    drill = failure.get("drill")
+    return f" (drill {drill})" if drill else ""
 
 
 class Action(StrEnum):

@@ -27,7 +27,7 @@ class Run:
     identity: dict[str, Any] = field(default_factory=dict)  # code, environment, data
     scheduler: str = ""  # the instance that its jobs belong to (scheduler/instance.py); empty: not known
     tags: tuple[str, ...] = ()  # people's own, sorted
-    notified: dict[str, Any] = field(default_factory=dict)  # orchestrator.notifications.record.Notified as JSON
+    notified: dict[str, Any] = field(default_factory=dict)  # orchestrator.notifications.channels.Notified as JSON
     removal: str = ""  # how far `orch rm` has come (orchestrator/registry/operations/removal_writes.py)
 
     @property

@@ -13,8 +13,7 @@ from orchestrator.registry.database import Database
 from orchestrator.registry.locks.filesystem import mounted
 from orchestrator.registry.locks.link_lock import LinkLock
 from orchestrator.registry.locks.lock_mode import LockMode, lock_mode_for
-from orchestrator.registry.operations.controller_writes import ControllerWrites
-from orchestrator.registry.operations.lease_writes import LeaseWrites
+from orchestrator.registry.operations.controller_writes import ControllerWrites, LeaseWrites
 from orchestrator.registry.operations.reads import Reads
 from orchestrator.registry.operations.rebuild_writes import RebuildWrites
 from orchestrator.registry.operations.removal_writes import RemovalWrites

@@ -18,7 +18,7 @@ from orchestrator.controller.run_dirs.inheritable_checkpoints import committed, 
 from orchestrator.controller.run_dirs.other_registry import find_serving_registry, read_leases
 from orchestrator.controller.run_view import RunView
 from orchestrator.errors import RegistryError
-from orchestrator.recovery.smaller_world import smaller_world
+from orchestrator.recovery.elastic_policy import choose_smaller_world
 from orchestrator.registry import fast_queries
 from orchestrator.registry.operations.run_record import Record
 from orchestrator.registry.records import Attempt, Checkpoint
@@ -211,7 +211,7 @@ def _with_configs(folder: RunDir, record: Record, submitted: dict[str, Any], *, 
             return replace(attempt, config_digest=own, smaller_world=None)
         mine, full = configs[own].get("cluster", {}), configs[base].get("cluster", {})
         reason = (attempt.smaller_world or {}).get("reason", "nodes were missing when it was begun")
-        return replace(attempt, config_digest=own, smaller_world=smaller_world(mine, full, base, reason))
+        return replace(attempt, config_digest=own, smaller_world=choose_smaller_world(mine, full, base, reason))
 
     attempts = tuple(map(with_config, record.attempts))
     if not recorded or record.run.config_digest not in configs:

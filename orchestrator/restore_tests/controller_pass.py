@@ -14,9 +14,8 @@ from orchestrator.controller.run_dirs.bounded_files import Files, RunDirHangs
 from orchestrator.errors import Fenced, NotFound, OrchError, RegistryError
 from orchestrator.registry.records import Checkpoint, RestoreTest, Run
 from orchestrator.registry.store import Store
-from orchestrator.restore_tests.create import Asked, check_test, create_test, shared_paths
+from orchestrator.restore_tests.create import Asked, check_test, create_test, hold, shared_paths
 from orchestrator.restore_tests.due import Due, RunFacts, next_test, trained_seconds
-from orchestrator.restore_tests.marks import hold
 from orchestrator.restore_tests.record_verdicts import HOUR, VerdictRecorder
 from orchestrator.states import LIVE_RUNS, RunState, Trust
 from trainer.contract.config import build

@@ -1,7 +1,14 @@
-"""A restore test as a run of its own: the config of the run that it tests, on another layout, with an order."""
+"""What the controller writes beside the checkpoints of a run that is tested: pins while a test lasts, then the verdict.
+
+The test itself writes nothing there.
+
+A restore test as a run of its own: the config of the run that it tests, on another layout, with an order."""
 
 import copy
+import errno
 import os
+import time
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from secrets import token_hex
@@ -9,7 +16,11 @@ from typing import Any
 
 from checkpointing.config import CheckpointConfig
 from checkpointing.format.commit import parse_name
+from checkpointing.retention.garbage import pin, read_pins, unpin
+from checkpointing.storage.backends import LocalStorage, storage_at
 from checkpointing.storage.trusted_path import can_be_exchanged
+from checkpointing.tiers.catalog import Catalog
+from checkpointing.verification.verdicts import RESTORE_TESTED, Verdict, forget, manifest_of, record, withdraw
 from orchestrator.config.compose import Composed, recompose
 from orchestrator.config.restore_layouts import with_layout
 from orchestrator.config.restore_tests_config import OFF, SAME, RestoreTestsConfig
@@ -25,9 +36,58 @@ from orchestrator.submission.resume_contract import PACKAGES, TORCH, Rule, ident
 from orchestrator.submission.resume_request import current_identity, trained_identity
 from trainer.contract import restore_test
 from trainer.contract.config import build
-from trainer.contract.restore_test import CHECKPOINT_VARIABLE, RESTORE_PROGRAM
+from trainer.contract.restore_test import CHECKPOINT_VARIABLE, RESTORE_PROGRAM, UNDECIDED, Outcome
 from trainer.contract.run_dir import RunDir
 from trainer.contract.user_code.code_record import CodeRecord
+
+_NOTE = "restore test"
+
+
+def hold(run: Run, test: RestoreTest) -> None:
+    """Keep retention away from the checkpoint until the test has ended; raises OSError."""
+    if not _is_ours(test):
+        return
+    storage = _own(run)
+    if test.checkpoint not in read_pins(storage):
+        pin(storage, test.checkpoint, f"{_NOTE} {test.test}", time.time())
+
+
+def release(run: Run, checkpoint: str, tests: Collection[str]) -> None:
+    """Take the pin of one of these tests away again; a person's stays, whatever its note says. Raises OSError."""
+    storage = _own(run)
+    held = read_pins(storage).get(checkpoint)
+    if held is not None and held.note in {f"{_NOTE} {test}" for test in tests}:
+        unpin(storage, checkpoint)
+
+
+def write_verdict(run: Run, test: RestoreTest, place: str, outcome: Outcome, reason: str, now: float) -> None:
+    """Beside the checkpoints, where retention reads it, in place of those on copies that are gone; raises OSError."""
+    if outcome in UNDECIDED or not _is_ours(test):
+        return
+    if outcome is Outcome.SUSPECT:  # its bytes are good: it only is no proven one any more
+        withdraw(_own(run), test.checkpoint, place)
+        return
+    good = outcome is Outcome.RESTORED
+    found = Verdict(
+        name=test.checkpoint, place=place, manifest=manifest_of(storage_at(place), test.checkpoint),
+        ok=good, level=RESTORE_TESTED, at=now, reason="" if good else reason,
+    )  # fmt: skip
+    record(_own(run), found)
+    forget(_own(run), place, Catalog(place).names())
+
+
+def _is_ours(test: RestoreTest) -> bool:
+    """Whether orch wrote the checkpoint, and may delete it: those of a user's own program it leaves alone."""
+    return parse_name(test.checkpoint) is not None
+
+
+def _own(run: Run) -> LocalStorage:
+    """Raises FileNotFoundError where the run's folder is away: it must not be made anew."""
+    folder = RunDir(Path(run.run_dir)).checkpoints
+    if not folder.is_dir():
+        raise FileNotFoundError(errno.ENOENT, "the run's folder is not there", str(folder))
+    return LocalStorage(folder)
+
 
 LEAST_MINUTES = 30
 """Time limit of a test of a small checkpoint, unless the run's is shorter or `restore_tests.cluster.time` is set."""

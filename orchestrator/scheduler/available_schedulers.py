@@ -34,7 +34,7 @@ class SchedulerFactory:
 
 
 def _slurm_has_node(name: str) -> bool:
-    from orchestrator.scheduler.slurm.commands import run_command
+    from orchestrator.scheduler.slurm.command_output import run_command
 
     done = run_command(["sinfo", "-h", "-a", "-N", "-n", name, "-o", "%N"])
     return done.returncode == 0 and name in done.stdout.split()

@@ -14,9 +14,9 @@ from subprocess import CompletedProcess
 from typing import Protocol
 
 from orchestrator.errors import SlurmUnreachable
-from orchestrator.scheduler.slurm.commands import run_command
+from orchestrator.scheduler.slurm.command_output import run_command
 from trainer.contract.config_sections.scheduler_kinds import LOCAL
-from trainer.contract.cut_text import cut
+from trainer.contract.time_spans import cut
 
 ANSWER_WITHIN = 10.0
 KEEP_FOR = 10.0

@@ -112,7 +112,7 @@ def load(name: str, folder: Path | None = None) -> Fragment:
 
 
 def _shipped() -> Path:
-    from orchestrator.config.presets import folder  # with the wheel, from the tree
+    from orchestrator.config.yaml_text import folder  # with the wheel, from the tree
 
     return folder("sbatch_templates")
 

@@ -1,34 +1,178 @@
-"""`orch submit`, up to the point where the controller takes over: everything is checked before anything is written."""
+"""Whether other users could put something in place of a run's folder, and what to type about it.
+Check before a submit that this machine can use the tiers: a controller must read them at every launch.
+The job that a configuration asks for, before there is a run: can its script be made, and would Slurm take it?
+`orch submit`, up to the point where the controller takes over: everything is checked before anything is written."""
 
 import math
 import os
 import socket
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from secrets import token_hex
 from typing import Any, NoReturn
 
 from checkpointing.config import RUN
+from checkpointing.storage.trusted_path import NotPrivate, check_private, weakness
+from checkpointing.tiers.tier import HINT
 from orchestrator.config.compose import Composed
 from orchestrator.config.run_config import RunConfig
 from orchestrator.controller import failpoints
+from orchestrator.controller.jobs.job_spec import job_spec
 from orchestrator.controller.run_dirs import staged_secrets
 from orchestrator.controller.run_dirs.run_folder import ensure_run_dir
-from orchestrator.errors import ConfigError, Precondition
+from orchestrator.errors import ConfigError, Precondition, Retryable, SlurmUnreachable, SubmitRejected
 from orchestrator.interrupts import interrupts_held
 from orchestrator.registry.operations.run_record import write_records
 from orchestrator.registry.records import Attempt, NewRun, Run
 from orchestrator.registry.store import Store
-from orchestrator.scheduler.available_schedulers import instance_of
+from orchestrator.scheduler.available_schedulers import FACTORIES, instance_of
+from orchestrator.scheduler.interface import JobSpec
+from orchestrator.states import AttemptState, RunState
 from orchestrator.submission import secret_values, user_code
-from orchestrator.submission.job_check import check_script
-from orchestrator.submission.root_check import check_data, data_folder, refuse_shared
 from orchestrator.submission.run_identity import identify
+from orchestrator.submission.user_code import BoundedChild, ChildAnswer, job_environment
 from trainer.contract.config import WorkloadConfig
 from trainer.contract.token_shards import INDEX_NAME, Index, TokensError, prepare_under
 from trainer.contract.user_code.code_record import CodeRecord
+
+
+def refuse_shared(root: Path) -> None:
+    """Raises Precondition for a folder of runs in which, or above which, others can rename what is there."""
+    weak = weakness(root)
+    if weak is None:
+        return
+    cure = f"{weak.closing()} closes it; " if weak.closing() else ""
+    raise Precondition(
+        f"{weak}, who could put a folder of theirs in place of a run's: its code would run as you",
+        where=str(root),
+        hint=f"{cure}cluster.shared_root=true uses it all the same and keeps each run private; "
+        "cluster.root=FOLDER chooses another",
+    )
+
+
+def data_folder(root: Path, config: RunConfig) -> Path:
+    """Where tokens of `data.text` lie: each user has an own folder below a shared root."""
+    return root / (f".data-{os.geteuid()}" if config.cluster.shared_root else ".data")
+
+
+def check_data(folder: Path, config: RunConfig) -> None:
+    """Raises Precondition for tokens in a shared root that somebody else has prepared, or may change."""
+    if not config.cluster.shared_root or not folder.exists():
+        return
+    try:
+        check_private(folder)
+    except NotPrivate as error:
+        raise Precondition(
+            f"the tokens of data.text are not yours alone: {error.strerror}",
+            where=str(folder),
+            hint="`orch data prepare PATHS --out FOLDER` makes tokens of your own; data.path=FOLDER uses them",
+        ) from error
+
+
+ANSWER_WITHIN = 30.0
+"""Seconds for all tiers together."""
+_MODULE = "checkpointing.tiers.tier"
+
+Finish = Callable[[Callable[[str], None]], None]
+
+
+@contextmanager
+def checking_tiers(config: RunConfig, environ: Mapping[str, str]) -> Iterator[Finish]:
+    """Try the tiers in a child process, which ends with this block.
+
+    The yielded function waits for the answer, and raises Precondition for an unusable tier.
+    """
+    urls = [tier.path for tier in config.checkpoint.tiers if "://" in tier.path]
+    _check_folders(config)
+    if not urls or config.command:
+        yield lambda note: None
+        return
+    what = f"waiting for {' and '.join(urls)}, to see whether checkpoints can be written there"
+    with BoundedChild(_MODULE, {"tiers": urls}, job_environment(config, environ), what) as child:
+        yield lambda note: _judge(child.answer(ANSWER_WITHIN, note))
+
+
+def _judge(answer: ChildAnswer) -> None:
+    tier = str(answer.found.get("trying", "its first tier"))
+    if refused := answer.found.get("refused"):
+        tier, reason, hint = refused
+        raise _unusable(tier, reason, hint)
+    if not answer.ended:
+        late = f"it does not answer within {ANSWER_WITHIN:.0f} s"
+        raise _unusable(tier, answer.died or late, HINT)
+
+
+def _check_folders(config: RunConfig) -> None:
+    """Raise Precondition for a shared folder that cannot be made. Folders of nodes may exist on the nodes only."""
+    for tier in config.checkpoint.tiers:
+        if tier.path == RUN or "://" in tier.path or not tier.shared or config.command:
+            continue
+        folder = Path(tier.path).expanduser()
+        if not folder.is_absolute():  # below the run's folder, which is yet to be made
+            continue
+        there = next(place for place in (folder, *folder.parents) if os.path.lexists(place))
+        if not there.is_dir():
+            raise _unusable(tier.path, f"{there} is not a folder", "name a folder, or leave the tier out")
+        if not os.access(there, os.W_OK | os.X_OK, effective_ids=True):
+            raise _unusable(
+                tier.path, f"nothing can be written in {there}", "name a folder of yours, or `shared: false`"
+            )
+
+
+def _unusable(tier: str, reason: str, hint: str) -> Precondition:
+    return Precondition(f"checkpoint.tiers: {tier} cannot be used: {reason}", where="nothing was submitted", hint=hint)
+
+
+Warn = Callable[[str], None]
+"""Called with what Slurm says against a job that it may take all the same."""
+
+
+_BY_NODES = "node configuration is not available"
+
+
+def first_job(config: RunConfig, kind: str, name: str = "") -> JobSpec:
+    """The job of a first attempt, with placeholders where a submitted run has its number and nonce."""
+    name = name or f"{config.name}-N"
+    root = Path(config.cluster.root).expanduser().absolute()
+    run = Run(
+        name=name, state=RunState.CREATED, reason="", cluster=kind, run_dir=str(root / name), config_digest="",
+        total_steps=0 if config.command else config.train.steps,
+    )  # fmt: skip
+    attempt = Attempt(run=name, number=1, state=AttemptState.INTENT, nonce="0" * 8, job_name=f"orch-{name}-1-00000000")
+    return job_spec(run, attempt, config)
+
+
+def check_script(config: RunConfig, kind: str) -> None:
+    """Raises ConfigError, or SubmitRejected on this machine, for a job that could not even be written down."""
+    FACTORIES[kind].check(first_job(config, kind))
+
+
+def check_with_scheduler(config: RunConfig, kind: str, warn: Warn) -> None:
+    """Raises SubmitRejected, with its words and what to type, for a job that the scheduler would never take or start.
+
+    No answer is no refusal. What passes, and what only nodes explain that are down now, is told to `warn`.
+    """
+    from orchestrator.scheduler.slurm.node_capacity import known_nodes, shortfall
+
+    spec, refusal = first_job(config, kind), FACTORIES[kind].refusal
+    refused = refusal(spec) if refusal is not None else None
+    if refused is None:
+        return
+    passes = refused.retryable is Retryable.YES
+    if not passes and _BY_NODES in refused.what.lower():
+        # sbatch takes such a job where the nodes are only down, and where it lets it wait for ever.
+        passes = True
+        with suppress(SlurmUnreachable):
+            passes = shortfall(spec.resources, known_nodes()) is None
+    if passes:
+        warn(f"{refused.what}; it is submitted all the same, and may have to wait")
+        return
+    hints = [refused.hint, f"type {refused.change}" if refused.change else ""]
+    raise SubmitRejected(refused.what, where="nothing was submitted", hint=": ".join(filter(None, hints)))
+
 
 Progress = Callable[[int, int], None]
 """Called with bytes done and bytes in all while text is tokenized."""

@@ -10,8 +10,15 @@ from typing import Any
 from orchestrator.config.compose import diff
 from orchestrator.errors import ConfigError, Precondition
 from orchestrator.near_words import did_you_mean, nearest
-from trainer.contract.user_code.code_record import CodeRecord, changed_files, changed_packages
-from trainer.contract.user_code.code_rule import CodeDecision, Occasion, judge_code, shorten
+from trainer.contract.user_code.code_record import (
+    CodeDecision,
+    CodeRecord,
+    Occasion,
+    changed_files,
+    changed_packages,
+    judge_code,
+    shorten,
+)
 from trainer.contract.user_code.installed_packages import COMPUTING, normalized
 
 

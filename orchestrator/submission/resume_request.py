@@ -1,9 +1,10 @@
-"""What a person changes of a run that goes on: checked against the contract before anything is written."""
+"""What a run that stands still has kept of its training, and whether it stands still because of its own program.
+What a person changes of a run that goes on: checked against the contract before anything is written."""
 
 import os
 import shlex
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,13 @@ from orchestrator.scheduler.available_schedulers import FACTORIES, instance_of, 
 from orchestrator.scheduler.job_environment import Submitter, package_root
 from orchestrator.states import RunState
 from orchestrator.submission import user_code
-from orchestrator.submission.create_run import data_identity, prepare_data, read_index
-from orchestrator.submission.job_check import check_script, check_with_scheduler
-from orchestrator.submission.kept_state import awaits_fixed_code, keeps_nothing
+from orchestrator.submission.create_run import (
+    check_script,
+    check_with_scheduler,
+    data_identity,
+    prepare_data,
+    read_index,
+)
 from orchestrator.submission.resume_contract import (
     DATA_PATH,
     DATA_TEXT,
@@ -41,10 +46,37 @@ from orchestrator.submission.resume_contract import (
 from orchestrator.submission.run_identity import client, code, environment
 from orchestrator.submission.secret_values import renew, without_webhook
 from trainer.contract.config import build
+from trainer.contract.failures.outcome import kinds_with
 from trainer.contract.run_dir import RunDir
 from trainer.contract.token_shards import INDEX_NAME
 from trainer.contract.user_code.code_record import CodeRecord
 from trainer.contract.user_code.record_code import read_again, read_packages_again
+
+_FIXED_BY_A_PERSON = kinds_with(lambda traits: traits.of_the_program or traits.comes_back)
+
+
+def keeps_nothing(store: Store, run: Run, config: Mapping[str, Any]) -> bool:
+    """Whether the run begins at step 0 as if it were new; `config` is its resolved one.
+
+    It has no checkpoint and has begun with none, and skips no batch, which it would do by its place in the data. A
+    program of the user's own may have kept what orch does not see, and so may a tier elsewhere.
+    """
+    if config.get("command") or store.checkpoints(run.name) or run.identity.get("imported"):
+        return False
+    tiers = config.get("checkpoint", {}).get("tiers") or []
+    if any(tier["path"] != RUN for tier in tiers):
+        return not run.step
+    folder = RunDir(Path(run.run_dir))
+    skips = any(attempt.skipped.exists() for attempt in folder.all_attempts())
+    return not skips and not any(folder.checkpoints.glob("step-*"))
+
+
+def awaits_fixed_code(store: Store, run: Run) -> bool:
+    """Whether it failed, or is held, because of its own program, which a person was asked to fix."""
+    failure = store.attempts(run.name)[-1].failure
+    return run.state is RunState.FAILED or (
+        run.state is RunState.HELD and failure is not None and failure["kind"] in _FIXED_BY_A_PERSON
+    )
 
 
 def resume_request(

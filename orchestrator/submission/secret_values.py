@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from orchestrator.config import plain_secrets
+from orchestrator.config import redaction
 from orchestrator.config.compose import Composed, flat, without_secrets
 from orchestrator.config.redaction import redacted_url
 from orchestrator.config.run_config import RunConfig
@@ -47,7 +47,7 @@ def submitted(composed: Composed, environ: Mapping[str, str]) -> Submitted:
         for key in (key for key, item in flat(data).items() if one and one.found(item)):
             raise ConfigError(
                 f"{key}: has the value of {name} in it, and would be written to config.json and the registry",
-                where=plain_secrets.place(composed.origins.get(key, "")),
+                where=redaction.place(composed.origins.get(key, "")),
                 hint=f"leave it away there: the ranks have {name} in their environment",
             )
     return found

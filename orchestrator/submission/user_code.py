@@ -1,18 +1,259 @@
-"""The user's code, looked at before anything is written: is it there, and does it bear a name of ours."""
+"""Runs a check of a submit in a child process with a time limit, so that a hang or crash does not end the submit.
+Import of a workload before a run exists: the modules that it loads, and settings that it does not support.
+Methods of a workload whose names are nearly those that orch calls: nobody would ever call them.
+The user's code, looked at before anything is written: is it there, and does it bear a name of ours."""
 
 import ast
+import json
 import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
 from importlib.machinery import PathFinder
 from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
 
-from orchestrator.config.near_files import near_module
 from orchestrator.config.run_config import RunConfig
+from orchestrator.config.yaml_text import near_module
 from orchestrator.errors import ConfigError
 from orchestrator.near_words import did_you_mean, nearest
+from orchestrator.scheduler.job_environment import Submitter
 from orchestrator.submission.command_script import check_command
-from orchestrator.submission.workload_methods import missing_method
-from trainer.contract.user_code.import_search import ImportSearch, shadowing_file
-from trainer.contract.user_code.record_code import named_tops
+from trainer.contract.config_sections.scheduler_kinds import traits
+from trainer.contract.secrets import run_secrets
+from trainer.contract.secrets.secret_redaction import in_use
+from trainer.contract.user_code.code_record import CodeRecord
+from trainer.contract.user_code.record_code import ImportSearch, named_tops, shadowing_file
+
+NOTED_AFTER = 2.0
+"""Seconds of waiting after which the user sees a note about the check."""
+_LAST_WORDS = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChildAnswer:
+    """Findings of a child. `ended`: it finished in time; `died`: how it crashed, with its last line."""
+
+    found: dict[str, Any] = field(default_factory=dict)
+    ended: bool = False
+    died: str = ""
+
+
+class BoundedChild:
+    """`python -P -m MODULE DESCRIPTOR`: it reads JSON from stdin and writes JSON objects, a line each, to DESCRIPTOR.
+
+    The child and its own children are killed at the end of the block.
+    """
+
+    def __init__(self, module: str, order: Mapping[str, Any], environ: Mapping[str, str], what: str) -> None:
+        """`what`: description of the check, for the user who waits."""
+        self._redactor = in_use(environ)
+        self._what, self._printed = what, tempfile.TemporaryFile()  # noqa: SIM115  # closed when the block is left
+        self._answers, theirs = os.pipe()
+        self._started = time.monotonic()
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", module, str(theirs)], env=dict(environ), pass_fds=[theirs],
+                stdin=subprocess.PIPE, stdout=self._printed, stderr=self._printed, start_new_session=True,
+            )  # fmt: skip
+        finally:
+            os.close(theirs)
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):  # it died at once: `answer` reports its last words
+            self._process.stdin.write(json.dumps(order).encode())
+            self._process.stdin.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        os.close(self._answers)
+        self._printed.close()
+
+    def answer(self, seconds: float, note: Callable[[str], None]) -> ChildAnswer:
+        """Wait for the end of the child, at most `seconds` after its start; a long wait calls `note`."""
+        text, noted, ended = b"", False, False
+        while not ended and (left := self._started + seconds - time.monotonic()) > 0:
+            if not noted and time.monotonic() - self._started >= NOTED_AFTER:
+                noted = True
+                note(f"{self._what} (at most {seconds:.0f} s)")
+            ready, _, _ = select.select([self._answers], [], [], min(left, 0.2))
+            if ready:
+                part = os.read(self._answers, 1 << 16)
+                text, ended = text + part, not part
+        lines = [json.loads(line) for line in text.splitlines() if line.endswith(b"}")]
+        found = {key: value for line in lines for key, value in line.items()}
+        died = "" if found.pop("done", False) or not ended else self._last_words()
+        return ChildAnswer(found=found, ended=ended and not died, died=died)
+
+    def _last_words(self) -> str:
+        status = self._process.wait()
+        self._printed.seek(max(0, self._printed.seek(0, os.SEEK_END) - _LAST_WORDS))
+        lines = [line.strip() for line in self._printed.read().decode(errors="replace").splitlines() if line.strip()]
+        how = f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit code {status}"
+        return self._redactor.text(f"{how}: {lines[-1]}" if lines else how)
+
+
+IMPORT_WITHIN = 60.0
+"""Time limit of an import in seconds, torch included; a slower import is left to the job."""
+_MODULE = "trainer.worker.startup.inspect_workload"
+_SAME_ENVIRONMENT = frozenset({"default", "nccl"})
+"""Templates that add nothing to the job's import path."""
+
+Note = Callable[[str], None]
+
+
+class WorkloadInspection:
+    """An import that is under way; `finish` waits for it."""
+
+    def __init__(self, config: RunConfig, kind: str, child: BoundedChild | None) -> None:
+        self._config, self._kind, self._child = config, kind, child
+
+    def finish(self, note: Note, warn: Note) -> CodeRecord | None:
+        """Return the imported code, or None if unknown. Raises ConfigError for a setting that would fail the job."""
+        if self._child is None:
+            return None
+        return _judge(self._child.answer(IMPORT_WITHIN, note), self._config, self._kind, warn)
+
+
+@contextmanager
+def inspecting(config: RunConfig, kind: str, environ: Mapping[str, str]) -> Iterator[WorkloadInspection]:
+    """Import the workload in a child process, which ends with this block.
+
+    Nothing is imported for the built-in model, unless the configuration names classes of it, and nothing where jobs
+    have another interpreter.
+    """
+    wrap = config.parallel.fsdp.wrap
+    plain = config.trains_built_in_workload and (wrap == "auto" or wrap.isdecimal())
+    if config.command or config.cluster.python or plain:
+        yield WorkloadInspection(config, kind, None)
+        return
+    what = f"waiting for the import of {config.workload.target}, to see what it needs"
+    with BoundedChild(_MODULE, asdict(config), job_environment(config, environ), what) as child:
+        yield WorkloadInspection(config, kind, child)
+
+
+def job_environment(config: RunConfig, environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables that the job's processes will have, as far as they are known here."""
+    submitter = Submitter.here(environ)
+    path = {"PYTHONPATH": submitter.package_root} if submitter.package_root else {}
+    made = {**submitter.environ(environ), **path, "OMP_NUM_THREADS": "1", **config.env}
+    given = {name: environ[name] for name in config.env_from if name in environ}
+    if config.secrets_file:
+        with suppress(run_secrets.SecretsRefused, OSError):  # the submit itself names what is wrong with it
+            given |= run_secrets.read_list(Path(config.secrets_file))
+    run_secrets.enter(given, made)
+    return made
+
+
+def _judge(answer: ChildAnswer, config: RunConfig, kind: str, warn: Note) -> CodeRecord | None:
+    target = config.workload.target
+    if refused := answer.found.get("refused"):
+        what, hint = refused
+        raise ConfigError(what, where=f"workload.target={target}", hint=hint)
+    if failed := answer.found.get("failed"):
+        # Elsewhere there may be devices and files that are not here; modules are the same.
+        if traits(kind).simulated_nodes or (answer.found["is_import"] and _same_environment(config)):
+            raise ConfigError(failed, where="imported with the variables that a job has", hint=_HINT)
+        warn(f"{failed}; the job imports it again, and fails if that happens there too")
+    elif answer.died:
+        warn(f"importing {target} ended its process: {answer.died}; the job imports it again")
+    elif not answer.ended:
+        warn(f"importing {target} takes longer than {IMPORT_WITHIN:.0f} s here, and was not waited for")
+    return CodeRecord.from_json(answer.found.get("code"))
+
+
+_HINT = "install what is missing for this interpreter, or mend the code; a job does not see this shell's PYTHONPATH"
+
+
+def _same_environment(config: RunConfig) -> bool:
+    return set(config.cluster.templates) <= _SAME_ENVIRONMENT
+
+
+REQUIRED = ("build_model", "loss")
+OPTIONAL = (
+    "build_data", "build_optimizer", "build_scheduler", "load_state_dict", "metrics", "parallelize", "state_dict",
+    "validate",
+)  # fmt: skip
+_NEAR = 0.82
+_OURS = ("orch", "trainer.worker.workload")
+
+
+def near_methods(config: RunConfig) -> list[str]:
+    """What to say of each such method; only of a class that can be read without importing anything."""
+    module, _, name = config.workload.target.partition(":")
+    files = [Path(folder).expanduser() / f"{module.replace('.', '/')}.py" for folder in config.workload.path]
+    file = next((file for file in files if file.is_file()), None)
+    if config.command or file is None:
+        return []
+    try:
+        tree = ast.parse(file.read_text())
+    except (OSError, SyntaxError, ValueError):
+        return []
+    kinds = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name]
+    return [
+        f"orch never calls {name}.{typed}(): did you mean {meant}()? ({file}:{line})"
+        for kind in kinds[-1:]
+        for typed, meant, line in _slips(kind, tree)
+    ]
+
+
+def missing_method(kind: ast.ClassDef, tree: ast.Module) -> tuple[str, str] | None:
+    """A method that the class needs and nothing gives it, with the one that is named nearly so; None if it may work.
+
+    Only of a class that is derived from BaseWorkload alone.
+    """
+    ours = {
+        alias.asname or alias.name
+        for node in tree.body
+        if isinstance(node, ast.ImportFrom) and node.module in _OURS
+        for alias in node.names
+        if alias.name == "BaseWorkload"
+    }
+    bases = [ast.unparse(base) for base in kind.bases]
+    if len(bases) != 1 or bases[0] not in {*ours, "orch.BaseWorkload"} or kind.keywords or kind.decorator_list:
+        return None
+    named = _named(tree)
+    if {"setattr", "__getattr__", "__getattribute__", "__dict__", "globals"} & named:
+        return None
+    typed = {meant: typed for typed, meant, _ in _slips(kind, tree)}
+    return next(((need, typed.get(need, "")) for need in REQUIRED if need not in named), None)
+
+
+def _slips(kind: ast.ClassDef, tree: ast.Module) -> list[tuple[str, str, int]]:
+    """Methods that nothing in the file names, what each is nearly called, and their lines."""
+    own = {node.name: node.lineno for node in kind.body if isinstance(node, ast.FunctionDef)}
+    used = _used(tree)
+    found = []
+    for typed, line in own.items():
+        near = nearest(typed, [*REQUIRED, *OPTIONAL], _NEAR)
+        if near and typed not in used and near not in own and not typed.startswith("_"):
+            found.append((typed, near, line))
+    return found
+
+
+def _used(tree: ast.Module) -> set[str]:
+    """Every attribute, name and text of a file: what its own code may call a method by."""
+    words = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    words |= {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    return words | {str(node.value) for node in ast.walk(tree) if isinstance(node, ast.Constant)}
+
+
+def _named(tree: ast.Module) -> set[str]:
+    """The same, with all that it defines and imports."""
+    defined = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.alias)
+    return _used(tree) | {node.name for node in ast.walk(tree) if isinstance(node, defined)}
+
 
 OURS = ("orch", "orchestrator", "trainer", "checkpointing")
 """Top-level names that always mean orch's own packages inside a job."""

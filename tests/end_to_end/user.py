@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 
-from trainer.contract.logs.work_log import work_lines
+from trainer.contract.logs.line_file import work_lines
 from trainer.contract.run_dir import RunDir
 
 SMALL = [

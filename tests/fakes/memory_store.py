@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from orchestrator.errors import Fenced, ForeignRun, NotFound
 from orchestrator.registry.fast_queries import lease_for
-from orchestrator.registry.operations.lease_writes import is_live
+from orchestrator.registry.operations.controller_writes import is_live
 from orchestrator.registry.records import (
     Attempt,
     Checkpoint,

@@ -163,7 +163,7 @@ class ModelSlurm:
         return frozenset()
 
     def usable_nodes(self, asked: Resources, without: frozenset[str]) -> int | None:
-        """What `orchestrator.scheduler.slurm.usable_nodes` asks sinfo for."""
+        """What `orchestrator.scheduler.slurm.node_capacity` asks sinfo for."""
         self._answer("usable_nodes")
         return len(set(self.nodes) - self.down - without - {*asked.exclude} | ({*asked.avoided} - without - self.down))
 

@@ -11,8 +11,7 @@ from checkpointing.storage.durable import canonical
 from orchestrator.controller import failpoints
 from orchestrator.controller.leasing.lease import LEASE_TTL, observed_state
 from orchestrator.controller.leasing.observed_since import ObservedSince
-from orchestrator.controller.reconciler.reconcile import Controller
-from orchestrator.controller.reconciler.tick_report import TickReport
+from orchestrator.controller.reconciler.reconcile import Controller, TickReport
 from orchestrator.errors import Fenced, RegistryError
 from orchestrator.recovery.classify_failure import LEAVING_LIMIT
 from orchestrator.registry.records import Attempt, Lease, NewRun, Run

@@ -17,8 +17,8 @@ from orchestrator.scheduler.slurm.command_output import (
     SEPARATOR,
     SQUEUE_FIELDS,
     SQUEUE_FORMAT,
+    query_environment,
 )
-from orchestrator.scheduler.slurm.commands import query_environment
 
 Row = dict[str, str]
 

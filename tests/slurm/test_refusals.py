@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from orchestrator.scheduler.slurm.pending_reasons import STAYS
+from orchestrator.scheduler.slurm.refusals import STAYS
 from tests.end_to_end.user import User
 from tests.slurm.lab import SlurmLab
 

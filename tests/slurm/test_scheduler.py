@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from orchestrator.config.run_config import ClusterConfig, RunConfig
-from orchestrator.controller.jobs.partition_sizes import PartitionSizes
+from orchestrator.controller.jobs.submission_limits import PartitionSizes
 from orchestrator.errors import SlurmUnreachable, SubmitAmbiguous, SubmitRejected
 from orchestrator.scheduler.interface import UNRECORDED, Resources
+from orchestrator.scheduler.slurm.node_capacity import usable_nodes
 from orchestrator.scheduler.slurm.slurm_scheduler import SlurmScheduler
-from orchestrator.scheduler.slurm.usable_nodes import usable_nodes
 from tests.orchestrator.scheduler.contract import SchedulerContract, World, eventually
 from tests.slurm.lab import SlurmLab
 

@@ -45,9 +45,9 @@ from trainer.contract.failures.outcome import AgentEnd, ExitCode
 from trainer.contract.launch_token import LaunchToken
 from trainer.contract.logs.line_file import LineFile
 from trainer.contract.logs.log_rotation import LogsConfig
-from trainer.contract.messages.greeting import PROTOCOL, Hello, installed_release
+from trainer.contract.messages.agents import PROTOCOL, Hello, installed_release
 from trainer.contract.node_identity import NodeIdentity, discover
-from trainer.contract.ranks.step_signals import STEP_SIGNALS
+from trainer.contract.ranks.progress import STEP_SIGNALS
 from trainer.contract.run_dir import AttemptDir, RunDir
 from trainer.contract.secrets import run_secrets
 from trainer.contract.secrets.secret_redaction import in_use

@@ -11,9 +11,9 @@ from trainer.agent.control.control_server import AGENT_TIMEOUT_SECONDS, POLL_SEC
 from trainer.agent.control.tcp_transport import CoordinatorPeer, WireError
 from trainer.agent.evidence.bundle import EvidenceCollector
 from trainer.agent.flight.recorder import FlightSockets
-from trainer.agent.fork_server import code_at_start, cpu_binding
+from trainer.agent.fork_server import code_at_start, forked_child
+from trainer.agent.fork_server.forked_child import RankLauncher
 from trainer.agent.fork_server.link import ForkServerLink
-from trainer.agent.fork_server.rank_launch import RankLauncher
 from trainer.agent.nodes import preflight, roster
 from trainer.agent.processes import background_tasks, process_tree
 from trainer.agent.processes.background_tasks import SupervisedTasks, describe_error
@@ -166,7 +166,7 @@ class NodeAgent:
     def _start_fork_server(self) -> None:
         self._link = ForkServerLink(
             attempt=self._attempt,
-            environ={**self._environ, **self._config.env, **cpu_binding.gpus(self._node, self._config, self._environ)},
+            environ={**self._environ, **self._config.env, **forked_child.gpus(self._node, self._config, self._environ)},
             output=self._output(),
             on_message=self._on_fork_server_message,
             on_lost=self._on_fork_server_lost,

@@ -10,16 +10,13 @@ from typing import Any
 
 from checkpointing.config import CheckpointConfig
 from checkpointing.storage.durable import canonical, read_json
-from trainer.contract.config_sections.drill_config import DrillConfig
-from trainer.contract.config_sections.experts_config import ExpertsConfig
-from trainer.contract.config_sections.fault_detection_config import DetectionConfig
+from trainer.contract.config_sections.fault_detection_config import DetectionConfig, DrillConfig
 from trainer.contract.config_sections.moved_keys import in_present_keys
-from trainer.contract.config_sections.parallel_config import ParallelConfig
+from trainer.contract.config_sections.parallel_config import ExpertsConfig, ParallelConfig
 from trainer.contract.config_sections.scheduler_kinds import choice_words, choices
 from trainer.contract.logs.log_rotation import LogsConfig
 from trainer.contract.run_dir import RunDir
-from trainer.contract.user_command.command_checkpoints import CommandCheckpointsConfig
-from trainer.contract.user_command.command_progress import CommandProgressConfig
+from trainer.contract.user_command.command_progress import CommandCheckpointsConfig, CommandProgressConfig
 
 
 @dataclass(frozen=True, kw_only=True)

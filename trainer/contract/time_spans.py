@@ -1,8 +1,47 @@
-"""Lengths of time as people write and read them: `10s`, `6h`; `1m28s`, `3d04h`; moments in stored sentences."""
+"""Shortening of long texts from other programs, at the end of a sentence, a clause or a word.
+Slurm's notation of time spans: minutes, `h:mm:ss`, `d-hh:mm:ss`.
+Lengths of time as people write and read them: `10s`, `6h`; `1m28s`, `3d04h`; moments in stored sentences."""
 
 import re
 from collections.abc import Callable
 from datetime import UTC, datetime
+
+_ENDS = (". ", "; ", ", ", " ")
+"""Marks after which a text may be cut, best first."""
+
+
+def cut(text: str, most: int) -> str:
+    """Return about `most` characters of a text at most, and ` ...` if it was cut."""
+    if len(text) <= most:
+        return text
+    for end in _ENDS:
+        kept, mark, _ = text[: most + 1].rpartition(end)
+        if len(kept) > most // 2:
+            return f"{kept}{mark.strip() if mark == '. ' else ''} ..."
+    return f"{text[:most]} ..."
+
+
+_TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", re.ASCII)
+_NO_LIMIT = ("unlimited", "infinite", "-1")
+
+
+def is_no_limit(text: str) -> bool:
+    """Whether this says that there is no limit."""
+    return text.strip().lower() in _NO_LIMIT
+
+
+def seconds(text: str) -> int:
+    """`90`, `1:30:00`, `2-12`, `2-12:00:00` in seconds; raises ValueError for anything else."""
+    match = _TIME.fullmatch(text)
+    if match is None:
+        raise ValueError(f"{text}: not in Slurm's notation (minutes, h:mm:ss, d-hh:mm:ss)")
+    first, second, third = (int(part or 0) for part in match.groups()[1:])
+    if match[1] is not None:  # days-hours[:minutes[:seconds]]
+        return ((int(match[1]) * 24 + first) * 60 + second) * 60 + third
+    if match[4] is not None:  # hours:minutes:seconds
+        return (first * 60 + second) * 60 + third
+    return first * 60 + second  # minutes[:seconds]
+
 
 _SPAN = re.compile(r"(\d{1,9})([smhd])", re.ASCII)
 _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}

@@ -10,8 +10,7 @@ from typing import Any
 from trainer.contract.failures.outcome import ExitCode, RankOutcome, legible
 from trainer.contract.messages.ranks import ReportedEnd
 from trainer.contract.ranks.progress import ProgressCell
-from trainer.contract.ranks.rank_messages import RankSpec, send_message
-from trainer.contract.ranks.rank_outcomes import append_outcome
+from trainer.contract.ranks.rank_messages import RankSpec, append_outcome, send_message
 from trainer.contract.run_dir import RunDir
 from trainer.contract.secrets.secret_redaction import in_use
 from trainer.worker import workload

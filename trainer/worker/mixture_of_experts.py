@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn import functional
 
 from trainer.contract.config import JobConfig, ModelConfig
-from trainer.contract.config_sections.experts_config import ExpertsConfig
+from trainer.contract.config_sections.parallel_config import ExpertsConfig
 from trainer.worker.parallel.context_parallel import waiting
 from trainer.worker.parallel.data_parallel import fsdp_options
 from trainer.worker.parallel.mesh import Layout

@@ -11,7 +11,7 @@ from typing import Any
 
 from orchestrator.cli.terminal.render import Screen
 from orchestrator.controller.leasing.lease import LeaseState, displayed_state, host_of
-from orchestrator.controller.run_dirs.own_folder import foreign
+from orchestrator.controller.run_dirs.run_folder import foreign
 from orchestrator.errors import Precondition
 from orchestrator.home import registry_path
 from trainer.contract.config_sections.scheduler_kinds import traits

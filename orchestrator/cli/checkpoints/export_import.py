@@ -157,10 +157,10 @@ def import_(
 
 def _refuse_swapped(screen: Screen, given: str, preset: str) -> None:
     """Raises ConfigError where the configuration stands before the weights, with the command in the right order."""
-    from orchestrator.config import presets
+    from orchestrator.config import yaml_text
 
     place, file = Path(given).expanduser(), Path(preset).expanduser()
-    is_config = given in presets.names() or place.suffix in (".yaml", ".yml") or not place.exists()
+    is_config = given in yaml_text.names() or place.suffix in (".yaml", ".yml") or not place.exists()
     if is_config and (file.is_dir() or file.suffix in _WEIGHTS) and file.exists():
         swapped = {given: preset, preset: given}
         hint = "orch " + shlex.join(swapped.get(word, word) for word in screen.words)

@@ -58,7 +58,7 @@ def start_controller(screen: Screen, kind: str) -> Started:
 
 
 if TYPE_CHECKING:
-    from orchestrator.controller.reconciler.tick_report import TickReport
+    from orchestrator.controller.reconciler.reconcile import TickReport
 
 
 @click.group(cls=Noun)

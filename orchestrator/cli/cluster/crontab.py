@@ -7,7 +7,7 @@ import subprocess
 import sys
 from string import Template
 
-from orchestrator.config.presets import folder
+from orchestrator.config.yaml_text import folder
 from orchestrator.errors import Precondition, SlurmUnreachable
 from orchestrator.home import registry_path, state_home
 

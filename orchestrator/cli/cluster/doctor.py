@@ -34,7 +34,7 @@ CommandRunner = Callable[[list[str]], str]
 
 def ask_slurm(command: list[str]) -> str:
     """The answer of a Slurm command; raises OrchError when there is none or it is a refusal."""
-    from orchestrator.scheduler.slurm.commands import run_command, unreachable
+    from orchestrator.scheduler.slurm.command_output import run_command, unreachable
 
     done = run_command(command, ANSWER_WITHIN)
     if done.returncode:
@@ -238,7 +238,7 @@ def _jobs(source: str) -> dict[str, Resources]:
     """What a run of this configuration asks of the nodes, by its name; nothing where Slurm is not here to be asked."""
     from orchestrator.config.compose import compose  # as above
     from orchestrator.scheduler.available_schedulers import kinds
-    from orchestrator.submission.job_check import first_job
+    from orchestrator.submission.create_run import first_job
 
     if SLURM not in kinds():
         return {}

@@ -96,11 +96,12 @@ def _checkpoints(context: click.Context, incomplete: str) -> Iterator[Item]:
 
 def _configs(context: click.Context, incomplete: str) -> Iterator[Item]:
     """Presets, or names of files where none begins so; keys where the configuration is that of another run."""
-    from orchestrator.config import presets
+    from orchestrator.config import yaml_text
 
     if context.params.get("begin"):
         yield from _keys(context, incomplete)
-    found = [name for name in presets.names() if name.startswith(incomplete) and ("/" not in name or "/" in incomplete)]
+    found = [name for name in yaml_text.names() if name.startswith(incomplete)]
+    found = [name for name in found if "/" not in name or "/" in incomplete]
     yield from map(CompletionItem, found)
     if not found:
         yield CompletionItem(incomplete, type=FILE)

@@ -21,7 +21,7 @@ from orchestrator.cli.terminal.render import Screen
 from orchestrator.errors import ConfigError, Precondition, RunFailed, WaitTimeout
 from orchestrator.near_words import did_you_mean_of, nearest
 from trainer.contract.config import JobConfig
-from trainer.contract.config_sections.drill_config import KINDS
+from trainer.contract.config_sections.fault_detection_config import KINDS
 from trainer.contract.config_sections.scheduler_kinds import LOCAL
 from trainer.contract.run_dir import RunDir
 

@@ -11,8 +11,7 @@ from orchestrator.cli.terminal.render import plain
 from trainer.contract.events import Event, EventKind, read_events
 from trainer.contract.failures.outcome import AttemptOutcome, AttemptResult, ExitCode, Failure
 from trainer.contract.logs.log_rotation import read_tail
-from trainer.contract.ranks.rank_messages import generation_mark
-from trainer.contract.ranks.rank_outcomes import all_outcomes
+from trainer.contract.ranks.rank_messages import all_outcomes, generation_mark
 from trainer.contract.run_dir import AttemptDir, RunDir
 
 _QUIET_ENDS = (ExitCode.FINISHED, ExitCode.STOPPED_AFTER_SAVE)

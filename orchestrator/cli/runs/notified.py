@@ -22,7 +22,7 @@ def warn_of_untold(screen: Screen, rows: list[dict[str, Any]]) -> None:
 def _trouble(row: dict[str, Any]) -> str:
     if not row["notified"].get("newest"):
         return ""
-    from orchestrator.notifications.record import Notified  # only where something was sent
+    from orchestrator.notifications.channels import Notified  # only where something was sent
 
     return Notified.of(row["notified"]).trouble
 

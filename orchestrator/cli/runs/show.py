@@ -35,8 +35,8 @@ from orchestrator.cli.runs.training_figures import figures_json, figures_of_run,
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Column, Screen, count, decimal, host_list, iso, progress, size, span
 from orchestrator.home import registry_path
-from orchestrator.recovery.drilled_failures import drill_words
-from orchestrator.recovery.smaller_world import size_words
+from orchestrator.recovery.elastic_policy import size_words
+from orchestrator.recovery.retry_policy import drill_words
 from orchestrator.registry.records import Attempt, Checkpoint, Copy, Generation, Notice, RestoreTest, Run, Transition
 from orchestrator.states import LIVE_RUNS
 from trainer.contract.run_dir import RunDir

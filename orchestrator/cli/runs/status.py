@@ -186,7 +186,7 @@ def _waiting_for_ever(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     if not queued:
         return []
     # Brings the scheduler's parts: only where a job waits.
-    from orchestrator.scheduler.slurm.pending_reasons import STAYS
+    from orchestrator.scheduler.slurm.refusals import STAYS
 
     return [row for row in queued if STAYS in row["reason"]]
 

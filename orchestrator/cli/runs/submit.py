@@ -201,8 +201,8 @@ def launch(
     from orchestrator.scheduler.available_schedulers import resolve
     from orchestrator.submission import create_run as launching
     from orchestrator.submission import user_code
-    from orchestrator.submission.inspect_workload import inspecting
-    from orchestrator.submission.tier_check import checking_tiers
+    from orchestrator.submission.create_run import checking_tiers
+    from orchestrator.submission.user_code import inspecting
 
     screen.if_interrupted = lambda: "interrupted: no run was made"
 
@@ -266,7 +266,7 @@ def _begin(run: Run) -> None:
 def _ask_slurm(screen: Screen, composed: Any, cluster: str | None) -> None:
     """Raises SubmitRejected for a job that Slurm would not take: no run is made that could only be held."""
     from orchestrator.scheduler.available_schedulers import kinds, resolve
-    from orchestrator.submission.job_check import check_script, check_with_scheduler
+    from orchestrator.submission.create_run import check_script, check_with_scheduler
 
     kind = resolve(cluster or composed.config.cluster.kind)
     if kind in kinds():
@@ -381,7 +381,7 @@ def _kind(screen: Screen, wanted: str) -> str:
 
 def _script(composed: Any, kind: str) -> str | None:
     """The sbatch text of the first attempt, with placeholders where a submitted run has its number and nonce."""
-    from orchestrator.submission.job_check import first_job
+    from orchestrator.submission.create_run import first_job
 
     script = FACTORIES[kind].script
     return script(first_job(composed.config, kind)) if script is not None else None

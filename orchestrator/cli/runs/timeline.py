@@ -13,11 +13,10 @@ from orchestrator.cli.access.registry import open_store
 from orchestrator.cli.runs.run_reader import EventFeed, StepMetrics
 from orchestrator.cli.terminal.render import count, decimal, progress, size
 from orchestrator.errors import ConfigError
-from orchestrator.recovery.drilled_failures import drill_words
+from orchestrator.recovery.retry_policy import drill_words
 from orchestrator.registry.records import Attempt, Transition, UserRequest
 from trainer.contract.events import Event, EventKind
-from trainer.contract.failures.outcome import ExitCode
-from trainer.contract.failures.save_trouble import short_reason
+from trainer.contract.failures.outcome import ExitCode, short_reason
 
 
 def progress_line(

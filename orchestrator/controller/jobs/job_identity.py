@@ -1,15 +1,18 @@
-"""Whose job is it: what Slurm says about a job, held against what is written down about an attempt. Pure."""
+"""Whose job is it: what Slurm says about a job, held against what is written down about an attempt. Pure.
+What a site has changed of a job since orch asked for it: told to people, and nothing else follows from it. Pure."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 from orchestrator.controller.jobs.submission_limits import unresolved
+from orchestrator.errors import ConfigError
 from orchestrator.registry.records import Attempt, Run, Submission
-from orchestrator.scheduler.interface import UNREADABLE, JobStatus
+from orchestrator.scheduler.interface import UNREADABLE, JobSpec, JobStatus
 from orchestrator.scheduler.job_tags import tags
 from orchestrator.scheduler.slurm.command_output import epoch
+from orchestrator.scheduler.slurm.sbatch_values import minutes
 from orchestrator.states import LIVE_ATTEMPTS
 from trainer.contract.run_dir import RunDir
 
@@ -90,3 +93,43 @@ def identify(job: JobStatus, record: JobRecord) -> tuple[bool, str]:
 def _fits(job: JobStatus, submission: Submission) -> bool:
     submitted = epoch(job.submit_time)
     return submitted is not None and -EARLIER <= submitted - submission.submitted_at <= LATER
+
+
+_SHOWN = 80
+"""Characters of a name or comment of theirs."""
+
+
+def changes(job: JobStatus, asked: JobSpec) -> str:
+    """What Slurm says of the job otherwise than was asked for, in words; "" for nothing."""
+    return "; ".join(_changes(job, asked))
+
+
+def _changes(job: JobStatus, asked: JobSpec) -> Iterator[str]:
+    if job.name and job.name != asked.name:
+        yield f"Slurm renamed the job: {asked.name} -> {job.name[:_SHOWN]}"
+    # Accounting may keep no comments. Older jobs of ours have a shorter one, and a site may add words of its own.
+    same = job.comment.startswith(asked.comment) or (job.comment and asked.comment.startswith(job.comment))
+    if job.source == "queue" and not same:
+        yield f"Slurm changed its comment to {job.comment[:_SHOWN]!r}"
+    for name, wanted in _wanted(asked):
+        found = job.settings.get(name, "")
+        if found and not _agrees(name, found, wanted):
+            yield f"Slurm changed its {name}: {wanted} -> {found[:_SHOWN]}"
+
+
+def _wanted(asked: JobSpec) -> Iterator[tuple[str, str]]:
+    """Settings for which the site's default does not count."""
+    of = asked.resources
+    yield "requeue", "0"
+    settings = (("time limit", of.time), ("partition", of.partition), ("account", of.account), ("qos", of.qos))
+    yield from ((name, value) for name, value in settings if value)
+
+
+def _agrees(name: str, found: str, wanted: str) -> bool:
+    if name == "time limit":
+        try:
+            return minutes(name, found) == minutes(name, wanted)
+        except ConfigError:
+            return False
+    # Of several partitions Slurm picks one.
+    return set(found.lower().split(",")) <= set(wanted.lower().split(","))

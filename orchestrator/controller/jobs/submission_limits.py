@@ -1,11 +1,85 @@
-"""How often a job may be submitted while nobody can find it: pure decisions with their reasons."""
+"""How many nodes a partition of Slurm has.
+PURE: the failure of an attempt whose job was not taken, with the command that cures it.
+How often a job may be submitted while nobody can find it: pure decisions with their reasons."""
 
+import re
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from orchestrator.registry.records import Submission
+from orchestrator.config.run_config import RunConfig
+from orchestrator.errors import ConfigError, Retryable, SlurmUnreachable, SubmitRejected
+from orchestrator.registry.records import Run, Submission
+from orchestrator.scheduler.slurm.command_output import run_command
+from trainer.contract.failures.outcome import Failure, FailureKind
 from trainer.contract.time_spans import stored_moment
+
+KEEP = 600.0
+"""Seconds for which the size of a partition is believed."""
+ANSWER_WITHIN = 10.0
+
+
+class PartitionSizes:
+    """Answers how many nodes a run's partition has; None where Slurm does not say."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[float, int | None]] = {}
+
+    def __call__(self, config: RunConfig) -> int | None:
+        name, now = config.cluster.partition, time.monotonic()
+        if name not in self._known or now - self._known[name][0] > KEEP:
+            self._known[name] = (now, _ask(name))
+        return self._known[name][1]
+
+
+def _ask(partition: str) -> int | None:
+    try:
+        # WARNING: sinfo refuses -a together with -p.
+        done = run_command(["sinfo", "-h", "-a", "-o", "%D %P"], ANSWER_WITHIN)
+    except SlurmUnreachable:
+        return None
+    return read_sizes(done.stdout, partition) if done.returncode == 0 else None
+
+
+def read_sizes(text: str, partition: str) -> int | None:
+    """Nodes of `partition` in lines of `count name`; the default one (marked by *) when none is named.
+
+    Of several (`gpu,gpu-long`) the largest counts: they may share nodes, and a job runs in one of them.
+    """
+    sizes: dict[str, int] = {}
+    for line in text.splitlines():
+        count, _, name = line.strip().partition(" ")
+        if count.isdigit():
+            sizes[name] = sizes.get(name, 0) + int(count)
+    if partition:
+        known = [sizes.get(name, sizes.get(f"{name}*")) for name in partition.split(",")]
+        return max((size for size in known if size is not None), default=None)
+    return next((size for name, size in sizes.items() if name.endswith("*")), None)
+
+
+_KEY = re.compile(r"[a-z_]+(\.[a-z_-]+)+", re.ASCII)
+
+
+def refused(run: Run, error: SubmitRejected | ConfigError, also: str = "", *, accepted: bool) -> Failure:
+    """`also`: worth knowing besides; `accepted`: Slurm has taken a job of this run before, with this configuration."""
+    retryable = error.retryable if isinstance(error, SubmitRejected) else Retryable.NEVER
+    # What was accepted before was no typo.
+    passes = retryable is Retryable.YES or (retryable is Retryable.ONCE_ACCEPTED and accepted)
+    cure = "" if passes or "restore_test" in run.identity else f"orch resume {run.name} {_change(error)}"
+    return Failure(
+        kind=FailureKind.SUBMIT_DEFERRED if passes else FailureKind.SUBMIT_REJECTED,
+        reason="; ".join(filter(None, (error.what, error.hint, also, cure))),
+    )
+
+
+def _change(error: SubmitRejected | ConfigError) -> str:
+    """What to type behind `orch resume RUN`."""
+    if isinstance(error, SubmitRejected):
+        return error.change or "KEY=VALUE"
+    key = error.where if _KEY.fullmatch(error.where) else "KEY"
+    return error.hint if error.hint.startswith(f"{key}=") and " " not in error.hint else f"{key}=VALUE"
+
 
 MOST_FOR_ATTEMPT = 3
 """Submissions of one attempt of which no job can be found; after that a person must look."""

@@ -1,4 +1,5 @@
-"""The only place with effects outside the registry: submit, release, cancel, GO, requests. Every step is repeatable."""
+"""The note about changed code in the status of a run.
+The only place with effects outside the registry: submit, release, cancel, GO, requests. Every step is repeatable."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -6,10 +7,8 @@ from typing import Any, TypedDict
 
 from orchestrator.config.run_config import RunConfig
 from orchestrator.controller import failpoints
-from orchestrator.controller.jobs.job_changes import changes
-from orchestrator.controller.jobs.job_identity import JobRecord, identify
+from orchestrator.controller.jobs.job_identity import JobRecord, changes, identify
 from orchestrator.controller.jobs.job_spec import is_live, job_spec, oldest
-from orchestrator.controller.jobs.refused_jobs import refused
 from orchestrator.controller.jobs.scheduler_snapshot import SchedulerSnapshot
 from orchestrator.controller.jobs.submission_limits import (
     ADOPTED,
@@ -17,6 +16,7 @@ from orchestrator.controller.jobs.submission_limits import (
     HOUR,
     REFUSED,
     SubmitStep,
+    refused,
     submit_permission,
     unresolved,
 )
@@ -27,17 +27,30 @@ from orchestrator.controller.run_dirs.bounded_files import DirectFiles, Files
 from orchestrator.controller.run_dirs.run_folder import ensure_attempt_dir
 from orchestrator.controller.run_view import RunView, stored_config
 from orchestrator.errors import ConfigError, Precondition, SlurmUnreachable, SubmitRejected
-from orchestrator.recovery import failure_rate
+from orchestrator.recovery import evidence
 from orchestrator.registry.records import Attempt, Lease, Run, Submission
 from orchestrator.registry.store import Store
-from orchestrator.scheduler.backoff import Backoff
-from orchestrator.scheduler.interface import UNREADABLE, JobStatus, Scheduler
+from orchestrator.scheduler.interface import UNREADABLE, Backoff, JobStatus, Scheduler
 from orchestrator.scheduler.submitit_payload import ids_in
 from orchestrator.states import AttemptState, RunState
+from trainer.contract.events import EventKind
 from trainer.contract.failures.outcome import Failure, FailureKind
 from trainer.contract.launch_token import LaunchToken, is_revoked, revoke
 from trainer.contract.requests import Request, RequestKind, pending
 from trainer.contract.run_dir import AttemptDir, RunDir
+
+
+def code_note(store: Store, attempt: Attempt) -> str:
+    """Return a note if an attempt trains changed code that the user has not accepted, else an empty string."""
+    changes = [
+        notice
+        for notice in store.notices(attempt.run)
+        if notice.kind == EventKind.CODE_CHANGED and notice.attempt == attempt.number
+    ]
+    if not changes or changes[-1].data.get("accepted"):
+        return ""
+    return f"trains other code: {changes[-1].data.get('reason')}"
+
 
 AMBIGUOUS_FOR = 60.0
 """Seconds of answered, empty look-ups after a submission before "it is not there" is believed."""
@@ -321,12 +334,10 @@ class Actor:
 
     def _time_between_failures(self, run: Run, config: RunConfig) -> float:
         now = self.clock.wall()
-        attempts, failed_generations = self.store.history(run.domain, now - failure_rate.WINDOW)
-        cluster, own = failure_rate.count_failures(
-            failure_rate.attempt_spans(attempts, failed_generations, now), run.name
-        )
+        attempts, failed_generations = self.store.history(run.domain, now - evidence.WINDOW)
+        cluster, own = evidence.count_failures(evidence.attempt_spans(attempts, failed_generations, now), run.name)
         days = config.checkpoint.auto.node_days
-        return failure_rate.time_between_failures(config.cluster.nodes, node_days=days, cluster=cluster, run=own)
+        return evidence.time_between_failures(config.cluster.nodes, node_days=days, cluster=cluster, run=own)
 
     # -- words
 

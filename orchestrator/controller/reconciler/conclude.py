@@ -14,7 +14,6 @@ from orchestrator.controller.run_dirs.run_folder import hidden
 from orchestrator.controller.run_view import RunView
 from orchestrator.recovery import node_failure_rate
 from orchestrator.recovery.classify_failure import End, Verdict
-from orchestrator.recovery.drilled_failures import attributed
 from orchestrator.recovery.node_exclusion import (
     REMEMBERED,
     Blame,
@@ -29,8 +28,15 @@ from orchestrator.recovery.node_exclusion import (
     slowness,
 )
 from orchestrator.recovery.node_failure_rate import NodeHistory
-from orchestrator.recovery.retry_policy import Action, Decision, EndedAttempt, after_cancel, decide
-from orchestrator.recovery.suspect_checkpoints import newly_suspect
+from orchestrator.recovery.retry_policy import (
+    Action,
+    Decision,
+    EndedAttempt,
+    after_cancel,
+    attributed,
+    decide,
+    newly_suspect,
+)
 from orchestrator.registry.records import PERSON, Attempt, Run
 from orchestrator.registry.store import Store
 from orchestrator.states import AttemptState, RunState, Trust

@@ -1,9 +1,10 @@
-"""One pass over all live runs: collect, classify, decide, act. Level-triggered: any pass may be the first one."""
+"""What one pass of a controller did.
+One pass over all live runs: collect, classify, decide, act. Level-triggered: any pass may be the first one."""
 
 import logging
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 from secrets import token_hex
@@ -12,24 +13,23 @@ from typing import Any
 from checkpointing.storage.storage_errors import explain_disk_error
 from orchestrator.config.run_config import RunConfig
 from orchestrator.controller import failpoints
-from orchestrator.controller.jobs.job_changes import changes
+from orchestrator.controller.jobs.job_identity import changes
 from orchestrator.controller.jobs.job_spec import is_live, job_spec
 from orchestrator.controller.jobs.scheduler_snapshot import UNREACHABLE, Records, SchedulerSnapshot, take_snapshot
 from orchestrator.controller.leasing.observed_since import Clock, ObservedSince
 from orchestrator.controller.reconciler import user_requests
-from orchestrator.controller.reconciler.actor import SUBMIT_WITHIN, Actor
-from orchestrator.controller.reconciler.code_note import code_note
+from orchestrator.controller.reconciler.actor import SUBMIT_WITHIN, Actor, code_note
 from orchestrator.controller.reconciler.conclude import PoolSize, conclude, to_avoid
-from orchestrator.controller.reconciler.launch_conditions import update_exclusions, wait_for_room, with_exclusions
-from orchestrator.controller.reconciler.orphaned_jobs import sweep_orphans
-from orchestrator.controller.reconciler.ownership import Domain, never_submitted
+from orchestrator.controller.reconciler.ownership import Domain, never_submitted, sweep_orphans
 from orchestrator.controller.reconciler.running_jobs import (
     end_judged_job,
     end_silent_job,
     is_held_by_somebody,
     maintain_job,
+    update_exclusions,
+    wait_for_room,
+    with_exclusions,
 )
-from orchestrator.controller.reconciler.tick_report import TickReport
 from orchestrator.controller.reconciler.world_size import UsableNodes, give_up_long_wait, next_world, size_note
 from orchestrator.controller.run_dirs.bounded_files import DirectFiles, Files, RunDirHangs
 from orchestrator.controller.run_dirs.collect_evidence import collect_evidence
@@ -45,11 +45,38 @@ from orchestrator.registry.records import Attempt, Lease, Run
 from orchestrator.registry.store import Store
 from orchestrator.scheduler.interface import LEAVING_STATES, RUNNING_STATES, JobStatus, Scheduler
 from orchestrator.scheduler.scheduler_instance import Instance
-from orchestrator.scheduler.slurm.pending_reasons import waiting_words
+from orchestrator.scheduler.slurm.refusals import waiting_words
 from orchestrator.states import LIVE_ATTEMPTS, AttemptState, RunState
 from trainer.contract.config import build
 from trainer.contract.failures.outcome import FailureKind
 from trainer.contract.run_dir import RunDir
+
+
+@dataclass(frozen=True, kw_only=True)
+class TickReport:
+    """What one pass did; `errors` names runs that could not be served.
+
+    `unreachable` names the kinds of schedulers that gave no answer at some moment, `silence` says so in their words.
+    """
+
+    live: int
+    changed: bool
+    actions: tuple[str, ...] = ()
+    errors: tuple[str, ...] = ()
+    unreachable: tuple[str, ...] = ()
+    silence: tuple[str, ...] = ()
+
+    def plus(self, other: "TickReport") -> "TickReport":
+        """Both as one."""
+        return TickReport(
+            live=self.live + other.live,
+            changed=self.changed or other.changed,
+            actions=self.actions + other.actions,
+            errors=self.errors + other.errors,
+            unreachable=self.unreachable + other.unreachable,
+            silence=self.silence + other.silence,
+        )
+
 
 log = logging.getLogger("orch.controller")
 

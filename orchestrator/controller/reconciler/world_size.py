@@ -14,12 +14,21 @@ from orchestrator.controller.reconciler.running_jobs import end_job
 from orchestrator.controller.run_dirs.collect_evidence import GAVE_UP
 from orchestrator.controller.run_view import RunView, stored_config
 from orchestrator.errors import SlurmUnreachable
-from orchestrator.recovery.elastic_policy import LastAttempt, give_up_waiting, needs_choice, next_size
+from orchestrator.recovery.elastic_policy import (
+    LastAttempt,
+    asked_nodes,
+    choose_smaller_world,
+    full_size,
+    give_up_waiting,
+    needs_choice,
+    next_size,
+    on_nodes,
+    resized,
+    world_sizes,
+)
 from orchestrator.recovery.evidence import Evidence
-from orchestrator.recovery.smaller_world import asked_nodes, on_nodes, smaller_world
-from orchestrator.recovery.world_sizes import full_size, resized, world_sizes
 from orchestrator.scheduler.interface import LEAVING_STATES, JobStatus, Resources
-from orchestrator.scheduler.slurm.pending_reasons import waits_for_nodes
+from orchestrator.scheduler.slurm.refusals import waits_for_nodes
 from trainer.contract.failures.outcome import FailureKind
 from trainer.contract.time_spans import span
 
@@ -82,7 +91,7 @@ def next_world(actor: Actor, view: RunView, usable_nodes: UsableNodes) -> dict[s
         return {"reason": f"next attempt on {choice.reason}"} if choice.reason else {}
     base = stored_config(actor.store, view.run.config_digest)
     data = resized(base, choice.size)
-    world = smaller_world(data["cluster"], base["cluster"], view.run.config_digest, choice.reason)
+    world = choose_smaller_world(data["cluster"], base["cluster"], view.run.config_digest, choice.reason)
     return {
         "config_digest": actor.store.put_config(data),
         "smaller_world": world,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from orchestrator.controller.run_dirs.own_folder import ForeignFolder, in_own_folder
+from orchestrator.controller.run_dirs.run_folder import ForeignFolder, in_own_folder
 from orchestrator.errors import OrchError
 from orchestrator.registry.locks.filesystem import mount_of
 

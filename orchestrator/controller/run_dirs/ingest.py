@@ -8,6 +8,7 @@ from typing import Any
 
 from checkpointing.config import MEMORY
 from orchestrator.controller.run_dirs.bounded_files import DirectFiles, Files
+from orchestrator.controller.run_dirs.collect_evidence import KnownProgress, progress
 from orchestrator.controller.run_dirs.event_files import (
     NewEvents,
     TierPaths,
@@ -17,7 +18,6 @@ from orchestrator.controller.run_dirs.event_files import (
     resolve_paths,
     tiers_mentioned,
 )
-from orchestrator.controller.run_dirs.newest_progress import KnownProgress, progress
 from orchestrator.controller.run_view import RunView
 from orchestrator.recovery.node_exclusion import DRILLED, TAKEN_FOR
 from orchestrator.registry.records import Attempt, Checkpoint, Copy, Generation, Notice

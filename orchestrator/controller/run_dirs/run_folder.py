@@ -1,14 +1,18 @@
-"""The run directory as the controller makes it: complete or absent, and made again from the registry after a crash."""
+"""What is read in a run directory comes from the user's own one: on a shared root another may stand in its place.
+Whether a run's folder has room for what the next job is about to write there.
+The run directory as the controller makes it: complete or absent, and made again from the registry after a crash."""
 
+import errno
 import os
 import re
 import shlex
 import shutil
 import socket
 import time
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from checkpointing.storage.backends import LocalStorage
 from checkpointing.storage.durable import (
@@ -16,21 +20,91 @@ from checkpointing.storage.durable import (
     dump_line,
     fsync_dir,
     fsync_file,
+    only_own_files,
     read_json,
     temporary_folder,
     write_durably,
 )
-from checkpointing.storage.trusted_path import NotPrivate, check_private, pinned_for_now
+from checkpointing.storage.storage_errors import disk_words, write_probe
+from checkpointing.storage.trusted_path import NotPrivate, check_private, is_trusted, pinned_for_now, user_name
 from checkpointing.verification.verify import verify_in
 from orchestrator.controller import failpoints
 from orchestrator.controller.run_dirs import staged_secrets
-from orchestrator.controller.run_dirs.own_folder import foreign
 from orchestrator.errors import Precondition
 from orchestrator.registry.records import Attempt, Run
 from trainer.contract import skipped_batches
 from trainer.contract.restore_test import write_order
 from trainer.contract.run_dir import AttemptDir, RunDir
 from trainer.contract.skipped_batches import Skip
+
+T = TypeVar("T")
+
+
+class ForeignFolder(Exception):
+    """The run directory is another user's, or was exchanged while it was read."""
+
+
+def in_own_folder(folder: Path, work: Callable[[], T]) -> T:
+    """The value of `work`, which reads no file of another user there; raises ForeignFolder, and what it raises."""
+    before = _identity(folder)
+    with only_own_files():
+        value = work()
+    if before is not None and _identity(folder) not in (None, before):
+        raise ForeignFolder(f"the run directory was exchanged while it was read: {folder}")
+    return value
+
+
+def foreign(folder: Path) -> str:
+    """Why a run directory must not be used; empty where it may, or is not there."""
+    try:
+        _identity(folder)
+    except ForeignFolder as error:
+        return str(error)
+    return ""
+
+
+def _identity(folder: Path) -> tuple[int, int] | None:
+    """Which folder it is; None where there is none. A link to it must be the user's as well."""
+    try:
+        for status in (os.lstat(folder), found := os.stat(folder)):
+            if not is_trusted(status.st_uid):
+                raise ForeignFolder(f"the run directory belongs to {user_name(status.st_uid)}: {folder}")
+    except OSError:  # what uses it says so
+        return None
+    return found.st_dev, found.st_ino
+
+
+LEAST = 1 << 18
+"""Bytes that the small files of a job may take: with less, it cannot even say why it ends."""
+_MOST_PROBED = 64 << 20
+"""Bytes that are written to see whether they can be: for more, what the file system says has to do."""
+
+
+def missing_room(folder: RunDir, checkpoint: int) -> str:
+    """Why no job can be started in this run's folder, `disk full ...`; empty when one can.
+
+    `checkpoint`: bytes of one that there has to be room for, besides the job's small files; 0: none.
+    """
+    free = _free(folder) if checkpoint else None
+    if free is not None and free < checkpoint + LEAST:
+        left, wanted = free / (1 << 20), checkpoint / (1 << 20)
+        room = f"{left:.1f} MiB are free, a checkpoint takes {wanted:.1f} MiB"
+        return f"{disk_words(errno.ENOSPC)}: {room} ({folder.path})"
+    return write_probe(folder.path, min(checkpoint + LEAST, _MOST_PROBED))
+
+
+def _free(folder: RunDir) -> int | None:
+    """Bytes that are free, and those that the next job frees first; None where the file system does not tell."""
+    from checkpointing.retention.garbage import find_debris  # storage backends: only after a disk was full
+    from checkpointing.tiers.catalog import Catalog  # the same
+
+    try:
+        usage = shutil.disk_usage(folder.path)
+        debris = sum(one.bytes for one in find_debris(Catalog(folder.checkpoints)))
+    except OSError:
+        return None
+    return usage.free + debris if usage.total else None
+
 
 _DRAFT = re.compile(r"\..+\.[0-9a-f]{8}(\..+)?\.[0-9a-f]{8}\.tmp")
 _ABANDONED = 86400.0

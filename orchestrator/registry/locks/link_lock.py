@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from orchestrator.errors import RegistryError
-from trainer.contract.process_identity import boot_id, is_visible, process_space, start_time
+from trainer.contract.node_identity import boot_id, is_visible, process_space, start_time
 
 STALE_SECONDS = 45.0
 """Longer than any write transaction takes: those wait for SQLite for seconds."""

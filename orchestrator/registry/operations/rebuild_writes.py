@@ -21,7 +21,7 @@ from orchestrator.registry.models import (
     SubmissionRow,
     TransitionRow,
 )
-from orchestrator.registry.operations.lease_writes import NOBODY
+from orchestrator.registry.operations.controller_writes import NOBODY
 from orchestrator.registry.operations.run_record import Record
 from orchestrator.registry.records import (
     Attempt,

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpointing.storage.durable import canonical, only_own_files, read_json, reserve, write_durably, write_reserved
-from trainer.contract.node_identity import local_job_id
-from trainer.contract.process_identity import boot_id, is_visible, process_space, process_state
+from trainer.contract.node_identity import boot_id, is_visible, local_job_id, process_space, process_state
 from trainer.contract.run_dir import AttemptDir
 
 MARK = "ORCH_LOCAL_JOB"

@@ -20,9 +20,8 @@ from orchestrator.scheduler.interface import JobSpec, Resources
 from orchestrator.scheduler.job_environment import Submitter
 from orchestrator.scheduler.job_tags import TAG_VARIABLE
 from orchestrator.scheduler.script import prepare
-from orchestrator.scheduler.slurm.command_output import expand_nodes, fold_nodes
-from orchestrator.scheduler.slurm.commands import require, run_command
-from orchestrator.scheduler.slurm.environment_handover import with_environment
+from orchestrator.scheduler.slurm.client_environment import with_environment
+from orchestrator.scheduler.slurm.command_output import expand_nodes, fold_nodes, require, run_command
 from orchestrator.scheduler.slurm.node_capacity import known_nodes, known_partitions, shortfall
 from orchestrator.scheduler.slurm.refusals import GRES, SIZE, is_of_sbatch, submit_error
 from orchestrator.scheduler.slurm.sbatch_values import check_field, check_nodes, check_options, check_text, minutes

@@ -9,8 +9,15 @@ from pathlib import Path
 
 from orchestrator.errors import SlurmUnreachable, SubmitRejected
 from orchestrator.scheduler import submitit_payload
-from orchestrator.scheduler.backoff import Backoff
-from orchestrator.scheduler.interface import ENDED_STATES, LEAVING_STATES, UNREADABLE, UNRECORDED, JobSpec, JobStatus
+from orchestrator.scheduler.interface import (
+    ENDED_STATES,
+    LEAVING_STATES,
+    UNREADABLE,
+    UNRECORDED,
+    Backoff,
+    JobSpec,
+    JobStatus,
+)
 from orchestrator.scheduler.job_tags import is_marked, tag_in, tags
 from orchestrator.scheduler.slurm.command_output import (
     DOWN,
@@ -18,18 +25,21 @@ from orchestrator.scheduler.slurm.command_output import (
     SACCT_FORMAT,
     SEPARATOR,
     SQUEUE_FORMAT,
+    TIMEOUT_S,
     Listing,
     Mine,
     UnreadableField,
     ended_jobs,
     fold_nodes,
+    no_contact,
     read_accounting,
     read_node_states,
     read_queue,
+    run_command,
+    unreachable,
 )
-from orchestrator.scheduler.slurm.commands import TIMEOUT_S, no_contact, run_command, unreachable
 from orchestrator.scheduler.slurm.sbatch_values import check_nodes
-from trainer.contract.cut_text import cut
+from trainer.contract.time_spans import cut
 
 ASK_AGAIN, ASK_AGAIN_AT_MOST = 30.0, 600.0
 """Seconds until an accounting that did not answer is asked again; doubled each time."""

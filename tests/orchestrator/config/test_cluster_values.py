@@ -4,9 +4,8 @@ import pytest
 
 from orchestrator.config.compose import compose
 from orchestrator.errors import ConfigError
-from orchestrator.scheduler.slurm.cluster_values import LONGEST_LEAD
-from orchestrator.scheduler.slurm.sbatch_options import FLAGS, FORMS, memory_meant, time_meant
-from orchestrator.scheduler.slurm.sbatch_values import KNOWN
+from orchestrator.scheduler.slurm.node_capacity import LONGEST_LEAD
+from orchestrator.scheduler.slurm.sbatch_values import FLAGS, FORMS, KNOWN, memory_meant, time_meant
 
 ENVIRON = {"HOME": "/nowhere"}
 

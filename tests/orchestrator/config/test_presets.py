@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.config import presets
+from orchestrator.config import yaml_text
 from orchestrator.config.compose import compose
 
-RUNNABLE = [name for name in presets.names() if "/" not in name]
-GROUPS = [name for name in presets.names() if "/" in name]
+RUNNABLE = [name for name in yaml_text.names() if "/" not in name]
+GROUPS = [name for name in yaml_text.names() if "/" in name]
 
 
 @pytest.mark.parametrize("name", RUNNABLE)
@@ -39,14 +39,14 @@ def test_the_demo_kills_a_rank_between_two_checkpoints_in_mid_run() -> None:
 
 
 def test_every_preset_speaks_to_a_newcomer() -> None:
-    for name in presets.names():
-        first = (presets.folder("configs") / f"{name}.yaml").read_text().splitlines()[0]
+    for name in yaml_text.names():
+        first = (yaml_text.folder("configs") / f"{name}.yaml").read_text().splitlines()[0]
         assert first.startswith("# "), name
 
 
 def test_a_wheel_carries_its_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     packed = tmp_path / "orchestrator" / "data" / "configs"
     packed.mkdir(parents=True)
-    monkeypatch.setattr(presets, "__file__", str(tmp_path / "orchestrator" / "config" / "presets.py"))
-    assert presets.folder("configs") == packed
-    assert presets.folder("sbatch_templates") == tmp_path / "sbatch_templates"
+    monkeypatch.setattr(yaml_text, "__file__", str(tmp_path / "orchestrator" / "config" / "presets.py"))
+    assert yaml_text.folder("configs") == packed
+    assert yaml_text.folder("sbatch_templates") == tmp_path / "sbatch_templates"

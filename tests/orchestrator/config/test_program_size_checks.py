@@ -1,12 +1,12 @@
 """Programs that Linux could not start are refused at submit; the longest that it can start are accepted."""
 
-from orchestrator.config.program_size_checks import complaints
 from orchestrator.config.run_config import RunConfig
+from orchestrator.config.validation import program_size_complaints
 from trainer.contract.program_limits import MAX_STRING_BYTES
 
 
 def complained(**fields):
-    return [what for what, hint in complaints(RunConfig(**fields)) if hint]
+    return [what for what, hint in program_size_complaints(RunConfig(**fields)) if hint]
 
 
 def test_the_longest_argument_and_variable_that_linux_starts_are_accepted():

@@ -11,14 +11,13 @@ import psutil
 import pytest
 
 from orchestrator.controller import service
-from orchestrator.controller.leasing.lease import LEASE_TTL, host_name
-from orchestrator.controller.leasing.lease_wait import is_awaited
+from orchestrator.controller.leasing.lease import LEASE_TTL, host_name, is_awaited
 from orchestrator.home import controller_log
 from orchestrator.registry.store import Store
 from orchestrator.scheduler.available_schedulers import lease_key
 from tests.orchestrator.controller.until import until
 from trainer.contract.config_sections.scheduler_kinds import LOCAL
-from trainer.contract.process_identity import start_time
+from trainer.contract.node_identity import start_time
 
 
 def test_a_daemon_is_started_once_found_and_stopped(path: Path) -> None:

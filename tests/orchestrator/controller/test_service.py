@@ -21,7 +21,7 @@ from orchestrator.home import registry_path, state_home
 from orchestrator.registry.records import Lease, NewRun
 from orchestrator.registry.store import Store
 from trainer.contract.logs.log_rotation import LogFile
-from trainer.contract.process_identity import start_time
+from trainer.contract.node_identity import start_time
 from trainer.contract.run_dir import RunDir
 
 

@@ -7,7 +7,7 @@ from orchestrator.controller.reconciler.conclude import _steps_known
 from orchestrator.controller.run_view import RunView
 from orchestrator.registry.records import Attempt, Run
 from orchestrator.states import AttemptState, RunState
-from trainer.contract.user_command.command_checkpoints import CommandCheckpointsConfig
+from trainer.contract.user_command.command_progress import CommandCheckpointsConfig
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,8 @@ import pytest
 
 from orchestrator.config.redaction import redacted_url
 from orchestrator.errors import Fenced
+from orchestrator.notifications.channels import MOST_WAITING, Notified, Sender, Told
 from orchestrator.notifications.controller_pass import AGAIN, STALE, TOGETHER, Notifications
-from orchestrator.notifications.record import MOST_WAITING, Notified, Told
-from orchestrator.notifications.sender import Sender
 from orchestrator.registry.records import NewRun, Run
 from orchestrator.registry.store import Store
 from orchestrator.states import AttemptState, RunState

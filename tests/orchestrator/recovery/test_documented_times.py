@@ -6,14 +6,12 @@ from typing import Any
 import pytest
 
 from orchestrator.recovery.classify_failure import End, judge
-from orchestrator.recovery.elastic_policy import LastAttempt
-from orchestrator.recovery.evidence import Evidence
-from orchestrator.recovery.failure_rate import FailureCount
+from orchestrator.recovery.elastic_policy import LastAttempt, WorldSize
+from orchestrator.recovery.evidence import Evidence, FailureCount
 from orchestrator.recovery.node_exclusion import Blame, NodeRecord
 from orchestrator.recovery.node_failure_rate import NodeHistory
 from orchestrator.recovery.retry_policy import Decision, EndedAttempt
 from orchestrator.recovery.silent_coordinator import Escalation, judge_silence
-from orchestrator.recovery.world_sizes import WorldSize
 from orchestrator.scheduler.interface import JobStatus
 from trainer.contract.failures.outcome import AgentEnd, AgentReport, AttemptOutcome, AttemptResult
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from orchestrator.recovery.drilled_failures import attributed, drill_words
+from orchestrator.recovery.retry_policy import attributed, drill_words
 from orchestrator.registry.records import Notice
 from trainer.contract.events import EventKind
 from trainer.contract.failures.outcome import Failure, FailureKind

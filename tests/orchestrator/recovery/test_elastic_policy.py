@@ -2,9 +2,17 @@
 
 import pytest
 
-from orchestrator.recovery.elastic_policy import LastAttempt, give_up_waiting, needs_choice, next_size
-from orchestrator.recovery.smaller_world import asked_nodes, on_nodes, size_words, smaller_world
-from orchestrator.recovery.world_sizes import WorldSize
+from orchestrator.recovery.elastic_policy import (
+    LastAttempt,
+    WorldSize,
+    asked_nodes,
+    choose_smaller_world,
+    give_up_waiting,
+    needs_choice,
+    next_size,
+    on_nodes,
+    size_words,
+)
 from trainer.contract.failures.outcome import FailureKind
 
 SIZES = [WorldSize(nodes=4, spare_nodes=1), WorldSize(nodes=4), WorldSize(nodes=3), WorldSize(nodes=2)]
@@ -100,15 +108,15 @@ def test_a_size_that_slurm_refuses_for_longer_than_patience_is_given_up_too(
 
 
 def test_cluster_sections_without_sizes_mean_one_node_and_no_spare() -> None:
-    facts = smaller_world({}, {}, "f00d", "a reason")
+    facts = choose_smaller_world({}, {}, "f00d", "a reason")
     assert list(facts.values()) == [1, 0, 1, 0, "a reason", "f00d"]
 
 
 def test_a_smaller_world_in_words() -> None:
     full = {"nodes": 4, "spare_nodes": 2}
-    world = smaller_world({"nodes": 3, "spare_nodes": 0}, full, "f00d", "1 node was missing for 1h01m")
+    world = choose_smaller_world({"nodes": 3, "spare_nodes": 0}, full, "f00d", "1 node was missing for 1h01m")
     assert size_words(3, world) == "attempt 3 runs on 3 of 4 nodes: 1 node was missing for 1h01m"
     assert size_words(3, None) == ""
-    spares = smaller_world({"nodes": 4, "spare_nodes": 1}, full, "f00d", "1 node was missing")
+    spares = choose_smaller_world({"nodes": 4, "spare_nodes": 1}, full, "f00d", "1 node was missing")
     assert on_nodes(spares) == "with 1 of 2 spare nodes: 1 node was missing"
     assert asked_nodes(spares) == 5

@@ -7,17 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.recovery.retry_policy import (
-    Action,
-    Decision,
-    EndedAttempt,
-    after_cancel,
-    backoff_seconds,
-    decide,
-)
+from orchestrator.recovery.retry_policy import Action, Decision, EndedAttempt, after_cancel, backoff_seconds, decide
 from trainer.contract.config import RecoveryConfig
-from trainer.contract.failures.failure_kinds import TRAITS, Budget
-from trainer.contract.failures.outcome import Failure, FailureKind
+from trainer.contract.failures.outcome import TRAITS, Budget, Failure, FailureKind
 
 CONFIG = RecoveryConfig()
 NOW = 1_000_000.0  # Jan 12 13:46:40 UTC

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.recovery.suspect_checkpoints import newly_suspect
+from orchestrator.recovery.retry_policy import newly_suspect
 from orchestrator.registry.records import Attempt, Checkpoint, Generation
 from orchestrator.states import AttemptState, Trust
 from trainer.contract.failures.outcome import Failure, FailureKind

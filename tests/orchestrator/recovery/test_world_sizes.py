@@ -9,7 +9,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from orchestrator.config.run_config import RunConfig
-from orchestrator.recovery.world_sizes import WorldSize, fitting_nodes, resized, smaller_world, world_sizes
+from orchestrator.recovery.elastic_policy import WorldSize, fitting_nodes, resized, smaller_world, world_sizes
 from trainer.contract.config import build
 
 

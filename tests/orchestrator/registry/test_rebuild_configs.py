@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from orchestrator.controller.run_dirs.run_folder import ensure_attempt_dir
-from orchestrator.recovery.smaller_world import smaller_world
+from orchestrator.recovery.elastic_policy import choose_smaller_world
 from orchestrator.registry.store import Store
 from orchestrator.registry_rebuild.rebuild import rebuild
 from orchestrator.states import AttemptState, RunState
@@ -73,7 +73,7 @@ SMALLER = {**LONGER, "cluster": {"nodes": 3}}
 def begin_smaller(desk: Desk, folder: RunDir) -> str:
     """The run's next attempt on three of its four nodes; the digest of its config."""
     base, digest = desk.store.run(folder.name).config_digest, desk.store.put_config(SMALLER)
-    world = smaller_world({"nodes": 3}, {"nodes": 4}, base, "1 node was missing for 1h01m")
+    world = choose_smaller_world({"nodes": 3}, {"nodes": 4}, base, "1 node was missing for 1h01m")
     attempt = desk.store.add_attempt(
         folder.name, nonce="11111111", excluded=(), config_digest=digest, smaller_world=world, **desk.stamp
     )

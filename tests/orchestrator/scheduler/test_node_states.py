@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 
 from orchestrator.config.run_config import ClusterConfig, RunConfig
-from orchestrator.controller.jobs.partition_sizes import PartitionSizes
+from orchestrator.controller.jobs.submission_limits import PartitionSizes
 from orchestrator.errors import SlurmUnreachable
 from orchestrator.scheduler.available_schedulers import FACTORIES
 from orchestrator.scheduler.interface import UNREADABLE, Resources
+from orchestrator.scheduler.slurm.node_capacity import usable_nodes
 from orchestrator.scheduler.slurm.slurm_scheduler import SlurmScheduler
-from orchestrator.scheduler.slurm.usable_nodes import usable_nodes
 from tests.orchestrator.scheduler.conftest import Program, printing
 from tests.orchestrator.scheduler.test_slurm_text import queue
 

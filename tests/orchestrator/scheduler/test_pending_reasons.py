@@ -7,7 +7,7 @@ import pytest
 from orchestrator.config.compose import compose
 from orchestrator.config.layers import from_overrides
 from orchestrator.scheduler.interface import Resources
-from orchestrator.scheduler.slurm.pending_reasons import (
+from orchestrator.scheduler.slurm.refusals import (
     LONG_WAIT,
     MAY_STAY,
     STAYS,

@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.controller.jobs.partition_sizes import read_sizes
+from orchestrator.controller.jobs.submission_limits import read_sizes
 from orchestrator.scheduler.interface import ENDED_STATES, QUEUED_STATES, RUNNING_STATES, Resources
 from orchestrator.scheduler.scheduler_instance import read_instance
 from orchestrator.scheduler.slurm.command_output import ended_jobs, read_accounting, read_node_states, read_queue
+from orchestrator.scheduler.slurm.node_capacity import count_usable
 from orchestrator.scheduler.slurm.slurm_scheduler import SlurmScheduler
-from orchestrator.scheduler.slurm.usable_nodes import count_usable
 from tests.fakes.recorded_slurm import VERSIONS, RecordedSlurm
 from tests.orchestrator.scheduler.conftest import Program, printing
 from tests.orchestrator.scheduler.test_slurm_text import accounting

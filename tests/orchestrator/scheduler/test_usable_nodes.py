@@ -6,8 +6,8 @@ import pytest
 
 from orchestrator.errors import SlurmUnreachable
 from orchestrator.scheduler.interface import Resources
-from orchestrator.scheduler.slurm import usable_nodes
-from orchestrator.scheduler.slurm.usable_nodes import count_usable
+from orchestrator.scheduler.slurm import node_capacity
+from orchestrator.scheduler.slurm.node_capacity import count_usable
 
 SINFO = """\
 n1|low*|8|4000|(null)|idle
@@ -46,9 +46,9 @@ def test_nodes_in_service_that_have_what_is_asked(
 
 
 def test_a_slurm_that_does_not_answer_is_no_empty_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(usable_nodes, "run_command", lambda command, timeout: Failed())
+    monkeypatch.setattr(node_capacity, "run_command", lambda command, timeout: Failed())
     with pytest.raises(SlurmUnreachable, match="sinfo failed: slurm_load_partitions: Unable to contact"):
-        usable_nodes.usable_nodes(Resources(nodes=1), frozenset())
+        node_capacity.usable_nodes(Resources(nodes=1), frozenset())
 
 
 class Failed:

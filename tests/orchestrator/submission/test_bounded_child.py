@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.submission import bounded_child
-from orchestrator.submission.bounded_child import BoundedChild, ChildAnswer
+from orchestrator.submission import user_code
+from orchestrator.submission.user_code import BoundedChild, ChildAnswer
 from tests.trainer.agent.job import until
 
 
@@ -46,7 +46,7 @@ def test_its_death_is_told_with_its_last_line(tmp_path: Path, program: str, died
 
 
 def test_what_it_has_started_ends_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bounded_child, "NOTED_AFTER", 0.0)
+    monkeypatch.setattr(user_code, "NOTED_AFTER", 0.0)
     program = f"""
     import subprocess
     helper = subprocess.Popen([{sys.executable!r}, "-c", "import time; time.sleep(600)"])

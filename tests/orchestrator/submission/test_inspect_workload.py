@@ -8,8 +8,7 @@ import pytest
 
 from orchestrator.config.run_config import ClusterConfig, RunConfig
 from orchestrator.errors import ConfigError
-from orchestrator.submission.bounded_child import ChildAnswer
-from orchestrator.submission.inspect_workload import _judge, inspecting, job_environment
+from orchestrator.submission.user_code import ChildAnswer, _judge, inspecting, job_environment
 from trainer.contract.config import WorkloadConfig
 from trainer.contract.config_sections.parallel_config import FsdpConfig, ParallelConfig
 from trainer.contract.user_code.code_record import CodeFile, CodeRecord
@@ -75,7 +74,7 @@ def test_an_import_that_does_not_end_refuses_nothing(answer: ChildAnswer, words:
     "config", [RunConfig(), own(command=("python", "train.py")), own(cluster=ClusterConfig(python="/other/python"))]
 )
 def test_nothing_is_imported_where_nothing_could_be_learnt(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("orchestrator.submission.inspect_workload.BoundedChild", None)
+    monkeypatch.setattr("orchestrator.submission.user_code.BoundedChild", None)
     with inspecting(config, "local", os.environ) as inspection:
         assert inspection.finish(print, print) is None
 

@@ -8,7 +8,7 @@ import pytest
 from orchestrator.config.compose import compose
 from orchestrator.errors import ConfigError, SubmitRejected
 from orchestrator.scheduler.slurm import sbatch
-from orchestrator.submission.job_check import check_script, check_with_scheduler
+from orchestrator.submission.create_run import check_script, check_with_scheduler
 from tests.fakes.slurm_commands import SINFO, refusing, write_commands
 
 NO_NODES = "allocation failure: Requested node configuration is not available"

@@ -9,8 +9,8 @@ from checkpointing.config import CheckpointConfig, TierConfig
 from checkpointing.tiers import tier
 from orchestrator.config.run_config import RunConfig
 from orchestrator.errors import Precondition
-from orchestrator.submission.bounded_child import ChildAnswer
-from orchestrator.submission.tier_check import _judge, checking_tiers
+from orchestrator.submission.create_run import _judge, checking_tiers
+from orchestrator.submission.user_code import ChildAnswer
 from tests.orchestrator.ordinary_user import folder_of_an_ordinary_user
 
 

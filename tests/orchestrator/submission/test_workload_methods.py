@@ -7,7 +7,7 @@ import pytest
 from orchestrator.config.run_config import RunConfig
 from orchestrator.errors import ConfigError
 from orchestrator.submission import user_code
-from orchestrator.submission.workload_methods import near_methods
+from orchestrator.submission.user_code import near_methods
 from trainer.contract.config import WorkloadConfig
 
 HEAD = "import orch\nclass X(orch.BaseWorkload):\n"

@@ -27,8 +27,7 @@ from trainer.contract.messages.agents import Fault
 from trainer.contract.messages.ranks import ReportedEnd, Store
 from trainer.contract.node_identity import NodeIdentity
 from trainer.contract.ranks.progress import StopReason
-from trainer.contract.ranks.rank_messages import send_message
-from trainer.contract.ranks.rank_outcomes import append_outcome
+from trainer.contract.ranks.rank_messages import append_outcome, send_message
 from trainer.contract.run_dir import RunDir
 
 M = TypeVar("M")

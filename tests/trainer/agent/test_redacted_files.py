@@ -21,7 +21,7 @@ from trainer.contract.config import JobConfig
 from trainer.contract.events import EventKind, EventLog
 from trainer.contract.failures.outcome import AgentEnd, AgentReport, AttemptOutcome, AttemptResult, RankOutcome
 from trainer.contract.heartbeat import Heartbeat
-from trainer.contract.ranks.rank_outcomes import append_outcome
+from trainer.contract.ranks.rank_messages import append_outcome
 from trainer.contract.restore_test import Outcome, RestoreVerdict
 from trainer.contract.run_dir import AttemptDir, RunDir
 from trainer.contract.secrets import secret_redaction

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.warm_programs import as_program
-from trainer.contract.ranks.step_signals import block_step_signals
+from trainer.contract.ranks.progress import block_step_signals
 from trainer.contract.run_dir import AttemptDir
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -7,16 +7,16 @@ import pytest
 
 from trainer.contract import config as configs
 from trainer.contract.config import ClusterShape, JobConfig, ModelConfig, OptimizerConfig, TrainConfig
-from trainer.contract.config_sections.drill_config import DrillEvent
+from trainer.contract.config_sections.fault_detection_config import DrillEvent
 from trainer.contract.config_sections.parallel_config import (
     FsdpConfig,
     MeshSizes,
     ParallelConfig,
     ParameterSizes,
+    PipelineConfig,
     place_in,
     place_words,
 )
-from trainer.contract.config_sections.pipeline_config import PipelineConfig
 from trainer.contract.run_dir import RunDir
 
 

@@ -10,8 +10,14 @@ import pytest
 from trainer.contract.failures.outcome import AttemptOutcome, AttemptResult, ExitCode, Failure, FailureKind, RankOutcome
 from trainer.contract.launch_token import LaunchToken, holds, revoke
 from trainer.contract.messages.ranks import FROM_RANK, TO_RANK, ReportedEnd, Store
-from trainer.contract.ranks.rank_messages import RankSpec, receive_message, send_message
-from trainer.contract.ranks.rank_outcomes import all_outcomes, append_outcome, find_outcome
+from trainer.contract.ranks.rank_messages import (
+    RankSpec,
+    all_outcomes,
+    append_outcome,
+    find_outcome,
+    receive_message,
+    send_message,
+)
 from trainer.contract.requests import Request, RequestKind, pending
 from trainer.contract.run_dir import AttemptDir, RunDir
 

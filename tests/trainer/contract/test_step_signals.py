@@ -10,7 +10,7 @@ import pytest
 
 PROLOGUE = """
 import multiprocessing, os, signal, subprocess, sys, threading, time
-from trainer.contract.ranks.step_signals import STEP_SIGNALS, outlive_step_signals
+from trainer.contract.ranks.progress import STEP_SIGNALS, outlive_step_signals
 
 def status(text):
     fields = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
@@ -94,7 +94,7 @@ def test_children_have_the_defaults(name):
 
 
 def test_a_signal_that_comes_during_a_fork_reaches_parent_and_child():
-    from trainer.contract.ranks.step_signals import block_step_signals
+    from trainer.contract.ranks.progress import block_step_signals
 
     handled: list[int] = []
     before = signal.signal(signal.SIGUSR1, lambda number, _: handled.append(number))

@@ -17,8 +17,8 @@ from trainer.contract import token_shards
 from trainer.contract.events import Event, read_events
 from trainer.contract.failures.outcome import RankOutcome
 from trainer.contract.launch_token import LaunchToken
-from trainer.contract.logs.work_log import work_lines
-from trainer.contract.ranks.rank_outcomes import find_outcome
+from trainer.contract.logs.line_file import work_lines
+from trainer.contract.ranks.rank_messages import find_outcome
 from trainer.contract.run_dir import AttemptDir, RunDir
 
 with warnings.catch_warnings():

@@ -7,9 +7,8 @@ from pathlib import Path
 from checkpointing.storage.durable import dump_line
 from trainer.contract.events import EventKind, read_events
 from trainer.contract.failures.outcome import RankOutcome
-from trainer.contract.logs.work_log import work_lines
-from trainer.contract.ranks.rank_messages import RankSpec
-from trainer.contract.ranks.rank_outcomes import all_outcomes, pack_error_file
+from trainer.contract.logs.line_file import work_lines
+from trainer.contract.ranks.rank_messages import RankSpec, all_outcomes, pack_error_file
 from trainer.contract.run_dir import AttemptDir, RunDir
 from trainer.worker.crash_report import report_end
 from trainer.worker.reporting.metrics import Journal

@@ -25,8 +25,8 @@ from trainer.agent.watch.command_errors import CommandPast, has_advanced
 from trainer.agent.watch.rank_sample import RankSample
 from trainer.contract.config import JobConfig
 from trainer.contract.events import EventKind, EventLog
-from trainer.contract.failures.drilled_failures import drill_behind
 from trainer.contract.failures.outcome import AttemptOutcome, Failure
+from trainer.contract.failures.suspect_checkpoints import drill_behind
 from trainer.contract.heartbeat import LONGEST_TROUBLE, Heartbeat, Stage
 from trainer.contract.launch_token import LaunchToken
 from trainer.contract.messages.agents import AskStop, ExpectStop, ProgressReport

@@ -6,9 +6,8 @@ from typing import Any
 from checkpointing.format.commit import parse_name
 from trainer.agent.ladder.in_job_policy import FIXED_BY_RESTART
 from trainer.agent.watch.root_cause import RankEnd
-from trainer.contract.failures.drilled_failures import HARMLESS
 from trainer.contract.failures.outcome import Failure, FailureKind
-from trainer.contract.failures.suspect_checkpoints import FailedGeneration, failed_generation
+from trainer.contract.failures.suspect_checkpoints import HARMLESS, FailedGeneration, failed_generation
 from trainer.contract.launch_token import LaunchToken
 from trainer.contract.messages.agents import ProgressReport
 from trainer.contract.skipped_batches import Skip

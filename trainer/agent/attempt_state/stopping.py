@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from checkpointing.save_interval import last_save_before
-from trainer.contract import slurm_time
+from trainer.contract import time_spans
 from trainer.contract.config_sections.scheduler_kinds import traits
 from trainer.contract.messages.agents import ProgressReport
 from trainer.contract.ranks.progress import StopReason
@@ -29,9 +29,9 @@ class Bounds:
 def parse_time(text: str) -> float | None:
     """Seconds of a limit in Slurm's notation; None when there is none."""
     text = text.strip()
-    if not text or slurm_time.is_no_limit(text):
+    if not text or time_spans.is_no_limit(text):
         return None
-    return float(slurm_time.seconds(text))
+    return float(time_spans.seconds(text))
 
 
 def lead(limit: float | None, asked: float) -> float:

@@ -21,9 +21,18 @@ from trainer.agent.control.tcp_transport import (
     read,
     session_seals,
 )
-from trainer.contract.messages.agents import FROM_AGENT, FromAgent
+from trainer.contract.messages.agents import (
+    FROM_AGENT,
+    HELLO,
+    PROTOCOL,
+    FromAgent,
+    Hello,
+    Refused,
+    Welcome,
+    installed_release,
+    why_foreign,
+)
 from trainer.contract.messages.codec import encode
-from trainer.contract.messages.greeting import HELLO, PROTOCOL, Hello, Refused, Welcome, installed_release, why_foreign
 from trainer.contract.requests import Request
 
 

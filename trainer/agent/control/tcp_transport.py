@@ -22,9 +22,19 @@ from dataclasses import replace
 from typing import Generic, TypeVar
 
 from trainer.contract.config_sections.scheduler_kinds import traits
-from trainer.contract.messages.agents import TO_AGENT, FromAgent, ToAgent
+from trainer.contract.messages.agents import (
+    ANSWER,
+    CHALLENGE,
+    TO_AGENT,
+    Challenge,
+    FromAgent,
+    Hello,
+    Refused,
+    ToAgent,
+    Welcome,
+    why_foreign,
+)
 from trainer.contract.messages.codec import Direction, MessageError, encode
-from trainer.contract.messages.greeting import ANSWER, CHALLENGE, Challenge, Hello, Refused, Welcome, why_foreign
 
 _SIOCGIFADDR = 0x8915
 

@@ -21,8 +21,7 @@ from trainer.agent.user_command.command_run import CommandRun
 from trainer.contract.events import EventKind
 from trainer.contract.failures.outcome import AttemptOutcome, Failure, FailureKind
 from trainer.contract.heartbeat import Stage
-from trainer.contract.messages.agents import End, KillGeneration, StartGeneration
-from trainer.contract.messages.greeting import Hello
+from trainer.contract.messages.agents import End, Hello, KillGeneration, StartGeneration
 
 
 class Teardown:

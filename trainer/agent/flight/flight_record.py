@@ -12,7 +12,7 @@ from trainer.agent.flight import group_lifetimes
 from trainer.agent.flight.dump_fields import group_name, number, word
 from trainer.agent.flight.nccl_counters import counters
 from trainer.agent.flight.p2p_messages import P2PMessage, unfinished
-from trainer.contract.ranks.process_group_file import decode_runs, encode_runs
+from trainer.contract.ranks.rank_messages import decode_runs, encode_runs
 
 KEPT = 30
 """Newest collectives kept of each group."""
@@ -205,7 +205,7 @@ def parse(
     """Read a dump of torch's flight recorder (format 2.x); what is unknown or missing in it is passed over.
 
     `dump` is its text or what that says; `groups` is what the rank has told of its groups
-    (`trainer.contract.ranks.process_group_file`), for gloo's dumps name none; `suffix` goes to the names of all groups.
+    (`trainer.contract.ranks.rank_messages`), for gloo's dumps name none; `suffix` goes to the names of all groups.
     Raises ValueError when it is no dump at all.
     """
     dump = json.loads(dump) if isinstance(dump, (str, bytes)) else dump

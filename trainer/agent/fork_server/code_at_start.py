@@ -16,13 +16,15 @@ from trainer.contract.messages.fork_server import ForkServerReady
 from trainer.contract.node_identity import discover
 from trainer.contract.run_dir import AttemptDir, RunDir
 from trainer.contract.user_code.code_record import (
+    CodeDecision,
     CodeRecord,
+    Occasion,
     changed_digests,
     changed_packages,
+    judge_code,
     package_words,
     printable,
 )
-from trainer.contract.user_code.code_rule import CodeDecision, Occasion, judge_code
 from trainer.contract.user_code.installed_packages import find_site_folders, normalized
 from trainer.contract.user_code.record_code import read_again, record_imported, record_named, with_packages
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from trainer.agent.control import unix_transport
 from trainer.agent.processes.proc import read_activity
 from trainer.contract.messages.fork_server import FROM_FORK_SERVER, FromForkServer, SignalRanks, StartRank, ToForkServer
-from trainer.contract.ranks.step_signals import block_step_signals
+from trainer.contract.ranks.progress import block_step_signals
 from trainer.contract.run_dir import AttemptDir
 
 

@@ -40,8 +40,8 @@ from trainer.contract.messages.fork_server import (
     StartRank,
     ToForkServer,
 )
-from trainer.contract.process_identity import process_state
-from trainer.contract.ranks.step_signals import block_step_signals, outlive_step_signals
+from trainer.contract.node_identity import process_state
+from trainer.contract.ranks.progress import block_step_signals, outlive_step_signals
 from trainer.contract.run_dir import AttemptDir
 from trainer.contract.secrets.secret_redaction import in_use
 

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from trainer.contract.config import JobConfig
-from trainer.contract.ranks.torchrun_variables import place_variables
+from trainer.contract.ranks.rank_messages import place_variables
 from trainer.contract.run_dir import AttemptDir, RunDir
 from trainer.contract.secrets.secret_redaction import LISTED
-from trainer.contract.user_command.command_folder import FOLDER_VARIABLE
+from trainer.contract.user_command.command_progress import FOLDER_VARIABLE
 
 _INTERPRETERS = ("python", "python3")
 

@@ -14,8 +14,7 @@ from trainer.agent.watch.hang_limits import PATIENCE
 from trainer.agent.watch.root_cause import Cause, CommandFailure, RankEnd, find_cause, secondary_order
 from trainer.contract import skipped_batches
 from trainer.contract.events import EventKind, EventLog
-from trainer.contract.failures.failure_kinds import kinds_with
-from trainer.contract.failures.outcome import LOSS_SPIKE, AttemptResult, ExitCode, Failure, FailureKind
+from trainer.contract.failures.outcome import LOSS_SPIKE, AttemptResult, ExitCode, Failure, FailureKind, kinds_with
 from trainer.contract.failures.suspect_checkpoints import FailedGeneration, failed_generation, suspect_steps
 from trainer.contract.ranks.progress import StopReason
 from trainer.contract.run_dir import AttemptDir

@@ -26,14 +26,14 @@ from trainer.agent.control.tcp_transport import AgentPeer, WireError
 from trainer.contract.messages.agents import (
     Fault,
     FromAgent,
+    Hello,
     NodeRank,
     PreflightReport,
     ProgressReport,
     StartGeneration,
     ToAgent,
 )
-from trainer.contract.messages.greeting import Hello
-from trainer.contract.process_identity import boot_id
+from trainer.contract.node_identity import boot_id
 
 
 def identity() -> str:

@@ -6,7 +6,7 @@ import signal
 from trainer.agent.processes.process_tree import kill_group
 from trainer.agent.ranks.local_ranks import LocalRanks
 from trainer.contract.config import ClusterShape
-from trainer.contract.config_sections.drill_config import KINDS
+from trainer.contract.config_sections.fault_detection_config import KINDS
 from trainer.contract.messages.agents import InjectFault
 from trainer.contract.requests import REFUSED, Request
 

@@ -17,7 +17,7 @@ from trainer.contract.failures.failure_patterns import Meaning, error_says
 from trainer.contract.failures.outcome import RankOutcome
 from trainer.contract.messages.agents import RankExit
 from trainer.contract.messages.ranks import ReportedEnd
-from trainer.contract.ranks.rank_outcomes import find_outcome, pack_error_file
+from trainer.contract.ranks.rank_messages import find_outcome, pack_error_file
 from trainer.contract.run_dir import AttemptDir
 
 Task = asyncio.Task[None]

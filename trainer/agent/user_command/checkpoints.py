@@ -15,7 +15,7 @@ from checkpointing.storage.durable import open_regular
 from trainer.agent.user_command.earlier_checkpoints import Stamps, leave_out_earlier, scan_identities
 from trainer.agent.user_command.siblings import group, has_rank, is_alike, same_but_for_rank
 from trainer.contract.failures.outcome import legible
-from trainer.contract.user_command.command_checkpoints import CommandCheckpointsConfig
+from trainer.contract.user_command.command_progress import CommandCheckpointsConfig
 
 MOST = 20
 """Checkpoints that are looked into; of older ones only the names are known."""

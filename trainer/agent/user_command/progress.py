@@ -12,7 +12,7 @@ from trainer.agent.processes.background_tasks import run_detached, start_detache
 from trainer.agent.user_command.checkpoints import CommandCheckpoint, examined, find
 from trainer.agent.user_command.earlier_checkpoints import Stamps
 from trainer.contract.events import EventKind, EventLog
-from trainer.contract.user_command.command_checkpoints import CommandCheckpointsConfig
+from trainer.contract.user_command.command_progress import CommandCheckpointsConfig
 
 LOOK_SECONDS = 5.0
 """How often the checkpoints are looked at while the program runs."""

@@ -12,9 +12,8 @@ from dataclasses import dataclass, replace
 
 from trainer.agent.watch.loading_errors import is_loading_error
 from trainer.agent.watch.root_cause import VARYING, Cause, CommandFailure, RankEnd, find_cause, is_outside, root_of
-from trainer.contract.failures.failure_kinds import kinds_with
 from trainer.contract.failures.failure_patterns import Meaning, error_says
-from trainer.contract.failures.outcome import FailureKind
+from trainer.contract.failures.outcome import FailureKind, kinds_with
 from trainer.contract.user_command.command_progress import PROGRESS_SECONDS
 
 START_SECONDS = 300.0

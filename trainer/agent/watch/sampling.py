@@ -17,7 +17,7 @@ from trainer.agent.watch.hang_limits import FAST, HALTED
 from trainer.agent.watch.rank_sample import RankSample
 from trainer.agent.watch.stragglers import should_report_work
 from trainer.contract.messages.agents import ProgressReport
-from trainer.contract.ranks.duration_histogram import quantile, sum_counts
+from trainer.contract.ranks.stage_activity import quantile, sum_counts
 
 STILL = 1.0
 """Seconds without a write to its cell after which a rank is looked at more closely."""

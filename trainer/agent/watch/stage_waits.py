@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from trainer.agent.flight.flight_record import FlightRecord
 from trainer.agent.flight.p2p_messages import P2PMessage
 from trainer.agent.watch.rank_sample import RankSample
-from trainer.contract.config_sections.pipeline_config import PipelineConfig
-from trainer.contract.pipeline.stage_ranks import rank_of_stage
+from trainer.contract.config_sections.parallel_config import PipelineConfig
+from trainer.contract.pipeline.stage_split import rank_of_stage
 from trainer.contract.ranks.stage_activity import AWAITED_SENDS, OF_ACTIVATIONS, RECEIVES, Activity, Moment
 
 _LAST = 1 << 40

@@ -1,4 +1,6 @@
-"""`parallel`: which strategy shares the model among the ranks, and how large each dimension of their mesh is."""
+"""`parallel.pipeline`: into how many stages the layers are split, and in which order stages compute.
+`model.experts`: feed-forwards of which each token is given to a few (mixture of experts).
+`parallel`: which strategy shares the model among the ranks, and how large each dimension of their mesh is."""
 
 import math
 from collections.abc import Sequence
@@ -6,7 +8,145 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
-from trainer.contract.config_sections.pipeline_config import PipelineConfig
+
+class Schedule(StrEnum):
+    """The order in which a stage computes forward and backward passes of the micro-batches of a step."""
+
+    GPIPE = "gpipe"  # all forward passes, then all backward passes (Huang et al. 2019)
+    ONE_F_ONE_B = "1f1b"  # one forward, one backward: activations of fewer micro-batches (Narayanan et al. 2019)
+    INTERLEAVED = "interleaved_1f1b"  # the same with several stages on each rank (Narayanan et al. 2021)
+    ZERO_BUBBLE = (
+        "interleaved_zero_bubble"  # ZB1P: gradients of weights are computed while others wait (Qi et al. 2023)
+    )
+    ZBV = "zbv"  # the same with two stages on each rank that form a V
+
+
+ZERO_BUBBLE = (Schedule.ZERO_BUBBLE, Schedule.ZBV)
+"""Schedules that compute the gradients of weights apart from those of activations."""
+LARGE_ROUNDS = (Schedule.INTERLEAVED, Schedule.ZERO_BUBBLE)
+"""Schedules that take micro-batches in rounds of the same size, of at least as many as there are ranks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineConfig:
+    """How ranks share the layers of the model one after the other."""
+
+    stages: int = 1
+    """Consecutive parts of the layers, `stages_per_rank` of them on each rank of the pipeline; 1: no pipeline."""
+
+    schedule: str = Schedule.ONE_F_ONE_B
+    """`gpipe`, `1f1b`, `interleaved_1f1b`, `interleaved_zero_bubble` or `zbv`."""
+
+    stages_per_rank: int = 0
+    """Stages on each rank; 0: one with `gpipe` and `1f1b`, else two."""
+
+    micro_batches: int = 0
+    """Micro-batches of a step on each data-parallel rank; 0: by `train.micro_batch_size`, or at least four times the
+    ranks of the pipeline where the share of a rank can be divided so."""
+
+    layer_seconds: tuple[float, ...] = ()
+    """Measured seconds of the embedding, of each layer, and of the output with its loss, by which layers are split;
+    empty: by modelled FLOPs. Another split changes last bits."""
+
+    def __post_init__(self) -> None:
+        if self.schedule not in set(Schedule):
+            *others, last = Schedule
+            raise ValueError(
+                f"parallel.pipeline.schedule={self.schedule}: must be {', '.join(others)} or {last}: "
+                f"type parallel.pipeline.schedule={Schedule.ONE_F_ONE_B}"
+            )
+        for name, least in (("stages", 1), ("stages_per_rank", 0), ("micro_batches", 0)):
+            if (size := getattr(self, name)) < least:
+                raise ValueError(
+                    f"parallel.pipeline.{name}={size}: must be at least {least}: type parallel.pipeline.{name}={least}"
+                )
+        if any(not 0 <= seconds < float("inf") for seconds in self.layer_seconds):
+            raise ValueError(
+                "parallel.pipeline.layer_seconds: must be numbers of seconds, 0 or more: "
+                "type ~parallel.pipeline.layer_seconds"
+            )
+        if self.stages > 1:
+            self._check_stages_per_rank()
+            self._check_stages()
+
+    def _check_stages_per_rank(self) -> None:
+        least, most = _STAGES_PER_RANK[Schedule(self.schedule)]
+        if least <= self.per_rank <= most:
+            return
+        needs = f"{least}" if least == most else f"{least} or more"
+        other = Schedule.ONE_F_ONE_B if self.per_rank == 1 else Schedule.INTERLEAVED
+        raise ValueError(
+            f"parallel.pipeline.stages_per_rank={self.per_rank}: schedule {self.schedule} has {needs} on each rank: "
+            f"type parallel.pipeline.stages_per_rank={least}, or parallel.pipeline.schedule={other}"
+        )
+
+    def _check_stages(self) -> None:
+        if self.stages % self.per_rank:
+            below = self.stages // self.per_rank * self.per_rank
+            sizes = [size for size in (below, below + self.per_rank) if size > self.per_rank]
+            raise ValueError(
+                f"parallel.pipeline.stages={self.stages}: must be a multiple of the {self.per_rank} stages of each "
+                f"rank: type {' or '.join(f'parallel.pipeline.stages={size}' for size in sizes)}"
+            )
+        if self.ranks == 1:
+            raise ValueError(
+                f"parallel.pipeline.stages={self.stages} with {self.per_rank} on each rank is a pipeline of one rank: "
+                f"type parallel.pipeline.stages={2 * self.per_rank}, or parallel.pipeline.stages=1 for no pipeline"
+            )
+
+    @property
+    def per_rank(self) -> int:
+        """Stages on each rank, with 0 decided."""
+        if self.stages == 1:
+            return 1
+        return self.stages_per_rank or (1 if self.schedule in (Schedule.GPIPE, Schedule.ONE_F_ONE_B) else 2)
+
+    @property
+    def ranks(self) -> int:
+        """The pipeline dimension of the mesh."""
+        return self.stages // self.per_rank
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether gradients of weights are computed apart from those of activations."""
+        return self.stages > 1 and self.schedule in ZERO_BUBBLE
+
+
+_ANY = 1 << 30
+_STAGES_PER_RANK = {
+    Schedule.GPIPE: (1, 1),
+    Schedule.ONE_F_ONE_B: (1, 1),
+    Schedule.INTERLEAVED: (2, _ANY),
+    Schedule.ZERO_BUBBLE: (1, _ANY),
+    Schedule.ZBV: (2, 2),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsConfig:
+    """Instead of one feed-forward, every layer has `count` smaller ones, chosen token by token."""
+
+    count: int = 0
+    """Experts of each layer; 0: every layer has one feed-forward for all tokens (`model.ffn_dim`)."""
+    per_token: int = 2
+    """Experts that compute each token; their outputs are added with weights whose sum is 1."""
+    ffn_dim: int = 128
+    """Inner width of each expert (SwiGLU)."""
+    balance_rate: float = 1e-3
+    """By how much an expert's bias moves after each step in which it had more, or fewer, tokens than the mean; the bias
+    chooses experts and weighs nothing. 0: it never moves."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("count", 0), ("per_token", 1), ("ffn_dim", 1)):
+            if (size := getattr(self, name)) < least:
+                raise ValueError(f"model.experts.{name}={size}: must be at least {least}")
+        if 0 < self.count < self.per_token:
+            raise ValueError(
+                f"model.experts.per_token={self.per_token}: must be at most model.experts.count={self.count}: "
+                f"type model.experts.per_token={self.count}"
+            )
+        if not 0 <= self.balance_rate < float("inf"):
+            raise ValueError(f"model.experts.balance_rate={self.balance_rate}: must be 0 or more")
 
 
 class Strategy(StrEnum):

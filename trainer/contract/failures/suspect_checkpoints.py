@@ -1,4 +1,5 @@
-"""PURE: which checkpoints are to be doubted because of what happened soon after they were loaded.
+"""PURE: whether a failure was brought about by a drill, so that it is held against nothing and nobody.
+PURE: which checkpoints are to be doubted because of what happened soon after they were loaded.
 
 A checkpoint whose bytes verify may still hold a state that cannot go on: saved a moment before the loss exploded, or
 with a fault of the hardware in it. Loading it again for ever would be a loop; its predecessor is tried instead.
@@ -8,8 +9,38 @@ import signal
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from trainer.contract.failures.failure_kinds import kinds_with
-from trainer.contract.failures.outcome import Failure
+from trainer.contract.config_sections.fault_detection_config import DrillEvent
+from trainer.contract.failures.outcome import Failure, kinds_with
+
+NOT_BY_A_DRILL = kinds_with(lambda traits: traits.asked_to_stop)
+"""Ends that no drill brings about."""
+HARMLESS = frozenset({"slow-rank"})
+"""Drills after which training goes on: what fails later in that generation has causes of its own."""
+
+
+def drill_behind(
+    failure: Failure, ordered: str, configured: Iterable[DrillEvent], attempt: int, generation: int
+) -> str:
+    """The kind of the drill that brought `failure` about; empty: none did.
+
+    `ordered` is the drill that was requested of this generation, `configured` are the run's `drill.events`.
+    """
+    if failure.kind in NOT_BY_A_DRILL:
+        return ""
+    if ordered:
+        return ordered
+    for event in configured:
+        if event.attempt in (0, attempt) and event.generation in (0, generation) and _fits(event, failure):
+            return event.kind
+    return ""
+
+
+def _fits(event: DrillEvent, failure: Failure) -> bool:
+    """Whether the failure is that of the rank, and of the step or the one before it, in which the event strikes."""
+    blamed = {failure.rank, *(one.rank for one in failure.culprits)} - {None}
+    near = failure.step is None or event.step - 1 <= failure.step <= event.step
+    return event.kind not in HARMLESS and near and (not blamed or event.rank in blamed)
+
 
 WITHIN = 10
 """Steps after a restore within which a failure may come from what was loaded."""

@@ -1,11 +1,14 @@
-"""Files of lines that several processes of one host append to, one write for each line."""
+"""Files of lines that several processes of one host append to, one write for each line.
+The ranks' own proof of which rank trained which step, when: one line each, in a file for each node."""
 
 import errno
+import json
 import os
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from checkpointing.storage.durable import open_regular
+from trainer.contract.run_dir import AttemptDir
 from trainer.contract.secrets.secret_redaction import in_use
 
 
@@ -68,3 +71,15 @@ def read_new_lines(path: Path, offset: int) -> tuple[list[bytes], int]:
     if not end and len(block) == MAX_READ_BYTES:
         return [], offset + len(block)  # a line of that length is none of ours
     return block[:end].splitlines(), offset + end
+
+
+def work_lines(attempt: AttemptDir) -> list[dict[str, Any]]:
+    """Every whole line of every rank, each rank's in the order of its steps; what is torn is skipped."""
+    found = []
+    for path in attempt.work_logs():
+        for line in read_new_lines(path, 0)[0]:
+            try:
+                found.append(json.loads(line))
+            except (ValueError, RecursionError):
+                continue
+    return found

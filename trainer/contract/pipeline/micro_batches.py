@@ -1,8 +1,8 @@
 """PURE: how many micro-batches a step has, and whether the schedule can take so many."""
 
 from trainer.contract.config import TrainConfig
-from trainer.contract.config_sections.pipeline_config import LARGE_ROUNDS, PipelineConfig, Schedule
-from trainer.contract.pipeline.bubble import formula
+from trainer.contract.config_sections.parallel_config import LARGE_ROUNDS, PipelineConfig, Schedule
+from trainer.contract.pipeline.simulation import formula
 
 SHOWN = 3
 """Counts that a message offers at most."""

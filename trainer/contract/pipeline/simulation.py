@@ -1,10 +1,100 @@
-"""PURE: a schedule run on paper: when each action of its table begins and ends, given the seconds of each stage."""
+"""PURE: a schedule as a table: what each rank of a pipeline does, one after the other.
+PURE: the bubble, which is the share of a step for which a rank of a pipeline waits for others.
+PURE: a schedule run on paper: when each action of its table begins and ends, given the seconds of each stage."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
 
-from trainer.contract.pipeline.bubble import RankSeconds
-from trainer.contract.pipeline.schedule_table import COMPUTES, Action, Kind, Table
+
+class Kind(StrEnum):
+    """What an action does, with the letters of torch's tables."""
+
+    FORWARD = "F"
+    BACKWARD = "B"  # gradients of activations and of weights
+    INPUT_GRADIENT = "I"
+    WEIGHT_GRADIENT = "W"
+    SEND_ACTIVATION = "SEND_F"
+    RECEIVE_ACTIVATION = "RECV_F"
+    SEND_GRADIENT = "SEND_B"
+    RECEIVE_GRADIENT = "RECV_B"
+    UNSHARD = "UNSHARD"
+    RESHARD = "RESHARD"
+    REDUCE = "REDUCE_GRAD"
+
+
+COMPUTES = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)
+
+
+class Action(NamedTuple):
+    """One entry; `micro_batch` is -1 for what is done once for a stage."""
+
+    stage: int
+    kind: Kind
+    micro_batch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.micro_batch if self.micro_batch >= 0 else ''}"
+
+
+Table = Sequence[Sequence[Action]]
+"""By rank of the pipeline."""
+
+
+def activations_held(table: Table) -> list[int]:
+    """The most pairs of a stage and a micro-batch for which each rank keeps activations at a time.
+
+    They are kept from the forward pass to the last gradient that is computed from them.
+    """
+    most = []
+    for actions in table:
+        held = high = 0
+        for action in actions:
+            held += (action.kind is Kind.FORWARD) - (action.kind in (Kind.BACKWARD, Kind.WEIGHT_GRADIENT))
+            high = max(high, held)
+        most.append(high)
+    return most
+
+
+def formula(ranks: int, micro_batches: int, stages_per_rank: int = 1) -> float:
+    """(p - 1) / (m + p - 1) of `gpipe` and `1f1b` with equal stages; with v stages on each rank, v x m for m.
+
+    Huang et al. 2019, section 2.1; Narayanan et al. 2021, section 2.2, which gives it as a share of the work.
+    """
+    return (ranks - 1) / (stages_per_rank * micro_batches + ranks - 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankSeconds:
+    """What one rank of a pipeline did in one step, in seconds; the mappings are by stage."""
+
+    span: float
+    """From the begin of the step to the end of the rank's last computation."""
+    computed: Mapping[int, float]
+    waited: Mapping[int, float]
+    """Waiting for activations or gradients that this stage needs."""
+    sends: float = 0.0
+    """Waiting at the end of the step until other stages had taken what was sent."""
+    reductions: float = 0.0
+    """In the reduction of gradients over the data-parallel ranks of a stage."""
+
+
+def bubbles(ranks: Sequence[RankSeconds]) -> list[float]:
+    """The bubble of each rank of a pipeline.
+
+    A rank waits in receives, and after its last computation for the rank that ends last: all begin a step together.
+    """
+    longest = max((rank.span for rank in ranks), default=0.0)
+    if not longest:
+        return [0.0 for _ in ranks]
+    return [(sum(rank.waited.values()) + longest - rank.span) / longest for rank in ranks]
+
+
+def bubbles_of_stages(ranks: Sequence[RankSeconds]) -> dict[int, float]:
+    """The share of the step that each stage made its rank wait in receives; without the end of the step."""
+    longest = max((rank.span for rank in ranks), default=0.0)
+    return {stage: seconds / longest for rank in ranks for stage, seconds in rank.waited.items() if longest}
 
 
 @dataclass(frozen=True, kw_only=True)

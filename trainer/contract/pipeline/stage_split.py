@@ -1,10 +1,84 @@
-"""PURE: which layers each stage has, so that the slowest stage is as fast as can be."""
+"""PURE: which rank of a pipeline has which stages.
+PURE: what the parts of the built-in model cost beside each other: embedding, layers, output with its loss.
+PURE: which layers each stage has, so that the slowest stage is as fast as can be.
+PURE: what of a run does not go with its pipeline.
+PURE: which parameters a rank of a pipeline has."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 
-from trainer.contract.pipeline.layer_costs import LayerCosts
+from trainer.contract.config import JobConfig, ModelConfig, TrainConfig
+from trainer.contract.config_sections.parallel_config import PipelineConfig, Schedule, place_in
+from trainer.contract.model_costs.model_flops import Parameter, feed_forward_weights, parameters
+
+
+def rank_of_stage(config: PipelineConfig, stage: int) -> int:
+    """The rank within the pipeline: stages go round the ranks, with `zbv` forward and then back."""
+    turn, place = divmod(stage, config.ranks)
+    if config.schedule == Schedule.ZBV and turn % 2:
+        return config.ranks - 1 - place
+    return place
+
+
+def stages_of_rank(config: PipelineConfig, rank: int) -> list[int]:
+    """In the order of the model."""
+    return [stage for stage in range(config.stages) if rank_of_stage(config, stage) == rank]
+
+
+FORWARD_SHARE = 1 / 3
+"""Of forward and backward pass: gradients of inputs and of weights are a product each, as the forward pass is."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerCosts:
+    """Forward and backward pass of one sequence; FLOPs or seconds, which only compare with each other."""
+
+    embedding: float
+    layers: tuple[float, ...]
+    output: float
+    """The last norm, the projection to the vocabulary, and the loss."""
+
+    @property
+    def total(self) -> float:
+        return self.embedding + sum(self.layers) + self.output
+
+
+def modelled(model: ModelConfig, train: TrainConfig) -> LayerCosts:
+    """FLOPs counted as `flops_per_token` does, and the forward pass of layers that are recomputed a second time."""
+    width = model.dim // model.heads
+    attention = 2 * model.dim * model.heads * width + 2 * model.dim * model.kv_heads * width
+    layer = 6.0 * (attention + feed_forward_weights(model)) + 12.0 * model.heads * width * train.seq_len
+    return LayerCosts(
+        embedding=0.0,
+        layers=tuple(
+            train.seq_len * layer * (1 + FORWARD_SHARE if _is_recomputed(number, train) else 1)
+            for number in range(model.layers)
+        ),
+        output=train.seq_len
+        * 6.0
+        * model.dim
+        * model.vocab_size
+        * (1 if train.loss_chunks == 1 else 1 + FORWARD_SHARE),
+    )
+
+
+def measured(seconds: tuple[float, ...], model: ModelConfig) -> LayerCosts:
+    """Of `parallel.pipeline.layer_seconds`; raises ValueError unless they are as many as the model has parts."""
+    if len(seconds) != model.layers + 2:
+        raise ValueError(
+            f"parallel.pipeline.layer_seconds has {len(seconds)} numbers: must have {model.layers + 2}, for the "
+            f"embedding, each of model.layers={model.layers}, and the output with its loss"
+        )
+    if not sum(seconds):
+        raise ValueError("parallel.pipeline.layer_seconds are all 0: one must be above 0")
+    embedding, *layers, output = seconds
+    return LayerCosts(embedding=embedding, layers=tuple(layers), output=output)
+
+
+def _is_recomputed(number: int, train: TrainConfig) -> bool:
+    return train.activation_checkpointing and number % train.recompute.every == 0
+
 
 StageCost = Callable[[int, int, int], float]
 """Of a stage with the layers from one number to before another."""
@@ -107,3 +181,76 @@ def _least(
 
 def _range(part: StagePart) -> str:
     return f"{part.first}" if part.end == part.first + 1 else f"{part.first}-{part.end - 1}"
+
+
+def problems(pipeline: PipelineConfig, config: JobConfig) -> Iterator[str]:
+    """Everything that is refused, with what to type; nothing for a model in one stage."""
+    if pipeline.stages == 1:
+        return
+    if not config.trains_built_in_workload:
+        yield (
+            f"parallel.pipeline.stages={pipeline.stages}: only the built-in model can be split into stages: "
+            "type parallel.pipeline.stages=1"
+        )
+        return
+    if config.model.tie_embeddings:
+        yield (
+            f"model.tie_embeddings=true with parallel.pipeline.stages={pipeline.stages}: the embedding is in the first "
+            "stage and the output in the last one: type model.tie_embeddings=false"
+        )
+    if pipeline.splits_backward:
+        yield from _of_split_backward(pipeline, config)
+    try:
+        split_of(pipeline, config)
+    except ValueError as error:
+        yield str(error)
+
+
+def _of_split_backward(pipeline: PipelineConfig, config: JobConfig) -> Iterator[str]:
+    """What torch 2.13 cannot do, or not well, where gradients of weights are computed apart."""
+    other = "type parallel.pipeline.schedule=1f1b parallel.pipeline.stages_per_rank=1"
+    key = f"parallel.pipeline.schedule={pipeline.schedule}"
+    if config.train.activation_checkpointing:
+        # 11 times for a layer of the built-in model, and with `keep: products` it raises.
+        yield (
+            f"{key} with train.activation_checkpointing=true: torch 2.13 computes a layer again for each of its "
+            f"weights: {other}, or train.activation_checkpointing=false"
+        )
+    if config.train.compile:
+        yield f"{key} with train.compile=true: torch 2.13 cannot split the backward pass of compiled layers: {other}"
+
+
+def split_of(pipeline: PipelineConfig, config: JobConfig) -> Split:
+    """The stages by measured seconds where there are some, else by modelled FLOPs; raises ValueError."""
+    seconds = pipeline.layer_seconds
+    costs = measured(seconds, config.model) if seconds else modelled(config.model, config.train)
+    return split(costs, pipeline.stages)
+
+
+_OF_FIRST, _OF_LAST = "embedding.", ("norm.", "output.")
+
+
+def parameters_of_rank(config: JobConfig, rank: int) -> list[Parameter]:
+    """Of all stages that `rank` has, in the order of the model; without a pipeline all of the model's."""
+    known = list(parameters(config.model))
+    if config.parallel.pipeline.stages == 1:
+        return known
+    parts = parts_of_rank(config, rank)
+    return [parameter for parameter in known if any(has(part, parameter) for part in parts)]
+
+
+def parts_of_rank(config: JobConfig, rank: int) -> list[StagePart]:
+    """The stages of `rank`; raises ValueError for a model that cannot be split so."""
+    pipeline = config.parallel.pipeline
+    place, *_ = place_in(config.parallel.mesh_sizes(config.cluster.world_size), rank)
+    parts = split_of(pipeline, config).parts
+    return [parts[stage] for stage in stages_of_rank(pipeline, place)]
+
+
+def has(part: StagePart, parameter: Parameter) -> bool:
+    """Whether a parameter lies in this stage."""
+    if parameter.name.startswith(_OF_FIRST):
+        return part.is_first
+    if parameter.name.startswith(_OF_LAST):
+        return part.is_last
+    return int(parameter.name.split(".")[1]) in part.layers

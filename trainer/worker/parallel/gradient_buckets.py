@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from trainer.contract.model_costs.bucket_packing import packed
+from trainer.contract.model_costs.peak_bytes import packed
 
 
 def own_part(tensor: torch.Tensor) -> torch.Tensor:

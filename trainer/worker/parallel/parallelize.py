@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from trainer.contract.config import JobConfig
-from trainer.contract.layout.check import refusal
+from trainer.contract.layout.problems import refusal
 from trainer.worker.mixture_of_experts import MixtureOfExperts, expert_parallel, share_tokens
 from trainer.worker.parallel.context_parallel import context_parallel
 from trainer.worker.parallel.data_parallel import share_out

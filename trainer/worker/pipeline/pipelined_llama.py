@@ -6,8 +6,7 @@ from torch import nn
 
 from trainer.contract.config import JobConfig
 from trainer.contract.pipeline.micro_batches import micro_batch_count, micro_batch_size
-from trainer.contract.pipeline.stage_fit import split_of
-from trainer.contract.pipeline.stage_ranks import stages_of_rank
+from trainer.contract.pipeline.stage_split import split_of, stages_of_rank
 from trainer.worker.mixture_of_experts import ExpertBalance
 from trainer.worker.parallel.gradient_buckets import mark_replica
 from trainer.worker.parallel.mesh import Layout

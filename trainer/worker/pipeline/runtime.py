@@ -8,10 +8,9 @@ from typing import Generic, TypeVar
 
 import torch
 
-from trainer.contract.config_sections.pipeline_config import PipelineConfig
-from trainer.contract.pipeline.bubble import RankSeconds
-from trainer.contract.pipeline.schedule_table import Action, Kind
-from trainer.contract.pipeline.stage_ranks import rank_of_stage
+from trainer.contract.config_sections.parallel_config import PipelineConfig
+from trainer.contract.pipeline.simulation import Action, Kind, RankSeconds
+from trainer.contract.pipeline.stage_split import rank_of_stage
 from trainer.worker.pipeline.stage import (
     EXPOSED_SENDS,
     WAITS,

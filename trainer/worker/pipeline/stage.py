@@ -34,10 +34,9 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from trainer.contract.config import JobConfig, ModelConfig, TrainConfig
-from trainer.contract.config_sections.pipeline_config import PipelineConfig, Schedule
-from trainer.contract.pipeline.schedule_table import Action, Kind, Table
-from trainer.contract.pipeline.stage_ranks import stages_of_rank
-from trainer.contract.pipeline.stage_split import StagePart
+from trainer.contract.config_sections.parallel_config import PipelineConfig, Schedule
+from trainer.contract.pipeline.simulation import Action, Kind, Table
+from trainer.contract.pipeline.stage_split import StagePart, stages_of_rank
 from trainer.contract.ranks.stage_activity import AWAITED_SENDS, RECEIVES, Activity, Moment
 from trainer.worker.llama import Llama
 from trainer.worker.parallel import parallelize

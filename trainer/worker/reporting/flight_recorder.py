@@ -18,8 +18,7 @@ from torch.distributed import DistError
 from checkpointing.storage.durable import write_atomically
 from trainer.contract.failures.failure_patterns import Meaning, error_says
 from trainer.contract.logs.line_file import LineFile
-from trainer.contract.ranks.process_group_file import encode_runs, groups_file
-from trainer.contract.ranks.rank_messages import STACKS, RankSpec
+from trainer.contract.ranks.rank_messages import STACKS, RankSpec, encode_runs, groups_file
 from trainer.contract.run_dir import RunDir
 from trainer.worker.reporting.phase_tracker import write_stderr
 from trainer.worker.startup.rendezvous import PeerLost

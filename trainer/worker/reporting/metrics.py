@@ -22,7 +22,7 @@ from checkpointing.storage.durable import dump_line, write_durably
 from trainer.contract.config import JobConfig
 from trainer.contract.config_sections.parallel_config import ParallelConfig
 from trainer.contract.events import EventKind, EventLog
-from trainer.contract.failures.save_trouble import SaveTrouble
+from trainer.contract.failures.outcome import SaveTrouble
 from trainer.contract.logs.line_file import LineFile, Lines
 from trainer.contract.model_costs.model_flops import peak_flops
 from trainer.contract.ranks.progress import SECTIONS

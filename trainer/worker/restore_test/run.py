@@ -26,8 +26,7 @@ from trainer.contract.ranks.progress import Phase
 from trainer.contract.ranks.rank_messages import RankSpec
 from trainer.contract.restore_test import Outcome, RestoreTest, RestoreVerdict
 from trainer.contract.run_dir import AttemptDir, RunDir
-from trainer.contract.user_code.code_record import CodeRecord
-from trainer.contract.user_code.code_rule import shorten
+from trainer.contract.user_code.code_record import CodeRecord, shorten
 from trainer.worker.data import TokenData, unwrapped
 from trainer.worker.reporting.metrics import Journal
 from trainer.worker.restore_test.comparability import Conditions, why_no_verdict, why_not_compared

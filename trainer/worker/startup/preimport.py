@@ -7,7 +7,7 @@ from collections.abc import Callable
 from torch.utils.data._utils import signal_handling
 
 from trainer.contract.config import JobConfig
-from trainer.contract.ranks.step_signals import outlive_step_signals
+from trainer.contract.ranks.progress import outlive_step_signals
 from trainer.worker import workload
 
 

@@ -16,8 +16,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from trainer.contract.config import ClusterShape
 from trainer.contract.failures.failure_patterns import Meaning, error_says
 from trainer.contract.messages.ranks import TO_RANK, Store
-from trainer.contract.ranks.rank_messages import RankSpec, receive_message, send_message
-from trainer.contract.ranks.torchrun_variables import place_variables
+from trainer.contract.ranks.rank_messages import RankSpec, place_variables, receive_message, send_message
 
 
 class NodeFault(RuntimeError):

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from trainer.contract.config_sections.drill_config import KINDS, DrillEvent
+from trainer.contract.config_sections.fault_detection_config import KINDS, DrillEvent
 from trainer.worker.parallel.gradient_buckets import StepSums
 
 _AFTER_STEP = frozenset({"kill-rank", "stop-rank", "raise"})

@@ -7,7 +7,7 @@ import pytest
 
 from checkpointing.storage.backends import LocalStorage
 from checkpointing.verification.verdicts import known_bad, read_verdicts
-from orchestrator.restore_tests.marks import hold, write_verdict
+from orchestrator.restore_tests.create import hold, write_verdict
 from orchestrator.states import AttemptState, RunState
 from tests.checkpointing.made_checkpoint import make
 from tests.orchestrator.cli.conftest import Seeds, Type

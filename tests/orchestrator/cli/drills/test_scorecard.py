@@ -6,7 +6,7 @@ import pytest
 
 from orchestrator.cli.drills.scorecard import ALIASES, EXPECTED, Scorecard, score
 from orchestrator.states import RunState
-from trainer.contract.config_sections.drill_config import KINDS
+from trainer.contract.config_sections.fault_detection_config import KINDS
 from trainer.contract.events import Event, EventKind
 
 

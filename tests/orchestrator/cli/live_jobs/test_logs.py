@@ -19,7 +19,7 @@ from orchestrator.states import RunState
 from tests.orchestrator.cli.conftest import Seeds, Type
 from trainer.contract.events import EventKind, EventLog
 from trainer.contract.failures.outcome import AttemptOutcome, AttemptResult, Failure, FailureKind, RankOutcome
-from trainer.contract.ranks.rank_outcomes import append_outcome
+from trainer.contract.ranks.rank_messages import append_outcome
 from trainer.contract.run_dir import AttemptDir, RunDir
 
 

@@ -8,7 +8,7 @@ from orchestrator.cli.main import redacted
 from orchestrator.config.compose import compose
 from orchestrator.config.redaction import redacted_url
 from orchestrator.errors import ConfigError
-from orchestrator.notifications.record import Notified, Told
+from orchestrator.notifications.channels import Notified, Told
 from tests.orchestrator.cli.conftest import Seeds, Type
 
 WEBHOOK = "https://hooks.example.org/services/T0/SECRET"

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from orchestrator.recovery.smaller_world import on_nodes, smaller_world
+from orchestrator.recovery.elastic_policy import choose_smaller_world, on_nodes
 from orchestrator.states import AttemptState
 from tests.orchestrator.cli.conftest import Seeds, Type
 
@@ -17,7 +17,7 @@ def run(seeds: Seeds) -> str:
     name, now = seeds.run(), time.time()
     digest = seeds.store.put_config({"name": "tiny", "cluster": {"nodes": 3}, "train": {"steps": 200}})
     seeds.store.move_attempt(name, 1, AttemptState.ENDED, "n4 is down", epoch=seeds.epoch, now=now, ended_at=now)
-    world = smaller_world({"nodes": 3}, {"nodes": 4}, seeds.digest, WHY)
+    world = choose_smaller_world({"nodes": 3}, {"nodes": 4}, seeds.digest, WHY)
     seeds.store.add_attempt(
         name, nonce="4567cdef", excluded=(), epoch=seeds.epoch, now=now, config_digest=digest, smaller_world=world,
         reason=f"next attempt {on_nodes(world)}",

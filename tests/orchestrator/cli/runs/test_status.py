@@ -16,7 +16,7 @@ from orchestrator.cli.terminal.render import progress
 from orchestrator.cli.terminal.tables import layout
 from orchestrator.registry.records import Checkpoint, Generation
 from orchestrator.scheduler.interface import Resources
-from orchestrator.scheduler.slurm.pending_reasons import waiting_words
+from orchestrator.scheduler.slurm.refusals import waiting_words
 from orchestrator.states import RunState, Trust
 from tests.orchestrator.cli.conftest import Seeds, Type
 from trainer.contract.failures.outcome import Failure, FailureKind

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from orchestrator.controller.run_dirs import record_writer
+from orchestrator.controller.run_dirs import event_files
 from orchestrator.controller.run_dirs.bounded_files import DirectFiles
-from orchestrator.controller.run_dirs.record_writer import RecordWriter
+from orchestrator.controller.run_dirs.event_files import RecordWriter
 from orchestrator.registry.operations import run_record
 from orchestrator.registry.operations.run_record import Record, record_of, write_record
 from orchestrator.registry.records import Checkpoint
@@ -92,7 +92,7 @@ def test_a_large_record_is_written_less_often_and_nothing_is_forgotten(
 
         assert change("small, once")
         assert change("small, twice")
-        monkeypatch.setattr(record_writer, "RATE", world.folder.record.stat().st_size / 60.0)  # large: a minute's worth
+        monkeypatch.setattr(event_files, "RATE", world.folder.record.stat().st_size / 60.0)  # large: a minute's worth
         assert change("large")
         assert not change("too early")
         clock.now += 30.0

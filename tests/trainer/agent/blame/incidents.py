@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from tests.trainer.agent.job import LocalJob, until
 from trainer.contract.events import EventKind
-from trainer.contract.logs.work_log import work_lines
+from trainer.contract.logs.line_file import work_lines
 
 WORLD = 4
 PER_NODE = 2

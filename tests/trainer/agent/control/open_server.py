@@ -9,8 +9,7 @@ from contextlib import contextmanager
 
 from trainer.agent.control.control_server import ControlServer
 from trainer.agent.control.tcp_transport import AgentPeer, CoordinatorPeer, WireError, connect
-from trainer.contract.messages.agents import End, SignalReceived
-from trainer.contract.messages.greeting import PROTOCOL, Hello
+from trainer.contract.messages.agents import PROTOCOL, End, Hello, SignalReceived
 
 
 class OpenServer:

@@ -7,8 +7,8 @@ from typing import Any
 
 from trainer.agent.control.tcp_transport import Seal, hello_seal, new_nonce, session_seals
 from trainer.contract.messages import agents
+from trainer.contract.messages.agents import PROTOCOL
 from trainer.contract.messages.codec import encode
-from trainer.contract.messages.greeting import PROTOCOL
 
 
 async def challenged(connection: socket.socket) -> str:

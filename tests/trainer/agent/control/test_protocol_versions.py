@@ -18,8 +18,8 @@ from trainer.agent.main import Agent
 from trainer.contract.events import EventKind
 from trainer.contract.failures.outcome import AgentEnd, AgentReport, AttemptOutcome, FailureKind
 from trainer.contract.messages import agents
+from trainer.contract.messages.agents import PROTOCOL, Hello, Welcome, installed_release
 from trainer.contract.messages.codec import encode
-from trainer.contract.messages.greeting import PROTOCOL, Hello, Welcome, installed_release
 from trainer.contract.node_identity import NodeIdentity
 from trainer.contract.run_dir import RunDir
 

@@ -24,7 +24,7 @@ from trainer.contract.heartbeat import Heartbeat
 from trainer.contract.launch_token import LaunchToken
 from trainer.contract.logs.line_file import LineFile
 from trainer.contract.messages import agents
-from trainer.contract.messages.greeting import PROTOCOL, Hello
+from trainer.contract.messages.agents import PROTOCOL, Hello
 from trainer.contract.node_identity import NodeIdentity
 from trainer.contract.requests import Request, RequestKind
 from trainer.contract.run_dir import RunDir

@@ -16,7 +16,7 @@ from trainer.contract.failures.outcome import Failure, FailureKind
 from trainer.contract.heartbeat import Stage
 from trainer.contract.launch_token import LaunchToken
 from trainer.contract.messages import agents
-from trainer.contract.messages.greeting import Hello
+from trainer.contract.messages.agents import Hello
 from trainer.contract.node_identity import NodeIdentity
 from trainer.contract.ranks.progress import StopReason
 from trainer.contract.requests import Request, RequestKind

@@ -39,7 +39,7 @@ def test_it_works_when_the_workload_has_opened_a_thousand_files() -> None:
 IGNORED = """
 import os, signal
 from trainer.agent.fork_server.forked_child import _run_command
-from trainer.contract.ranks.step_signals import outlive_step_signals
+from trainer.contract.ranks.progress import outlive_step_signals
 
 outlive_step_signals()
 if os.fork() == 0:

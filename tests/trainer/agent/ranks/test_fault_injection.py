@@ -5,7 +5,7 @@ import pytest
 from trainer.agent.ranks import fault_injection
 from trainer.agent.ranks.local_ranks import LocalRanks
 from trainer.contract.config import ClusterShape
-from trainer.contract.config_sections.drill_config import KINDS
+from trainer.contract.config_sections.fault_detection_config import KINDS
 from trainer.contract.messages.agents import InjectFault
 from trainer.contract.requests import REFUSED, Request, RequestKind
 

@@ -11,7 +11,7 @@ import zipfile
 import pytest
 
 from trainer.agent.user_command.checkpoints import damage, examined, find, find_other_rank
-from trainer.contract.user_command.command_checkpoints import CommandCheckpointsConfig
+from trainer.contract.user_command.command_progress import CommandCheckpointsConfig
 
 CONFIG = CommandCheckpointsConfig(path="out")
 

@@ -22,7 +22,7 @@ from trainer.contract.config import JobConfig
 from trainer.contract.events import EventKind, EventLog, read_events
 from trainer.contract.failures.outcome import FailureKind
 from trainer.contract.run_dir import RunDir
-from trainer.contract.user_command.command_checkpoints import CommandCheckpointsConfig
+from trainer.contract.user_command.command_progress import CommandCheckpointsConfig
 
 TORN = RankEnd(
     rank=0, node="n0", at=0.0, step=None, exit_code=1, exception="EOFError", message="Ran out of input",

@@ -9,7 +9,7 @@ from tests.trainer.agent.user_command.test_checkpoints import CONFIG, WHOLE, wri
 from trainer.agent.user_command.checkpoints import CommandCheckpoint, find
 from trainer.agent.user_command.set_aside import find_target, pointers_to, put_back, retarget, set_aside
 from trainer.contract.run_dir import RunDir
-from trainer.contract.user_command.command_checkpoints import CommandCheckpointsConfig
+from trainer.contract.user_command.command_progress import CommandCheckpointsConfig
 
 
 @pytest.fixture

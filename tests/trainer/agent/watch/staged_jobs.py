@@ -9,7 +9,7 @@ from trainer.agent.flight.analysis import Finding, analyse
 from trainer.agent.flight.flight_record import DONE, SCHEDULED, Entry, FlightRecord, Group
 from trainer.agent.watch.rank_sample import RankSample
 from trainer.agent.watch.stage_waits import StageNeighbours, never_sent, with_stage_waits
-from trainer.contract.config_sections.pipeline_config import PipelineConfig
+from trainer.contract.config_sections.parallel_config import PipelineConfig
 from trainer.contract.ranks.stage_activity import Activity, Moment, SentMessages
 
 MICRO_BATCHES = 6

@@ -12,7 +12,7 @@ from trainer.agent.watch.hangs import Judgement, Stall, Verdict, judge
 from trainer.agent.watch.rank_sample import RankSample
 from trainer.agent.watch.report_gaps import ReportGaps
 from trainer.contract.config_sections.fault_detection_config import HangConfig
-from trainer.contract.ranks.duration_histogram import BUCKETS, bucket, quantile
+from trainer.contract.ranks.stage_activity import BUCKETS, bucket, quantile
 
 LATE = 6.0
 """Seconds that a report, a second look and the answers to it may add to a limit."""

@@ -12,7 +12,7 @@ from trainer.agent.watch.hangs import Stall, Verdict, judge
 from trainer.agent.watch.rank_sample import RankSample
 from trainer.agent.watch.stage_waits import StageNeighbours, never_sent, with_stage_waits
 from trainer.contract.config_sections.fault_detection_config import HangConfig
-from trainer.contract.config_sections.pipeline_config import PipelineConfig
+from trainer.contract.config_sections.parallel_config import PipelineConfig
 from trainer.contract.ranks.stage_activity import Activity, Moment, SentMessages
 
 A = Activity

@@ -12,8 +12,7 @@ from trainer.agent.watch import stragglers
 from trainer.agent.watch.stragglers import LONG, SHORT, WINDOW, Verdict
 from trainer.agent.watch.work_windows import WorkWindows
 from trainer.contract.config_sections.fault_detection_config import StragglerConfig
-from trainer.contract.config_sections.parallel_config import ParallelConfig
-from trainer.contract.config_sections.pipeline_config import PipelineConfig
+from trainer.contract.config_sections.parallel_config import ParallelConfig, PipelineConfig
 
 CONFIG = StragglerConfig()
 SECOND = 10**9

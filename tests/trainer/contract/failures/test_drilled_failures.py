@@ -2,9 +2,9 @@
 
 import pytest
 
-from trainer.contract.config_sections.drill_config import DrillEvent
-from trainer.contract.failures.drilled_failures import drill_behind
+from trainer.contract.config_sections.fault_detection_config import DrillEvent
 from trainer.contract.failures.outcome import Culprit, Failure, FailureKind
+from trainer.contract.failures.suspect_checkpoints import drill_behind
 
 
 def failure(kind: FailureKind = FailureKind.RANK_KILLED, rank: int | None = 1, step: int | None = 25) -> Failure:

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.contract.failures.failure_kinds import TRAITS, Blame, Budget, Losses
-from trainer.contract.failures.outcome import FailureKind
+from trainer.contract.failures.outcome import TRAITS, Blame, Budget, FailureKind, Losses
 
 DOCS = Path(__file__).parents[4] / "docs" / "failures.md"
 COUNTED = {"in tries": Budget.TRIES, "in time": Budget.TIME, "-": Budget.PERSON, "not at all": Budget.NOTHING}

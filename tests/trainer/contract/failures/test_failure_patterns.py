@@ -2,7 +2,7 @@
 
 import pytest
 
-from orchestrator.recovery.signatures import STANDS_FOR
+from orchestrator.recovery.evidence import STANDS_FOR
 from trainer.contract.failures.failure_patterns import TABLE, Meaning, Place, error_says, log_line_says
 
 

@@ -7,9 +7,15 @@ from random import Random
 from typing import Any
 
 from trainer.contract.config import ClusterShape, JobConfig, ModelConfig, TrainConfig
-from trainer.contract.config_sections.experts_config import ExpertsConfig
-from trainer.contract.config_sections.parallel_config import CpMethod, FsdpConfig, ParallelConfig, Strategy
-from trainer.contract.config_sections.pipeline_config import PipelineConfig, Schedule
+from trainer.contract.config_sections.parallel_config import (
+    CpMethod,
+    ExpertsConfig,
+    FsdpConfig,
+    ParallelConfig,
+    PipelineConfig,
+    Schedule,
+    Strategy,
+)
 
 MOST_RANKS = 64
 USUAL: dict[str, tuple[Any, ...]] = {

@@ -6,7 +6,7 @@ import pytest
 
 from tests.trainer.contract.layout.grid import typed, ways
 from trainer.contract.config import JobConfig, build
-from trainer.contract.layout.check import refusal
+from trainer.contract.layout.problems import refusal
 
 EXPERTS = {"count": 8, "per_token": 2, "ffn_dim": 96}
 

@@ -9,10 +9,8 @@ import pytest
 
 from tests.trainer.contract.layout.grid import drawn, job, staged, typed, ways
 from trainer.contract.config import ClusterShape, JobConfig, ModelConfig, TrainConfig, WorkloadConfig
-from trainer.contract.config_sections.experts_config import ExpertsConfig
-from trainer.contract.config_sections.parallel_config import ParallelConfig
-from trainer.contract.config_sections.pipeline_config import PipelineConfig
-from trainer.contract.layout.check import refusal
+from trainer.contract.config_sections.parallel_config import ExpertsConfig, ParallelConfig, PipelineConfig
+from trainer.contract.layout.problems import refusal
 
 SAMPLE, CONFIGS = 1_000, 10_000
 

@@ -5,7 +5,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from trainer.contract.config import ModelConfig, TrainConfig
-from trainer.contract.config_sections.experts_config import ExpertsConfig
+from trainer.contract.config_sections.parallel_config import ExpertsConfig
 from trainer.contract.model_costs.model_flops import flops_per_token, peak_flops
 from trainer.worker.llama import Llama
 

@@ -3,10 +3,9 @@
 import pytest
 
 from trainer.contract.config import ModelConfig
-from trainer.contract.config_sections.experts_config import ExpertsConfig
-from trainer.contract.config_sections.parallel_config import FsdpConfig, ParallelConfig, ParameterSizes
-from trainer.contract.model_costs.model_shapes import Parameter, parameters
-from trainer.contract.model_costs.state_bytes import local_shape, state_bytes
+from trainer.contract.config_sections.parallel_config import ExpertsConfig, FsdpConfig, ParallelConfig, ParameterSizes
+from trainer.contract.model_costs.model_flops import Parameter, parameters
+from trainer.contract.model_costs.peak_bytes import local_shape, state_bytes
 
 SEVEN_BILLION = ModelConfig(vocab_size=32000, dim=4096, layers=32, heads=32, kv_heads=32, ffn_dim=11008)
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from trainer.contract.config import TrainConfig
-from trainer.contract.config_sections.pipeline_config import PipelineConfig
+from trainer.contract.config_sections.parallel_config import PipelineConfig
 from trainer.contract.pipeline.micro_batches import MicroBatchError, micro_batch_count, too_few
 
 INTERLEAVED = {"stages": 8, "schedule": "interleaved_1f1b"}

@@ -3,10 +3,8 @@
 import pytest
 
 from trainer.contract.config import JobConfig, ModelConfig, TrainConfig, WorkloadConfig
-from trainer.contract.config_sections.parallel_config import ParallelConfig
-from trainer.contract.config_sections.pipeline_config import PipelineConfig, Schedule
-from trainer.contract.pipeline.stage_fit import problems, split_of
-from trainer.contract.pipeline.stage_ranks import rank_of_stage, stages_of_rank
+from trainer.contract.config_sections.parallel_config import ParallelConfig, PipelineConfig, Schedule
+from trainer.contract.pipeline.stage_split import problems, rank_of_stage, split_of, stages_of_rank
 
 
 @pytest.mark.parametrize(

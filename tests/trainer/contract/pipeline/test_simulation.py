@@ -2,9 +2,17 @@
 
 import pytest
 
-from trainer.contract.pipeline.bubble import RankSeconds, bubbles, bubbles_of_stages, formula
-from trainer.contract.pipeline.schedule_table import Action, Kind
-from trainer.contract.pipeline.simulation import DeadlockError, StageSeconds, simulate
+from trainer.contract.pipeline.simulation import (
+    Action,
+    DeadlockError,
+    Kind,
+    RankSeconds,
+    StageSeconds,
+    bubbles,
+    bubbles_of_stages,
+    formula,
+    simulate,
+)
 
 EVEN = StageSeconds(forward=1.0, input_gradient=1.0, weight_gradient=1.0)
 F, B, I, W = Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT  # noqa: E741

@@ -1,7 +1,7 @@
 """What a rank of a pipeline needs at most, worked out by hand; tests/trainer/worker/pipeline has it measured."""
 
 from trainer.contract.config import JobConfig, build
-from trainer.contract.pipeline.schedule_table import Action, Kind, Table
+from trainer.contract.pipeline.simulation import Action, Kind, Table
 from trainer.contract.pipeline.stage_memory import pipeline_peak_bytes
 
 F, B = Kind.FORWARD, Kind.BACKWARD

@@ -7,10 +7,9 @@ from random import Random
 import pytest
 
 from trainer.contract.config import ModelConfig, RecomputeConfig, TrainConfig
-from trainer.contract.config_sections.experts_config import ExpertsConfig
+from trainer.contract.config_sections.parallel_config import ExpertsConfig
 from trainer.contract.model_costs.model_flops import flops_per_token
-from trainer.contract.pipeline.layer_costs import LayerCosts, modelled
-from trainer.contract.pipeline.stage_split import split
+from trainer.contract.pipeline.stage_split import LayerCosts, modelled, split
 
 
 def layers_of(costs: LayerCosts, stages: int) -> list[int]:

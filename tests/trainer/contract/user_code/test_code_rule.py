@@ -2,8 +2,7 @@
 
 import pytest
 
-from trainer.contract.user_code.code_record import CodeFile, CodeRecord
-from trainer.contract.user_code.code_rule import CodeDecision, Occasion, judge_code
+from trainer.contract.user_code.code_record import CodeDecision, CodeFile, CodeRecord, Occasion, judge_code
 
 
 def record(*absent: str, **files: str) -> CodeRecord:

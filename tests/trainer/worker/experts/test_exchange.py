@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from trainer.contract.config_sections.experts_config import ExpertsConfig
+from trainer.contract.config_sections.parallel_config import ExpertsConfig
 from trainer.worker import mixture_of_experts
 from trainer.worker.mixture_of_experts import Experts, TokenExchange
 

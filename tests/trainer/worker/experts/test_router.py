@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from trainer.contract.config_sections.experts_config import ExpertsConfig
+from trainer.contract.config_sections.parallel_config import ExpertsConfig
 from trainer.worker.mixture_of_experts import ExpertBalance, Router, inverse, permuted
 
 DIM, TOKENS = 16, 512

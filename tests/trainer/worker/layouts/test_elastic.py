@@ -10,7 +10,7 @@ import pytest
 
 from checkpointing.storage.durable import canonical
 from orchestrator.config.run_config import RunConfig
-from orchestrator.recovery.world_sizes import resized, world_sizes
+from orchestrator.recovery.elastic_policy import resized, world_sizes
 from tests.fakes import slow_llama
 from tests.fakes.recorded_samples import assert_every_sample_once, assert_nothing_is_drawn_twice, recorded
 from trainer.contract.config import build

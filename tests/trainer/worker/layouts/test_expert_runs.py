@@ -11,7 +11,7 @@ from tests.trainer.worker.conftest import TINY, Run, merged
 from tests.trainer.worker.layouts.layout_table import WITH_EXPERTS
 from tests.trainer.worker.memory.test_state_bytes import LARGE
 from trainer.contract.config import JobConfig, build
-from trainer.contract.model_costs.model_shapes import parameters
+from trainer.contract.model_costs.model_flops import parameters
 from trainer.contract.model_costs.peak_bytes import peak_bytes
 
 pytestmark = [pytest.mark.multi, pytest.mark.proof]

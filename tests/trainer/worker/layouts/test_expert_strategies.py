@@ -15,8 +15,8 @@ from tests.trainer.worker.layouts.layout_table import (
     pairs,
 )
 from trainer.contract.events import EventKind
-from trainer.contract.model_costs.state_bytes import state_bytes
-from trainer.contract.pipeline.stage_parameters import parameters_of_rank
+from trainer.contract.model_costs.peak_bytes import state_bytes
+from trainer.contract.pipeline.stage_split import parameters_of_rank
 
 pytestmark = pytest.mark.multi
 

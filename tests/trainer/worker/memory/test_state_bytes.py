@@ -13,10 +13,9 @@ from tests.trainer.worker.conftest import TINY, Run, merged
 from tests.trainer.worker.layouts.layout_table import DENSE
 from trainer.contract.config import JobConfig, build
 from trainer.contract.events import EventKind
-from trainer.contract.model_costs.model_shapes import parameters
-from trainer.contract.model_costs.peak_bytes import peak_bytes
-from trainer.contract.model_costs.state_bytes import state_bytes
-from trainer.contract.pipeline.stage_parameters import parameters_of_rank
+from trainer.contract.model_costs.model_flops import parameters
+from trainer.contract.model_costs.peak_bytes import peak_bytes, state_bytes
+from trainer.contract.pipeline.stage_split import parameters_of_rank
 
 pytestmark = pytest.mark.multi
 

@@ -21,11 +21,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from trainer.contract.config import JobConfig, ModelConfig, RecomputeConfig, TrainConfig
-from trainer.contract.config_sections.parallel_config import FsdpConfig, MeshSizes, ParallelConfig
-from trainer.contract.config_sections.pipeline_config import PipelineConfig
-from trainer.contract.pipeline.stage_fit import split_of
-from trainer.contract.pipeline.stage_ranks import stages_of_rank
-from trainer.contract.pipeline.stage_split import StagePart
+from trainer.contract.config_sections.parallel_config import FsdpConfig, MeshSizes, ParallelConfig, PipelineConfig
+from trainer.contract.pipeline.stage_split import StagePart, split_of, stages_of_rank
 from trainer.worker.llama import Llama
 from trainer.worker.parallel import parallelize
 from trainer.worker.parallel.mesh import Layout

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from trainer.contract.config_sections.pipeline_config import PipelineConfig
-from trainer.contract.pipeline.bubble import RankSeconds
-from trainer.contract.pipeline.stage_ranks import stages_of_rank
+from trainer.contract.config_sections.parallel_config import PipelineConfig
+from trainer.contract.pipeline.simulation import RankSeconds
+from trainer.contract.pipeline.stage_split import stages_of_rank
 from trainer.worker.pipeline.runtime import BubbleMeter, Pipeline
 from trainer.worker.pipeline.stage import Stage
 from trainer.worker.reporting.work_timer import HostClock

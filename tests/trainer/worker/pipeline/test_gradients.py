@@ -9,8 +9,8 @@ import pytest
 
 from tests.trainer.worker.pipeline.gradient_program import MICRO_BATCHES, STAGES_PER_RANK
 from tests.warm_programs import WarmPrograms
-from trainer.contract.config_sections.pipeline_config import PipelineConfig
-from trainer.contract.pipeline.schedule_table import COMPUTES, Kind
+from trainer.contract.config_sections.parallel_config import PipelineConfig
+from trainer.contract.pipeline.simulation import COMPUTES, Kind
 from trainer.worker.pipeline.stage import EXPOSED_SENDS, WAITS, Activity, with_communication
 
 pytestmark = pytest.mark.multi

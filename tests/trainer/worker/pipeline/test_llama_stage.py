@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from trainer.contract.config import JobConfig, ModelConfig, TrainConfig
-from trainer.contract.config_sections.pipeline_config import PipelineConfig
-from trainer.contract.pipeline.stage_fit import split_of
+from trainer.contract.config_sections.parallel_config import PipelineConfig
+from trainer.contract.pipeline.stage_split import split_of
 from trainer.worker.llama import Llama
 from trainer.worker.parallel.fsdp_units import chosen_units
 from trainer.worker.pipeline.stage import LlamaStage, StagesOfRank

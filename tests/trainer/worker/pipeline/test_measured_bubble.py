@@ -9,9 +9,8 @@ import torch
 
 from tests.trainer.worker.set_clock import SetClock
 from tests.warm_programs import WarmPrograms
-from trainer.contract.config_sections.pipeline_config import PipelineConfig, Schedule
-from trainer.contract.pipeline.bubble import RankSeconds, bubbles, formula
-from trainer.contract.pipeline.simulation import StageSeconds, simulate
+from trainer.contract.config_sections.parallel_config import PipelineConfig, Schedule
+from trainer.contract.pipeline.simulation import RankSeconds, StageSeconds, bubbles, formula, simulate
 from trainer.worker.pipeline.runtime import BubbleMeter, meter_for
 from trainer.worker.pipeline.stage import Activity, Moment, Watched, with_communication
 

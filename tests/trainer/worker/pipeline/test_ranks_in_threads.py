@@ -12,10 +12,9 @@ import torch
 import torch.distributed as dist
 
 from trainer.contract.config import JobConfig, ModelConfig, TrainConfig
-from trainer.contract.config_sections.pipeline_config import PipelineConfig
-from trainer.contract.pipeline.schedule_table import COMPUTES, Kind
-from trainer.contract.pipeline.stage_fit import split_of
-from trainer.contract.pipeline.stage_ranks import stages_of_rank
+from trainer.contract.config_sections.parallel_config import PipelineConfig
+from trainer.contract.pipeline.simulation import COMPUTES, Kind
+from trainer.contract.pipeline.stage_split import split_of, stages_of_rank
 from trainer.worker.llama import Llama
 from trainer.worker.pipeline.pipelined_llama import PipelinedLlama, balance_of, pipeline_of
 from trainer.worker.pipeline.runtime import Pipeline

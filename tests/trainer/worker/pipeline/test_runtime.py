@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 
 from trainer.contract.config import JobConfig, ModelConfig, TrainConfig
-from trainer.contract.config_sections.pipeline_config import PipelineConfig
-from trainer.contract.pipeline.stage_fit import split_of
+from trainer.contract.config_sections.parallel_config import PipelineConfig
+from trainer.contract.pipeline.stage_split import split_of
 from trainer.worker.llama import Llama
 from trainer.worker.pipeline.runtime import Pipeline
 from trainer.worker.pipeline.stage import Activity, Call, LlamaStage, Moment, Stage, stage

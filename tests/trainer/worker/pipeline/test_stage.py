@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from trainer.contract.config import JobConfig, ModelConfig, TrainConfig
-from trainer.contract.config_sections.pipeline_config import PipelineConfig
-from trainer.contract.pipeline.stage_fit import split_of
+from trainer.contract.config_sections.parallel_config import PipelineConfig
+from trainer.contract.pipeline.stage_split import split_of
 from trainer.worker.parallel import mesh
 from trainer.worker.pipeline.stage import LlamaStage, Stage, stage_module
 

@@ -11,9 +11,9 @@ import pytest
 from tests.trainer.worker.pipeline.memory_ranks import job
 from trainer.contract.config import JobConfig
 from trainer.contract.config_sections.parallel_config import place_in
-from trainer.contract.model_costs.state_bytes import state_bytes
+from trainer.contract.model_costs.peak_bytes import state_bytes
 from trainer.contract.pipeline.stage_memory import pipeline_peak_bytes
-from trainer.contract.pipeline.stage_parameters import parameters_of_rank
+from trainer.contract.pipeline.stage_split import parameters_of_rank
 from trainer.worker.pipeline.stage import with_communication
 
 pytestmark = pytest.mark.multi

@@ -4,12 +4,19 @@ from collections import Counter
 
 import pytest
 
-from trainer.contract.config_sections.pipeline_config import PipelineConfig, Schedule
-from trainer.contract.pipeline.bubble import bubbles, formula
+from trainer.contract.config_sections.parallel_config import PipelineConfig, Schedule
 from trainer.contract.pipeline.micro_batches import takes
-from trainer.contract.pipeline.schedule_table import COMPUTES, Kind, activations_held
-from trainer.contract.pipeline.simulation import StageSeconds, Timeline, simulate
-from trainer.contract.pipeline.stage_ranks import stages_of_rank
+from trainer.contract.pipeline.simulation import (
+    COMPUTES,
+    Kind,
+    StageSeconds,
+    Timeline,
+    activations_held,
+    bubbles,
+    formula,
+    simulate,
+)
+from trainer.contract.pipeline.stage_split import stages_of_rank
 from trainer.worker.pipeline.stage import with_communication
 
 EVEN = StageSeconds(forward=1.0, input_gradient=1.0, weight_gradient=1.0)

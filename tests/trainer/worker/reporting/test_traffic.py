@@ -9,7 +9,7 @@ import pytest
 
 from tests.trainer.worker.conftest import Run
 from trainer.contract.config import ModelConfig
-from trainer.contract.model_costs.model_shapes import parameters
+from trainer.contract.model_costs.model_flops import parameters
 from trainer.worker.reporting.traffic import TrafficMeter
 
 

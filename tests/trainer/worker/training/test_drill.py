@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from trainer.contract.config_sections.drill_config import KINDS, DrillEvent
+from trainer.contract.config_sections.fault_detection_config import KINDS, DrillEvent
 from trainer.contract.ranks.progress import ProgressCell
 from trainer.worker.training import drill as drills
 from trainer.worker.training.drill import Drill, DrillError

@@ -7,7 +7,7 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
-from trainer.contract.config_sections.drill_config import DrillEvent
+from trainer.contract.config_sections.fault_detection_config import DrillEvent
 from trainer.contract.ranks.progress import Phase
 from trainer.worker.pipeline.stage import Watcher
 from trainer.worker.training.drill import Drill

@@ -18,8 +18,8 @@ from typing import Any
 
 from trainer.agent.control.tcp_transport import CoordinatorPeer, connect
 from trainer.agent.flight.flight_record import Entry, FlightRecord, Group
-from trainer.agent.watch.rank_sample import RankSample
-from trainer.agent.watch.report_schedule import ReportSchedule
+from trainer.agent.watch.hang_detector import ReportSchedule
+from trainer.agent.watch.hang_limits import RankSample
 from trainer.agent.watch.sampling import STILL
 from trainer.contract.messages import agents
 from trainer.contract.messages.agents import PROTOCOL, Hello, installed_release

@@ -22,7 +22,7 @@ from trainer.agent.processes.log_pipes import LogPipes
 from trainer.agent.ranks import fault_injection, kill_ranks
 from trainer.agent.ranks.local_ranks import LocalRank, LocalRanks
 from trainer.agent.ranks.rank_exit import ExitInfo, ExitReports, decode_shell_exit, exit_report
-from trainer.agent.watch.report_schedule import ReportSchedule
+from trainer.agent.watch.hang_detector import ReportSchedule
 from trainer.agent.watch.root_cause import exit_words, signal_name
 from trainer.agent.watch.sampling import Sampler, no_writer
 from trainer.contract.config import JobConfig

@@ -8,10 +8,10 @@ import pytest
 from orchestrator.cli.live_jobs import first_error
 from orchestrator.cli.terminal import render
 from trainer.agent.ranks import last_output
-from trainer.agent.watch import command_errors, loading_errors
+from trainer.agent.watch import command_errors
 from trainer.contract.failures.failure_patterns import TABLE
 
-MODULES = (first_error, render, last_output, last_output, command_errors, loading_errors)
+MODULES = (first_error, render, last_output, last_output, command_errors, command_errors)
 PATTERNS = {
     **{f"{module.__name__}.{name}": value for module in MODULES for name, value in vars(module).items()
        if isinstance(value, re.Pattern)},

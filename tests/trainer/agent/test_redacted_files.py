@@ -13,7 +13,7 @@ from trainer.agent.evidence import bundle
 from trainer.agent.evidence.incidents import write_verdict
 from trainer.agent.fork_server.torchrun_command import torchrun_environment
 from trainer.agent.ranks.last_output import last_output
-from trainer.agent.user_command.command_memory import CommandMemory, SetAsideCheckpoint
+from trainer.agent.user_command.command_run import CommandMemory, SetAsideCheckpoint
 from trainer.agent.watch.hang_detector import Incident
 from trainer.agent.watch.hangs import Judgement, Verdict
 from trainer.contract import skipped_batches

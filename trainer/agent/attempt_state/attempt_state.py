@@ -22,7 +22,7 @@ from trainer.agent.ladder.in_job_policy import Decision, Situation, record_skip
 from trainer.agent.nodes.roster import Roster
 from trainer.agent.processes.background_tasks import run_detached, start_detached
 from trainer.agent.watch.command_errors import CommandPast, has_advanced
-from trainer.agent.watch.rank_sample import RankSample
+from trainer.agent.watch.hang_limits import RankSample
 from trainer.contract.config import JobConfig
 from trainer.contract.events import EventKind, EventLog
 from trainer.contract.failures.outcome import AttemptOutcome, Failure

@@ -22,8 +22,7 @@ from trainer.agent.ranks import fault_injection
 from trainer.agent.watch.hang_detector import HangDetector, Incident
 from trainer.agent.watch.hang_limits import after_hangs
 from trainer.agent.watch.root_cause import RankEnd
-from trainer.agent.watch.stage_waits import StageNeighbours
-from trainer.agent.watch.stragglers import coordinate
+from trainer.agent.watch.stragglers import StageNeighbours, coordinate
 from trainer.agent.watch.work_windows import WorkWindows
 from trainer.contract.config_sections.scheduler_kinds import traits
 from trainer.contract.events import EventKind

@@ -24,7 +24,7 @@ from trainer.agent.control.control_server import (
 from trainer.agent.coordination.job_monitor import DrillOrders, JobMonitor
 from trainer.agent.coordination.node_failures import NodeFailures
 from trainer.agent.processes.background_tasks import HungFileSystem, RepeatedRead
-from trainer.agent.watch.report_schedule import calm_seconds
+from trainer.agent.watch.hang_detector import calm_seconds
 from trainer.agent.watch.root_cause import RankEnd
 from trainer.contract.config_sections.scheduler_kinds import traits
 from trainer.contract.events import EventKind

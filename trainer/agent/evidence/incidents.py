@@ -10,8 +10,8 @@ from checkpointing.storage.durable import dump_line, write_durably
 from trainer.agent.flight.analysis import Finding, analyse
 from trainer.agent.flight.recorder import records_of_dead_ranks
 from trainer.agent.watch.hang_detector import Incident
+from trainer.agent.watch.hang_limits import RankSample
 from trainer.agent.watch.hangs import Judgement, Stall, Verdict
-from trainer.agent.watch.rank_sample import RankSample
 from trainer.agent.watch.root_cause import RankEnd, secondary_order
 from trainer.contract.failures.outcome import Failure, FailureKind
 from trainer.contract.run_dir import AttemptDir

@@ -1,4 +1,5 @@
-"""Detects hangs of one generation: sees that no rank moves, asks for flight records, has the evidence collected.
+"""PURE: when an agent reports, so that the coordinator of a large job is not kept busy by ranks that move.
+Detects hangs of one generation: sees that no rank moves, asks for flight records, has the evidence collected.
 
 Nothing is decided here: `hangs.judge` finds the verdict, and `in_job_policy.decide` what follows from it.
 """
@@ -8,13 +9,10 @@ from dataclasses import dataclass, field
 from trainer.agent.flight.analysis import Finding, analyse
 from trainer.agent.flight.flight_record import FlightRecord
 from trainer.agent.nodes.roster import Roster
-from trainer.agent.watch.hang_limits import HALTED, Limits
-from trainer.agent.watch.hangs import Judgement, Verdict, judge
-from trainer.agent.watch.job_snapshot import JobSnapshot
-from trainer.agent.watch.rank_sample import RankSample
-from trainer.agent.watch.report_gaps import LONGEST, ReportGaps
-from trainer.agent.watch.report_schedule import ATTENTION_SECONDS, calm_seconds, report_seconds
-from trainer.agent.watch.stage_waits import StageNeighbours, never_sent, with_stage_waits
+from trainer.agent.watch.hang_limits import HALTED, Limits, RankSample
+from trainer.agent.watch.hangs import LONGEST, Judgement, ReportGaps, Verdict, judge
+from trainer.agent.watch.sampling import JobSnapshot
+from trainer.agent.watch.stragglers import StageNeighbours, never_sent, with_stage_waits
 from trainer.contract.config_sections.fault_detection_config import HangConfig
 from trainer.contract.messages.agents import (
     CollectEvidence,
@@ -24,6 +22,51 @@ from trainer.contract.messages.agents import (
     QueryFlights,
     ReportOften,
 )
+
+_REPORTS_A_SECOND = 1000.0
+"""What a coordinator hears at most, from the agents of all nodes, while it looks closely."""
+_CALM_REPORTS_A_SECOND = 250.0
+_LEAST, _MOST_CALM = 0.5, 5.0
+
+ATTENTION_SECONDS = 10.0
+"""For how long agents report more often once they were asked to."""
+
+
+def report_seconds(nodes: int) -> float:
+    """Seconds between two reports of an agent while its ranks are looked at closely."""
+    return max(_LEAST, nodes / _REPORTS_A_SECOND)
+
+
+def calm_seconds(nodes: int) -> float:
+    """Seconds between two reports of an agent otherwise; the same as `report_seconds` in a job of few nodes."""
+    return max(report_seconds(nodes), min(_MOST_CALM, nodes / _CALM_REPORTS_A_SECOND))
+
+
+class ReportSchedule:
+    """Of one agent. Its regular reports have their own place among those of the other nodes, whatever comes between:
+    of so many nodes some report at any moment, and the coordinator soon hears that ranks move.
+    """
+
+    def __init__(self, node: int, nodes: int, now: float) -> None:
+        self._close, self._calm = report_seconds(nodes), calm_seconds(nodes)
+        self._regular = now + self._calm * (node + 1) / nodes
+        self._last, self._attends_until = now, now
+
+    def attend(self, seconds: float, now: float) -> None:
+        """Report more often for so long: the coordinator may have to judge."""
+        self._attends_until = max(self._attends_until, now + seconds)
+
+    def due(self, now: float, *, closely: bool = False, at_once: bool = False) -> bool:
+        """Whether to report now; `closely`: this node has something to show."""
+        regular = now >= self._regular
+        if regular:
+            self._regular += self._calm * ((now - self._regular) // self._calm + 1)
+        close = (closely or now < self._attends_until) and now - self._last >= self._close
+        if not (regular or close or at_once):
+            return False
+        self._last = now
+        return True
+
 
 QUIET_SECONDS = 1.0
 """Seconds without any movement before anything is judged: most steps are shorter."""

@@ -83,7 +83,7 @@ def _spoken(one: Hello | Welcome | Refused) -> str:
 
 
 SampleRow = tuple[int, int, str, bool, int, float, float, str, float, bool]
-"""A `trainer.agent.watch.rank_sample.RankSample` without the name of its node, in the order of its fields."""
+"""A `trainer.agent.watch.hang_limits.RankSample` without the name of its node, in the order of its fields."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

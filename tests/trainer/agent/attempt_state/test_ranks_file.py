@@ -3,8 +3,8 @@
 import json
 
 from trainer.agent.attempt_state.attempt_state import MOST, rank_readings
-from trainer.agent.watch.job_snapshot import JobSnapshot
-from trainer.agent.watch.rank_sample import RankSample
+from trainer.agent.watch.hang_limits import RankSample
+from trainer.agent.watch.sampling import JobSnapshot
 from trainer.contract.messages.agents import ProgressReport
 from trainer.contract.rank_readings import RankReadings
 

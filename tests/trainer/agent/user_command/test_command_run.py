@@ -14,8 +14,7 @@ import pytest
 from trainer.agent.attempt_state.attempt_state import AttemptProgress
 from trainer.agent.attempt_state.generation import Generation
 from trainer.agent.ladder.in_job_policy import Action, Decision, Situation, decide
-from trainer.agent.user_command.command_memory import CommandMemory
-from trainer.agent.user_command.command_run import CommandRun
+from trainer.agent.user_command.command_run import CommandMemory, CommandRun
 from trainer.agent.user_command.progress import LOOK_SECONDS
 from trainer.agent.watch.root_cause import RankEnd
 from trainer.contract.config import JobConfig
@@ -202,7 +201,7 @@ def test_nothing_is_renamed_that_could_not_be_written_down(
     def refuses(path: Path, data: bytes) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
-    monkeypatch.setattr("trainer.agent.user_command.command_memory.write_durably", refuses)
+    monkeypatch.setattr("trainer.agent.user_command.command_run.write_durably", refuses)
     save(out, 10)
     save(out, 20, '{"tor')
     attempt = Attempt(tmp_path, 1)

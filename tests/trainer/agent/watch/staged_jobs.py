@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from tests.trainer.agent.watch.made_up_job import FOR_EVER, NORMAL, Actor, Job, Slow
 from trainer.agent.flight.analysis import Finding, analyse
 from trainer.agent.flight.flight_record import DONE, SCHEDULED, Entry, FlightRecord, Group
-from trainer.agent.watch.rank_sample import RankSample
-from trainer.agent.watch.stage_waits import StageNeighbours, never_sent, with_stage_waits
+from trainer.agent.watch.hang_limits import RankSample
+from trainer.agent.watch.stragglers import StageNeighbours, never_sent, with_stage_waits
 from trainer.contract.config_sections.parallel_config import PipelineConfig
 from trainer.contract.ranks.stage_activity import Activity, Moment, SentMessages
 

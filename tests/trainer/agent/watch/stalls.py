@@ -7,10 +7,8 @@ from dataclasses import dataclass
 
 from tests.trainer.agent.watch.made_up_job import FOR_EVER, Actor, Job, Slow, Stay
 from trainer.agent.flight.analysis import Finding
-from trainer.agent.watch.hang_limits import Limits
-from trainer.agent.watch.hangs import Judgement, Stall, Verdict, judge
-from trainer.agent.watch.rank_sample import RankSample
-from trainer.agent.watch.report_gaps import ReportGaps
+from trainer.agent.watch.hang_limits import Limits, RankSample
+from trainer.agent.watch.hangs import Judgement, ReportGaps, Stall, Verdict, judge
 from trainer.contract.config_sections.fault_detection_config import HangConfig
 from trainer.contract.ranks.stage_activity import BUCKETS, bucket, quantile
 

@@ -8,8 +8,8 @@ import pytest
 from trainer.agent.flight.flight_record import Entry, FlightRecord, Group
 from trainer.agent.nodes.roster import Member, Roster
 from trainer.agent.watch.hang_detector import HangDetector
+from trainer.agent.watch.hang_limits import RankSample
 from trainer.agent.watch.hangs import Stall
-from trainer.agent.watch.rank_sample import RankSample
 from trainer.contract.config_sections.fault_detection_config import HangConfig
 from trainer.contract.messages import agents
 

@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 
 from trainer.agent.attempt_state.generation import AttemptHistory
-from trainer.agent.watch.hang_limits import FAST, Limits, after_hangs, format_seconds
-from trainer.agent.watch.rank_sample import RankSample
+from trainer.agent.watch.hang_limits import FAST, Limits, RankSample, after_hangs, format_seconds
 from trainer.contract.config_sections.fault_detection_config import HangConfig
 from trainer.contract.failures.outcome import Failure, FailureKind
 from trainer.contract.ranks.progress import SECTIONS, Phase

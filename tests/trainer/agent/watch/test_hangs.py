@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from tests.trainer.agent.watch.stalls import STAGED, legal_hour, stage
 from trainer.agent.flight.wait_graph import Culprit, Finding
-from trainer.agent.watch.hang_limits import HALTED, Limits
+from trainer.agent.watch.hang_limits import HALTED, Limits, RankSample
 from trainer.agent.watch.hangs import FRESH, LOOK_AT_HALTED, Judgement, Stall, Verdict, judge
-from trainer.agent.watch.rank_sample import RankSample
 from trainer.contract.config_sections.fault_detection_config import HangConfig
 from trainer.contract.ranks.progress import Phase
 

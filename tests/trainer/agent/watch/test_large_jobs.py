@@ -9,9 +9,8 @@ import pytest
 
 from trainer.agent.flight.flight_record import FlightRecord
 from trainer.agent.nodes.roster import Member, Roster
-from trainer.agent.watch.hang_detector import HangDetector, Incident
-from trainer.agent.watch.rank_sample import RankSample
-from trainer.agent.watch.report_schedule import ReportSchedule
+from trainer.agent.watch.hang_detector import HangDetector, Incident, ReportSchedule
+from trainer.agent.watch.hang_limits import RankSample
 from trainer.contract.config_sections.fault_detection_config import HangConfig
 from trainer.contract.messages import agents
 

@@ -14,10 +14,8 @@ import pytest
 
 from trainer.agent.processes.proc import ProcessActivity, read_activity
 from trainer.agent.ranks.local_ranks import LocalRanks
-from trainer.agent.watch.hang_limits import Limits
-from trainer.agent.watch.job_snapshot import JobSnapshot
-from trainer.agent.watch.rank_sample import RankSample
-from trainer.agent.watch.sampling import AnswerTimes, Sampler
+from trainer.agent.watch.hang_limits import Limits, RankSample
+from trainer.agent.watch.sampling import AnswerTimes, JobSnapshot, Sampler
 from trainer.contract.config_sections.fault_detection_config import HangConfig
 from trainer.contract.messages.agents import FROM_AGENT, ProgressReport
 from trainer.contract.messages.codec import MessageError, encode

@@ -7,10 +7,9 @@ import pytest
 
 from trainer.agent.flight.analysis import Finding, analyse
 from trainer.agent.flight.flight_record import DONE, SCHEDULED, Entry, FlightRecord, Group
-from trainer.agent.watch.hang_limits import Limits
+from trainer.agent.watch.hang_limits import Limits, RankSample
 from trainer.agent.watch.hangs import Stall, Verdict, judge
-from trainer.agent.watch.rank_sample import RankSample
-from trainer.agent.watch.stage_waits import StageNeighbours, never_sent, with_stage_waits
+from trainer.agent.watch.stragglers import StageNeighbours, never_sent, with_stage_waits
 from trainer.contract.config_sections.fault_detection_config import HangConfig
 from trainer.contract.config_sections.parallel_config import PipelineConfig
 from trainer.contract.ranks.stage_activity import Activity, Moment, SentMessages

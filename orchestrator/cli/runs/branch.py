@@ -6,7 +6,7 @@ the data.
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,9 @@ def branch(
     before = config_of(chosen, words)
     run = require_trusted(screen, store, chosen)
     composed = compose(preset, overrides, environ=os.environ) if preset else recompose(before, overrides)
+    if not preset and before["workload"]["snapshot"]:  # the new run copies the code again, and imports it before that
+        workload = replace(composed.config.workload, path=tuple(composed.data["workload"]["path"]))
+        composed = replace(composed, config=replace(composed.config, workload=workload))
     if run is not None:
         _warn_of_differences(screen, store, run, composed.config)
     check_beginning(composed.config, words)
@@ -130,11 +133,11 @@ def require_trusted(screen: Screen, store: Store, chosen: Target) -> Run | None:
         return None  # of another registry
     if run.run_dir != str(chosen.run_dir.path):
         return None
-    trust = {row.name: row.trust for row in store.checkpoints(run.name)}.get(chosen.name)
-    if trust is Trust.CORRUPT:
+    row = {row.name: row for row in store.checkpoints(run.name)}.get(chosen.name)
+    if row is not None and row.trust is Trust.CORRUPT:
         raise CheckpointInvalid(f"{chosen.name} is CORRUPT", where=chosen.path, hint=f"orch ckpt ls {run.name}")
-    if trust is Trust.SUSPECT:
-        screen.warn("suspect", f"{chosen.name} is SUSPECT: its run failed soon after loading it")
+    if row is not None and row.trust is Trust.SUSPECT:
+        screen.warn("suspect", f"{chosen.name} is SUSPECT{f': {row.reason}' if row.reason else ''}")
     return run
 
 

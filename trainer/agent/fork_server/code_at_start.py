@@ -145,4 +145,6 @@ def _read_submitted(run_json: Path, now: CodeRecord) -> CodeRecord | None:
         packages = normalized(env.get("packages") or {}) if same else {}
     except (FileNotFoundError, ValueError, TypeError, KeyError, AttributeError):
         return None
-    return replace(record or CodeRecord(), packages=packages) if packages else record
+    # The submit does not look into folders that only ranks have, such as those of env.PYTHONPATH.
+    known = {**(now.packages or {}), **packages}
+    return replace(record or CodeRecord(), packages=known) if packages else record

@@ -93,6 +93,35 @@ def find_other_rank(folder: Path) -> str:
     return ""
 
 
+def find_written_later(found: Sequence[CommandCheckpoint], config: CommandCheckpointsConfig) -> str:
+    """Return the name of a checkpoint that is newer than the one with the highest step, by its name and its files.
+
+    Empty without one. Steps that begin anew, as in a second stage of the training, do not show which one the program
+    loads.
+    """
+    entries = [entry for one in found for entry in _dated_entries(one, config)]
+    for name, numbers, written in entries[1:]:
+        if numbers > entries[0][1] and written > entries[0][2]:
+            return name
+    return ""
+
+
+def _dated_entries(one: CommandCheckpoint, config: CommandCheckpointsConfig) -> Iterator[tuple[str, list[int], int]]:
+    """Yield the names that the pattern matches, with the numbers before the step and the time of the oldest file (ns).
+
+    Results may be put beside it later.
+    """
+    for name in (one.path.name, *one.siblings):
+        if config.step_of(name) is not None:
+            numbers = [int(number) for number in _NUMBER.findall(config.prefix_of(name))]
+            own = [changed for file, (_, changed) in one.files.items() if _entry_of(file, one) == name]
+            yield name, numbers, min(own, default=0)
+
+
+def _entry_of(file: str, one: CommandCheckpoint) -> str:
+    return file.removeprefix(_BESIDE).partition("/")[0] if file.startswith(_BESIDE) else one.path.name
+
+
 def read_again(one: CommandCheckpoint, config: CommandCheckpointsConfig) -> CommandCheckpoint | None:
     """The checkpoint as it is now, without its damage; None when it is gone. Raises OSError."""
     there = scan_identities(one.path.parent)

@@ -157,7 +157,7 @@ class CommandRun:
         )
         self._memory, self._file = CommandMemory(), MemoryFile(attempt.command_memory)
         self._recalled = self._progress_kept = False
-        self._unseen = ""  # folder of another rank
+        self._unmovable = ""  # why no checkpoint may be moved away
         self._disk: str | None = None  # why nothing can be written; None: not looked at in this generation
 
     def _folder(self) -> Path:
@@ -178,7 +178,7 @@ class CommandRun:
             older=older.path.name if older else "",
             first=not self._memory.saved and self._command_progress is not None and self._command_progress.is_alone(),
             aside=tuple(one.name for one in aside), doubtful=any(not one.damage for one in aside),
-            unseen=self._unseen, disk=self._disk or "",
+            unmovable=self._unmovable, disk=self._disk or "",
         )  # fmt: skip
 
     async def start_generation(self, generation: int) -> None:
@@ -191,8 +191,16 @@ class CommandRun:
             self._step_watch.start_generation(generation)
         if self._on and self._command_progress is not None:
             await self._command_progress.start_generation()
-            self._unseen = await run_bounded(partial(find_other_rank, self._folder())) or ""
+            self._unmovable = await self._why_unmovable(self._command_progress)
             self._memory.saved = self._memory.saved or self._has_whole()
+
+    async def _why_unmovable(self, progress: CommandProgress) -> str:
+        """Return why it is not known what the program would load without its newest checkpoint; empty if it is."""
+        if other := await run_bounded(partial(find_other_rank, self._folder())):
+            return f"because checkpoints.path names the folder of one rank: {other} is another"
+        if later := progress.written_later():
+            return f"because steps begin anew: {later} was written after it"
+        return ""
 
     async def check(self, now: Generation) -> None:
         """While the program runs: now and then, and at once when a rank has failed."""

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from trainer.agent.attempt_state.attempt_state import AttemptProgress
 from trainer.agent.processes.background_tasks import run_detached, start_detached
-from trainer.agent.user_command.checkpoints import CommandCheckpoint, examined, find
+from trainer.agent.user_command.checkpoints import CommandCheckpoint, examined, find, find_written_later
 from trainer.agent.user_command.earlier_checkpoints import Stamps
 from trainer.contract.events import EventKind, EventLog
 from trainer.contract.user_command.command_progress import CommandCheckpointsConfig
@@ -104,6 +104,10 @@ class CommandProgress:
         if older and older[0].parts < began.parts:
             return None
         return next((one for one in older if not one.damage), None)
+
+    def written_later(self) -> str:
+        """Return the name of a checkpoint that is newer than the one with the highest step; empty without one."""
+        return find_written_later(self._latest, self._config)
 
     def has_whole(self) -> bool:
         """Whether any present checkpoint has no known sign of damage."""

@@ -134,7 +134,7 @@ class CommandPast:
     first: bool = False  # no other one is there, and no whole one ever was, as far as is known
     aside: tuple[str, ...] = ()  # names of the checkpoints set aside since the program last trained
     doubtful: bool = False  # one of them without a sign of damage
-    unseen: str = ""  # a folder with checkpoints of another rank, which orch does not know; empty: none
+    unmovable: str = ""  # why no checkpoint may be moved away; empty: one may
     disk: str = ""  # why nothing could be written into the run's folder when a rank had failed; empty: it could
 
 
@@ -258,8 +258,8 @@ def _why_set_aside(row: Sequence[CommandFailure], past: CommandPast) -> str:
     last, newest = row[-1], past.newest
     if newest is None or len(past.aside) >= MOST_SET_ASIDE:
         return ""
-    # The other ranks would go on from theirs.
-    if past.unseen:
+    # Ranks might go on from different steps, or the program might load another one than orch expects.
+    if past.unmovable:
         return ""
     # The last whole checkpoint is never given up, nor are several that all look damaged: the sign may be wrong.
     # A damaged first one costs no progress.
@@ -304,11 +304,8 @@ def likely_cause(root: RankEnd, past: CommandPast, row: Sequence[CommandFailure]
                 "made no difference" if same_without(row) else "is the newest now, from which it fails in another way"
             )
             return f"; its newest checkpoint was {past.aside[0]}, and {past.newest.name}{torn} {then}"
-        if past.unseen and _of_its_checkpoint(root, past, row):
-            return (
-                f"; its newest checkpoint is {past.newest.name}{torn}. orch moves none, because checkpoints.path names "
-                f"the folder of one rank: {past.unseen} is another"
-            )
+        if past.unmovable and _of_its_checkpoint(root, past, row):
+            return f"; its newest checkpoint is {past.newest.name}{torn}. orch moves none, {past.unmovable}"
         # Only what failed while it loaded it is helped by that.
         advised = not past.older and _of_its_checkpoint(root, past, row)
         alone = ", and orch sees no whole older one: repair it, or move it away to begin anew" if advised else ""

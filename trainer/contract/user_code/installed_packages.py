@@ -24,14 +24,17 @@ def find_site_folders(path: Iterable[str]) -> tuple[str, ...]:
 def read_versions(folders: Iterable[str]) -> dict[str, str] | None:
     """Return all distributions in these folders by normalized name; the first folder that has one counts.
 
+    `pip install --target --upgrade` leaves the old metadata beside the new: then all versions of the folder are named.
     Only names of folders are read: a start has no time for hundreds of files. None: a folder cannot be listed.
     """
     found: dict[str, str] = {}
     for folder in folders:
         if not os.path.isdir(folder):
             return None
+        here: dict[str, set[str]] = {}
         for name, version, _ in _infos(folder):
-            found.setdefault(name, version)
+            here.setdefault(name, set()).add(version)
+        found = {name: ", ".join(sorted(versions)) for name, versions in here.items()} | found
     return dict(sorted(found.items()))
 
 
@@ -57,10 +60,9 @@ def third_party(names: Iterable[str]) -> tuple[str, ...]:
 def provided_names(name: str, folders: Iterable[str]) -> set[str]:
     """Return the top-level modules of a distribution; its own name, spelled as a module, where they are not known."""
     for folder in folders:
-        for found, _, info in _infos(folder):
-            if found == name:
-                listed = _text(info, "top_level.txt").split() or list(_tops(_text(info, "RECORD")))
-                return set(listed) or {name.replace("-", "_")}
+        if infos := [info for found, _, info in _infos(folder) if found == name]:
+            listed = [_text(info, "top_level.txt").split() or list(_tops(_text(info, "RECORD"))) for info in infos]
+            return {top for tops in listed for top in tops} or {name.replace("-", "_")}
     return {name.replace("-", "_")}
 
 

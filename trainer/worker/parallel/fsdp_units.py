@@ -212,12 +212,14 @@ def _reason(model: nn.Module) -> str:
     layers = {
         class_name(module)
         for module in model.modules()
-        if any(isinstance(one, DTensor) for one in module._parameters.values())
+        # A list or dict of parameters is never called, so as a part of its own it would never be gathered.
+        if type(module).forward is not nn.Module.forward
+        and any(isinstance(one, DTensor) for one in module._parameters.values())
     }
+    by_itself = f", or shard each layer by itself (type parallel.fsdp.wrap={','.join(sorted(layers)[:_MOST])})"
     return (
         "a layer was used without a call of the part that it is sharded with, which gathers its parameters "
-        f"({_join_names(units)}): call these parts, or shard each layer by itself (type "
-        f"parallel.fsdp.wrap={','.join(sorted(layers)[:_MOST])}), or do not shard ({WITHOUT_SHARDS})"
+        f"({_join_names(units)}): call these parts{by_itself if layers else ''}, or do not shard ({WITHOUT_SHARDS})"
     )
 
 

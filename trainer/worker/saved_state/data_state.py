@@ -56,6 +56,11 @@ class DataState:
         own = {"dp_rank": self._dp_rank, "dp_size": self._dp_size, **self._own.facts()}
         return own if self._stateful else {}
 
+    @property
+    def reordered(self) -> frozenset[str]:
+        """Sets of the newest state that a restart would iterate in another order."""
+        return self._own.reordered
+
     def targets(self, ranks: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
         """Memory for the tensors of this rank's state among the facts of all `ranks` of a checkpoint.
 

@@ -90,6 +90,23 @@ def _items(value: Any) -> Any:
     return sorted(value, key=repr) if isinstance(value, set | frozenset) else value
 
 
+def find_reordered_sets(value: Any, path: str) -> Iterator[str]:
+    """Yield where sets of numbers stand whose members would be iterated in another order after a restart.
+
+    A set made of the same members may have another table than one that has grown and shrunk. Text has another order in
+    every process.
+    """
+    if isinstance(value, set | frozenset):
+        if all(isinstance(item, int | float) for item in value) and list(type(value)(_items(value))) != list(value):
+            yield path
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from find_reordered_sets(item, f"{path}:{key}")
+    elif isinstance(value, list | tuple | deque):
+        for at, item in enumerate(value):
+            yield from find_reordered_sets(item, f"{path}:{at}")
+
+
 def _of_key(key: Any, encoded: Any) -> str:
     return path_part(key) if type(key) in (str, int) else f"%({_escaped(text(encoded))})"
 
@@ -189,6 +206,8 @@ class ObjectState:
         self._targets: dict[str, torch.Tensor] = {}
         self._own_names: dict[str, str] = {}
         self._answer: tuple[Any, dict[str, torch.Tensor]] | None = None
+        self.reordered = frozenset[str]()
+        """Sets of the newest state that a restart would iterate in another order."""
 
     @contextmanager
     def asked_once(self) -> Iterator[None]:
@@ -226,6 +245,7 @@ class ObjectState:
         ask = getattr(self._owner, "state_dict", None)
         state = ask() if callable(ask) else {}
         found: dict[str, torch.Tensor] = {}
+        self.reordered = frozenset(find_reordered_sets(state, self._prefix))
         try:
             value = encode(state, self._prefix, found, self._names) if state else None
         except Unsavable as reason:

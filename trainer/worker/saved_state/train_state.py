@@ -276,6 +276,8 @@ class TrainState:
             "attributes": self._attributes.changed(),
             "module_attributes": self._module_attributes.changed(),
         }
+        for name in self._workload_state.reordered | self._data_state.reordered:
+            self._warn_once(f"{name} is a set, whose order a restart changes: if that counts, use a list, or sort it")
         for reason in self._optimizer_state.unsaved():
             self._warn_once(f"{reason} is not saved: it cannot be written down")
         return {key: value for key, value in found.items() if value}

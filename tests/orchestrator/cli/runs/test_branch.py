@@ -121,7 +121,10 @@ def test_a_branch_trains_the_code_that_was_copied(orch: Type, seeds: Seeds, run:
     config = json.loads((folder / "config.json").read_text())
     config["workload"] |= {"snapshot": True, "path": ["/moved/away"]}
     (folder / "config.json").write_bytes(canonical(config))
-    assert preview(orch, "--from", f"{run}@50")["workload"]["path"] == [str(folder / "code" / "0")]
+    copy = str(folder / "code" / "0")
+    assert preview(orch, "--from", f"{run}@50")["workload"]["path"] == [copy]
+    composed, _ = branch(Screen(), seeds.store, f"{run}@50", None, ())
+    assert composed.config.workload.path == (copy,), "its class is imported when it is submitted"
 
 
 BAD = Skip(step=60, position=59, reason="loss nan")
@@ -148,6 +151,7 @@ def test_a_doubted_checkpoint_is_warned_of(orch: Type, seeds: Seeds, run: str) -
     shown = orch("submit", "--from", f"{run}@50", "--dry-run")
     assert shown.code == 0
     assert "is SUSPECT" in shown.err
+    assert "failed soon after" not in shown.err, "another reason may have made it so"
 
 
 def test_a_default_may_be_restored_in_a_branch(orch: Type, seeds: Seeds, run: str) -> None:

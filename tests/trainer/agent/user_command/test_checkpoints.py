@@ -10,7 +10,7 @@ import zipfile
 
 import pytest
 
-from trainer.agent.user_command.checkpoints import damage, examined, find, find_other_rank
+from trainer.agent.user_command.checkpoints import damage, examined, find, find_other_rank, find_written_later
 from trainer.contract.user_command.command_progress import CommandCheckpointsConfig
 
 CONFIG = CommandCheckpointsConfig(path="out")
@@ -44,6 +44,25 @@ def write(root, name, files):
     (root / name).mkdir()
     for file, content in files.items():
         (root / name / file).write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "saved", "later"),
+    [
+        ("ep*-ba*.json", ["ep0-ba10", "ep0-ba20", "ep1-ba30"], ""),
+        ("stage*_epoch_*.json", ["stage1_epoch_10", "stage1_epoch_20", "stage2_epoch_10"], "stage2_epoch_10.json"),
+        ("stage*_epoch_*.json", ["stage2_epoch_10", "stage1_epoch_20"], ""),  # left from before
+        ("loss0.*-step*.json", ["loss0.9-step10", "loss0.5-step20"], ""),
+        ("step*.json", ["step20", "step10"], ""),  # one that was written again
+    ],
+)
+def test_steps_that_begin_anew_are_seen_by_names_and_times(tmp_path, pattern, saved, later):
+    for at, name in enumerate(saved):
+        (tmp_path / f"{name}.json").write_text("{}")
+        os.utime(tmp_path / f"{name}.json", ns=(at, at))
+    config = CommandCheckpointsConfig(path="out", pattern=pattern)
+    found, _ = find(tmp_path, config)
+    assert find_written_later(found, config) == later
 
 
 @pytest.mark.parametrize(

@@ -369,6 +369,20 @@ def test_nothing_is_moved_from_the_folder_of_one_rank(tmp_path: Path, out: Path)
     assert names(out / "rank0") == names(out / "rank1") == ["checkpoint-10", "checkpoint-20"]
 
 
+def test_nothing_is_moved_where_steps_begin_anew(tmp_path: Path, out: Path) -> None:
+    """The checkpoint with the highest step is not the one that the program loads."""
+    saved = ("stage1_epoch_10", "stage1_epoch_20", "stage1_epoch_30", "stage2_epoch_10", "stage2_epoch_20")
+    for at, name in enumerate(saved):
+        (out / f"{name}.json").write_text('{"tor' if name == "stage2_epoch_20" else "{}")
+        os.utime(out / f"{name}.json", ns=(at, at))
+    attempt = Attempt(tmp_path, 1, pattern="stage*_epoch_*.json")
+    last = [attempt.fails() for _ in range(3)][-1]
+    assert last.failure is not None
+    assert (last.action, last.failure.kind) == (Action.END, FailureKind.STORAGE)
+    assert "orch moves none, because steps begin anew: stage2_epoch_20.json was written after it" in last.reason
+    assert names(out) == [f"{name}.json" for name in saved]
+
+
 def test_what_names_one_that_was_moved_away_is_repaired_by_the_next_coordinator(tmp_path: Path, out: Path) -> None:
     for step in (10, 20):
         save(out, step)

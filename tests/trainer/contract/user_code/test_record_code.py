@@ -275,6 +275,16 @@ def test_versions_are_read_from_names_of_folders(tmp_path: Path) -> None:
     assert read_versions([*folders, str(tmp_path / "absent")]) is None, "unknown, and not empty"
 
 
+def test_metadata_that_an_upgrade_has_left_behind_hides_no_new_version(tmp_path: Path) -> None:
+    """`pip install --target FOLDER --upgrade` removes the old files, but not their metadata."""
+    site = tmp_path / "site"
+    install(site, "timm", "1.0", "timm")
+    before = CodeRecord(packages=read_versions([str(site)]), imported=("timm",), site_folders=(str(site),))
+    install(tmp_path / "other", "timm", "2.0", "timm")
+    (tmp_path / "other" / "timm-2.0.dist-info").rename(site / "timm-2.0.dist-info")
+    assert changed_packages(before, read_again(before)) == {"timm": ("1.0", "1.0, 2.0")}
+
+
 @pytest.mark.parametrize(
     ("change", "changed"),
     [

@@ -43,6 +43,23 @@ def test_a_tensor_that_a_state_holds_twice_is_one_tensor_after_a_restore() -> No
     assert into.state["empty"].shape == (0,)
 
 
+def test_a_set_whose_order_a_restart_changes_is_named() -> None:
+    """Python iterates a set by its table, which depends on what the set had before."""
+    model, device = nn.Linear(2, 1), torch.device("cpu")
+    shrunk = set(range(1200))
+    for _ in range(960):
+        shrunk.pop()
+    owner = Averages()
+    owner.state = {"same": {3, 1, 2}, "names": {"b", "a"}, "in": [{"left": shrunk}]}
+    state = ObjectState(owner, "data", model, device)
+    assert list(set(sorted(shrunk))) != list(shrunk)
+    state.facts()
+    assert state.reordered == {"data:in:0:left"}
+    owner.state = {"same": {3, 1, 2}}
+    state.facts()
+    assert not state.reordered
+
+
 def test_names_of_files_that_are_no_utf8_come_back() -> None:
     """`os.listdir` has a lone surrogate for each byte that is no UTF-8."""
     model, device = nn.Linear(2, 1), torch.device("cpu")

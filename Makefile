@@ -51,8 +51,8 @@ lint: venv
 check: lint  ## lint, types, house rules and the fast tests (about 5 minutes)
 	$(PYTEST) -n 2 -m "not slurm and not multi and not proof"
 
-test: lint $(INTEROP)/.ready $(LOWEST)/.ready  ## everything, the real Slurm included (about 12 minutes on two cores)
-	$(PYTEST) -n 3 -m "not proof" --durations=40
+test: lint $(INTEROP)/.ready $(LOWEST)/.ready  ## everything, the real Slurm included (about 11 minutes on two cores)
+	$(PYTEST) -n 4 -m "not proof" --durations=40
 
 proof: venv $(INTEROP)/.ready $(LOWEST)/.ready  ## the long counts; writes docs/proof.md
 	$(BIN)/python -m benchmarks.proof

@@ -4,6 +4,7 @@ import gc
 import logging
 import os
 import urllib.request
+import zlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -39,8 +40,17 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long tests begin first, those on the Slurm lab before all others, so that short ones fill up the end."""
-    items.sort(key=lambda item: [item.get_closest_marker(name) is None for name in ("slurm", "multi")])
+    """Long tests begin first, those on the Slurm lab before all others, so that short ones fill up the end.
+
+    Files of long tests are mixed: those whose processes compute and those that wait for something share the cores.
+    """
+
+    def place(item: pytest.Item) -> tuple[bool, bool, int]:
+        path = item.nodeid.partition("::")[0]
+        is_long = item.get_closest_marker("multi") is not None or path.startswith("tests/trainer/agent/test_")
+        return item.get_closest_marker("slurm") is None, not is_long, zlib.crc32(path.encode()) if is_long else 0
+
+    items.sort(key=place)
 
 
 class TestsByFile(LoadScopeScheduling):

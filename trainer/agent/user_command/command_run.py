@@ -34,7 +34,7 @@ from trainer.agent.watch.command_errors import START_SECONDS, CommandPast, Newes
 from trainer.agent.watch.root_cause import CommandFailure
 from trainer.contract.config import JobConfig
 from trainer.contract.events import EventKind, EventLog
-from trainer.contract.failures.outcome import FailureKind
+from trainer.contract.failures.outcome import FailureKind, legible
 from trainer.contract.run_dir import AttemptDir, RunDir
 from trainer.contract.secrets.secret_redaction import in_use
 
@@ -158,6 +158,7 @@ class CommandRun:
         self._memory, self._file = CommandMemory(), MemoryFile(attempt.command_memory)
         self._recalled = self._progress_kept = False
         self._unmovable = ""  # why no checkpoint may be moved away
+        self._unmatched = ""  # names in the folder of checkpoints, none of which the pattern matches
         self._disk: str | None = None  # why nothing can be written; None: not looked at in this generation
 
     def _folder(self) -> Path:
@@ -178,7 +179,7 @@ class CommandRun:
             older=older.path.name if older else "",
             first=not self._memory.saved and self._command_progress is not None and self._command_progress.is_alone(),
             aside=tuple(one.name for one in aside), doubtful=any(not one.damage for one in aside),
-            unmovable=self._unmovable, disk=self._disk or "",
+            unmovable=self._unmovable, unmatched=self._unmatched, disk=self._disk or "",
         )  # fmt: skip
 
     async def start_generation(self, generation: int) -> None:
@@ -192,6 +193,8 @@ class CommandRun:
         if self._on and self._command_progress is not None:
             await self._command_progress.start_generation()
             self._unmovable = await self._why_unmovable(self._command_progress)
+            if self._command_progress.began_from is None:
+                self._unmatched = await run_bounded(partial(_first_names, self._folder())) or ""
             self._memory.saved = self._memory.saved or self._has_whole()
 
     async def _why_unmovable(self, progress: CommandProgress) -> str:
@@ -337,6 +340,12 @@ class CommandRun:
                     EventKind.CHECKPOINT_SEEN, step=one.step, name=f"{one.identity}.{Path(one.path).name}.back",
                     path=one.original, bytes=one.bytes, new=False, was=one.identity, damage=one.damage,
                 )  # fmt: skip
+
+
+def _first_names(folder: Path) -> str:
+    """Return the first names in a folder; raises OSError."""
+    names = sorted(name for name in os.listdir(folder) if not name.startswith("."))
+    return legible(", ".join(names[:2]) + (", ..." if len(names) > 2 else ""))
 
 
 def _lasted(attempt: AttemptDir) -> float:

@@ -135,6 +135,7 @@ class CommandPast:
     aside: tuple[str, ...] = ()  # names of the checkpoints set aside since the program last trained
     doubtful: bool = False  # one of them without a sign of damage
     unmovable: str = ""  # why no checkpoint may be moved away; empty: one may
+    unmatched: str = ""  # names in `checkpoints.path`, of which `checkpoints.pattern` matches none
     disk: str = ""  # why nothing could be written into the run's folder when a rank had failed; empty: it could
 
 
@@ -310,6 +311,8 @@ def likely_cause(root: RankEnd, past: CommandPast, row: Sequence[CommandFailure]
         advised = not past.older and _of_its_checkpoint(root, past, row)
         alone = ", and orch sees no whole older one: repair it, or move it away to begin anew" if advised else ""
         return f"; its newest checkpoint is {past.newest.name}{torn}{alone}"
+    if past.unmatched:
+        return f"; checkpoints.pattern matches nothing in checkpoints.path, where there are {past.unmatched}"
     if not past.trained:
         return ""
     named = [found for line in root.lines for found in _NAMED.findall(line)]

@@ -369,6 +369,20 @@ def test_nothing_is_moved_from_the_folder_of_one_rank(tmp_path: Path, out: Path)
     assert names(out / "rank0") == names(out / "rank1") == ["checkpoint-10", "checkpoint-20"]
 
 
+def test_a_pattern_that_matches_nothing_is_named_when_the_program_has_failed_for_good(
+    tmp_path: Path, out: Path
+) -> None:
+    for second in (1, 2, 3):
+        (out / f"CKPT+08-45-0{second}+00").mkdir()
+    attempt = Attempt(tmp_path, 1, pattern="CKPT+*")
+    last = [attempt.fails() for _ in range(3)][-1]
+    assert last.failure is not None
+    assert last.failure.reason.endswith(
+        "; checkpoints.pattern matches nothing in checkpoints.path, where there are CKPT+08-45-01+00, "
+        "CKPT+08-45-02+00, ..."
+    )
+
+
 def test_nothing_is_moved_where_steps_begin_anew(tmp_path: Path, out: Path) -> None:
     """The checkpoint with the highest step is not the one that the program loads."""
     saved = ("stage1_epoch_10", "stage1_epoch_20", "stage1_epoch_30", "stage2_epoch_10", "stage2_epoch_20")

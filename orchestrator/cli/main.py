@@ -34,10 +34,10 @@ VERBS = {
         "orchestrator.cli.live_jobs.attach:attach",
         "Print the stacks of a live job's ranks without stopping them.",
     ),
-    "save": ("orchestrator.cli.live_jobs.attach:save", "Save a checkpoint now; training continues."),
+    "save": ("orchestrator.cli.live_jobs.save:save", "Save a checkpoint now; training continues."),
     "cancel": ("orchestrator.cli.runs.cancel_resume:cancel", "Save a checkpoint, then stop the runs."),
     "resume": ("orchestrator.cli.runs.cancel_resume:resume", "Continue a run that is held, failed or cancelled."),
-    "tag": ("orchestrator.cli.runs.training_figures:tag", "Add tags to a run, or remove them."),
+    "tag": ("orchestrator.cli.runs.tags:tag", "Add tags to a run, or remove them."),
     "rm": ("orchestrator.cli.removal.rm:rm", "Remove runs that are over: folder, checkpoints, registry rows."),
     "ckpt": (
         "orchestrator.cli.checkpoints.group:ckpt",
@@ -205,7 +205,7 @@ def redacted(words: Sequence[str]) -> str:
 
 
 def _internal(screen: Screen, error: Exception, words: Sequence[str]) -> int:
-    from orchestrator.cli.terminal.streams import shadowed  # only when something is wrong
+    from orchestrator.cli.terminal.shadowed_modules import shadowed
     from orchestrator.home import state_home
 
     if found := shadowed():

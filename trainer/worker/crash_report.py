@@ -15,8 +15,8 @@ from trainer.contract.run_dir import RunDir
 from trainer.contract.secrets.secret_redaction import in_use
 from trainer.worker import workload
 from trainer.worker.reporting import flight_recorder
-from trainer.worker.reporting.flight_recorder import is_secondary_failure
-from trainer.worker.reporting.phase_tracker import flush, write_stderr
+from trainer.worker.reporting.secondary_failure import is_secondary_failure
+from trainer.worker.reporting.stderr_best_effort import flush, write_stderr
 from trainer.worker.startup.rendezvous import is_node_fault
 from trainer.worker.training.spikes import BadStep
 

@@ -35,7 +35,8 @@ from trainer.worker.llama import Llama, LlamaWorkload
 from trainer.worker.parallel import mesh
 from trainer.worker.reporting import flight_recorder
 from trainer.worker.reporting.metrics import Journal
-from trainer.worker.reporting.phase_tracker import Ticker, write_stderr
+from trainer.worker.reporting.phase_tracker import Ticker
+from trainer.worker.reporting.stderr_best_effort import write_stderr
 from trainer.worker.saved_state.data_state import require_resharding
 from trainer.worker.saved_state.rng_state import seed_generators
 from trainer.worker.saved_state.train_state import TrainObjects

@@ -20,9 +20,9 @@ from trainer.worker.optimizer import learning_rate, set_learning_rate
 from trainer.worker.parallel.gradient_buckets import CannotAverage
 from trainer.worker.reporting.metrics import Journal, StepFigures
 from trainer.worker.reporting.phase_tracker import ProgressLog, phase_tracker
+from trainer.worker.reporting.rank_comparison import RankComparison
 from trainer.worker.reporting.traffic import TrafficMeter, groups_of, messages_of
-from trainer.worker.reporting.work_timer import RankComparison
-from trainer.worker.saved_state.group_values import LossScale
+from trainer.worker.saved_state.loss_scale import LossScale
 from trainer.worker.saved_state.rng_state import seed_by_data
 from trainer.worker.saved_state.train_state import Saver, TrainObjects, TrainState
 from trainer.worker.training.drill import Drill

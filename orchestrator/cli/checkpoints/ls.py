@@ -12,16 +12,8 @@ from checkpointing.storage.storage_errors import error_words
 from orchestrator.cli.access.registry import open_store
 from orchestrator.cli.access.run_folder import existing_folder, warn_of_missing
 from orchestrator.cli.checkpoints.target import Target, best_checkpoints, find, is_location, known_run, target_at
-from orchestrator.cli.checkpoints.tiers import (
-    BY_A_TEST,
-    Tier,
-    by_checkpoint,
-    is_command,
-    keeps_on_nodes,
-    layouts_in_words,
-    reason_beside_tests,
-    tiers_of,
-)
+from orchestrator.cli.checkpoints.tested_layouts import BY_A_TEST, by_checkpoint, layouts_in_words, reason_beside_tests
+from orchestrator.cli.checkpoints.tiers import Tier, is_command, keeps_on_nodes, tiers_of
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Column, Screen, count, decimal, iso, size, span
 from orchestrator.errors import ConfigError, NotFound

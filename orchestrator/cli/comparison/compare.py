@@ -23,7 +23,7 @@ from orchestrator.cli.comparison.equality import (
     read_validations,
 )
 from orchestrator.cli.runs.status import one_row, rows_with_tags
-from orchestrator.cli.runs.training_figures import unknown_tags
+from orchestrator.cli.runs.tags import unknown_tags
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Column, Screen, count, decimal, progress, span
 from orchestrator.config.redaction import redacted_value

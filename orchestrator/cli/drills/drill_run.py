@@ -21,7 +21,7 @@ from orchestrator.states import RunState
 from trainer.contract.config import JobConfig
 from trainer.contract.config_sections.fault_detection_config import BETWEEN_STAGES
 from trainer.contract.events import Event, EventKind
-from trainer.contract.failures.outcome import SAVES_FAILING
+from trainer.contract.failures.save_trouble import SAVES_FAILING
 from trainer.contract.requests import RequestKind
 
 _COSTLY = {

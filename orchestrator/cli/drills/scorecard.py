@@ -7,7 +7,7 @@ from typing import Any
 from orchestrator.cli.runs.timeline import event_sentence
 from orchestrator.states import RunState
 from trainer.contract.events import Event, EventKind
-from trainer.contract.failures.outcome import short_reason
+from trainer.contract.failures.save_trouble import short_reason
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from orchestrator.cli.checkpoints.tiers import Proven, newest_proven
+from orchestrator.cli.checkpoints.tested_layouts import Proven, newest_proven
 from orchestrator.cli.restore_tests.group import told
 from orchestrator.cli.terminal.render import Column, Screen, count, iso, size, span
 from orchestrator.controller.run_dirs.ingest import UNREADABLE_EVENT

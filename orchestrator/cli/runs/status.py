@@ -19,7 +19,7 @@ from orchestrator.cli.access.run_folder import (
 from orchestrator.cli.access.slurm_environment import silence_of
 from orchestrator.cli.runs.config_changes import warn_of_edited_config
 from orchestrator.cli.runs.notified import warn_of_untold
-from orchestrator.cli.runs.training_figures import checked, unknown_tags
+from orchestrator.cli.runs.tags import checked, unknown_tags
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import (
     Column,

@@ -17,7 +17,7 @@ from orchestrator.cli.access.slurm_environment import compare_with_controller, s
 from orchestrator.cli.config import OVERRIDES, print_config, run_of, warn_of
 from orchestrator.cli.runs.events import detached, end_error, wait_until_end
 from orchestrator.cli.runs.status import one_row
-from orchestrator.cli.runs.training_figures import checked
+from orchestrator.cli.runs.tags import checked
 from orchestrator.cli.terminal.argument_types import ClusterKind
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Screen, progress

@@ -16,7 +16,8 @@ from orchestrator.errors import ConfigError
 from orchestrator.recovery.retry_policy import drill_words
 from orchestrator.registry.records import Attempt, Transition, UserRequest
 from trainer.contract.events import Event, EventKind
-from trainer.contract.failures.outcome import ExitCode, short_reason
+from trainer.contract.failures.outcome import ExitCode
+from trainer.contract.failures.save_trouble import short_reason
 
 
 def progress_line(

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.contract.time_spans import cut
+from trainer.contract.cut_text import cut
 
 WORDS = 30
 """Characters that a column of sentences should have before it is folded."""

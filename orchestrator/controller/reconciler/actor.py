@@ -27,7 +27,7 @@ from orchestrator.controller.run_dirs.bounded_files import DirectFiles, Files
 from orchestrator.controller.run_dirs.run_folder import ensure_attempt_dir
 from orchestrator.controller.run_view import RunView, stored_config
 from orchestrator.errors import ConfigError, Precondition, SlurmUnreachable, SubmitRejected
-from orchestrator.recovery import evidence
+from orchestrator.recovery import failure_rate
 from orchestrator.registry.records import Attempt, Lease, Run, Submission
 from orchestrator.registry.store import Store
 from orchestrator.scheduler.interface import UNREADABLE, Backoff, JobStatus, Scheduler
@@ -334,10 +334,12 @@ class Actor:
 
     def _time_between_failures(self, run: Run, config: RunConfig) -> float:
         now = self.clock.wall()
-        attempts, failed_generations = self.store.history(run.domain, now - evidence.WINDOW)
-        cluster, own = evidence.count_failures(evidence.attempt_spans(attempts, failed_generations, now), run.name)
+        attempts, failed_generations = self.store.history(run.domain, now - failure_rate.WINDOW)
+        cluster, own = failure_rate.count_failures(
+            failure_rate.attempt_spans(attempts, failed_generations, now), run.name
+        )
         days = config.checkpoint.auto.node_days
-        return evidence.time_between_failures(config.cluster.nodes, node_days=days, cluster=cluster, run=own)
+        return failure_rate.time_between_failures(config.cluster.nodes, node_days=days, cluster=cluster, run=own)
 
     # -- words
 

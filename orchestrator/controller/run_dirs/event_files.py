@@ -3,19 +3,15 @@ The records in the run directories, written behind every commit; one that hangs,
 
 import errno
 import os
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from checkpointing.storage.durable import NotAFile
-from orchestrator.controller.run_dirs.bounded_files import Files, RunDirHangs
 from orchestrator.controller.run_view import RunView
-from orchestrator.registry.operations.reads import Reads
-from orchestrator.registry.operations.run_record import Record, write_record, write_records
 from orchestrator.registry.store import Store
 from trainer.contract.events import Event, EventKind, read_events
-from trainer.contract.run_dir import AttemptDir, RunDir
+from trainer.contract.run_dir import AttemptDir
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,42 +95,3 @@ def _first_tier(view: RunView, node: str) -> str:
 
 def _real_path(tier: str) -> str:
     return tier if "://" in tier else os.path.realpath(tier)
-
-
-AGAIN = 10.0
-"""Seconds between two tries for a directory that hangs."""
-RATE = 64 << 10
-"""Bytes a second that the record of one run may cost on average: a large one is written less often."""
-
-
-class RecordWriter:
-    """To be called after every commit with the names of the runs that it changed, and at the end to write the rest."""
-
-    def __init__(self, store: Reads, files: Files, clock: Callable[[], float] = time.monotonic) -> None:
-        self._store, self._files, self._clock = store, files, clock
-        self._owed: set[str] = set()
-        self._tried_at = 0.0
-        self._not_before: dict[str, float] = {}
-
-    def __call__(self, runs: set[str]) -> None:
-        """Write the records of these runs, and now and then those that are owed."""
-        now = self._clock()
-        if self._owed and now - self._tried_at >= AGAIN:
-            self._tried_at, runs, self._owed = now, runs | self._owed, set()
-        early = {name for name in runs if now < self._not_before.get(name, 0.0)}
-        self._owed |= early
-        write_records(self._store, runs - early, self._write)
-
-    def write_owed(self) -> None:
-        """Write what is owed, however much has been written before; not to where a directory hangs."""
-        owed, self._owed = self._owed, set()
-        write_records(self._store, owed, self._write)
-
-    def _write(self, folder: RunDir, record: Record) -> None:
-        name = record.run.name
-        try:
-            size = self._files.call(folder.path, lambda: write_record(folder, record))
-        except RunDirHangs:
-            self._owed.add(name)
-        else:
-            self._not_before[name] = self._clock() + size / RATE - 1.0

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from orchestrator.errors import Precondition, SlurmUnreachable
 from orchestrator.scheduler.interface import ENDED_STATES, UNREADABLE, JobStatus
 from orchestrator.scheduler.job_tags import names_in
-from trainer.contract.time_spans import cut
+from trainer.contract.cut_text import cut
 
 SEPARATOR = "\x1f"
 """Ends every field: a character that no job name, reason or comment can bear by accident."""

@@ -19,7 +19,7 @@ from orchestrator.scheduler.slurm.sbatch_values import (
     minutes,
     time_meant,
 )
-from trainer.contract.time_spans import cut
+from trainer.contract.cut_text import cut
 
 LONGEST_LEAD = 65535
 """Seconds before the end of a job at which Slurm can signal it at the earliest."""

@@ -39,7 +39,7 @@ from orchestrator.scheduler.slurm.command_output import (
     unreachable,
 )
 from orchestrator.scheduler.slurm.sbatch_values import check_nodes
-from trainer.contract.time_spans import cut
+from trainer.contract.cut_text import cut
 
 ASK_AGAIN, ASK_AGAIN_AT_MOST = 30.0, 600.0
 """Seconds until an accounting that did not answer is asked again; doubled each time."""

@@ -7,7 +7,8 @@ import pytest
 
 from orchestrator.recovery.classify_failure import End, judge
 from orchestrator.recovery.elastic_policy import LastAttempt, WorldSize
-from orchestrator.recovery.evidence import Evidence, FailureCount
+from orchestrator.recovery.evidence import Evidence
+from orchestrator.recovery.failure_rate import FailureCount
 from orchestrator.recovery.node_exclusion import Blame, NodeRecord
 from orchestrator.recovery.node_failure_rate import NodeHistory
 from orchestrator.recovery.retry_policy import Decision, EndedAttempt

@@ -2,8 +2,8 @@
 
 import pytest
 
-from orchestrator.recovery import evidence
-from orchestrator.recovery.evidence import (
+from orchestrator.recovery import failure_rate
+from orchestrator.recovery.failure_rate import (
     DAY,
     AttemptSpan,
     FailureCount,
@@ -104,7 +104,7 @@ def test_what_counts_as_a_failure(kind, of_cluster, of_run):
         [AttemptSpan(run=run, nodes=1, seconds=1.0, failures=(kind,)) for run in ("mine", "other")], "mine"
     )
     assert (cluster.failures, own.failures) == (of_cluster, of_run)
-    assert evidence.WINDOW == 90 * DAY
+    assert failure_rate.WINDOW == 90 * DAY
 
 
 def test_time_counts_by_nodes_and_a_clock_that_was_set_back_takes_none_away():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from trainer.contract.time_spans import cut
+from trainer.contract.cut_text import cut
 
 
 @pytest.mark.parametrize(

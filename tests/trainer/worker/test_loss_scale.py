@@ -10,7 +10,7 @@ from checkpointing.tiers.catalog import Catalog
 from tests.trainer.worker.conftest import hang
 from trainer.contract.failures.outcome import ExitCode
 from trainer.worker.saved_state.checkpoint_contents import expected
-from trainer.worker.saved_state.group_values import FIRST, SMALLEST, LossScale
+from trainer.worker.saved_state.loss_scale import FIRST, SMALLEST, LossScale
 
 HALF = {"dtype": "float16", "steps": 12}
 OVERFLOW = {"kind": "spike", "rank": 0, "step": 4}

@@ -21,7 +21,8 @@ from trainer.agent.control.control_server import (
     RequestFound,
     Tick,
 )
-from trainer.agent.coordination.job_monitor import DrillOrders, JobMonitor
+from trainer.agent.coordination.drill_orders import DrillOrders
+from trainer.agent.coordination.job_monitor import JobMonitor
 from trainer.agent.coordination.node_failures import NodeFailures
 from trainer.agent.processes.background_tasks import HungFileSystem, RepeatedRead
 from trainer.agent.watch.hang_detector import calm_seconds

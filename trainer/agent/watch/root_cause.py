@@ -13,10 +13,10 @@ from checkpointing.errors import (
     TierUnavailable,
     Unsavable,
 )
+from trainer.contract.cut_text import cut
 from trainer.contract.failures.failure_patterns import Meaning, error_says
 from trainer.contract.failures.outcome import LOSS_SPIKE, MORE_MEMORY, ExitCode, Failure, FailureKind
 from trainer.contract.messages.agents import RankExit
-from trainer.contract.time_spans import cut
 
 _NOT_STARTED = (126, 127)
 _CHECKPOINTS = frozenset(one.__name__ for one in (SaveFailed, NothingVerifies, NothingIntact, TierUnavailable))

@@ -19,7 +19,7 @@ from trainer.agent.ranks.local_ranks import LocalRank, LocalRanks
 from trainer.agent.watch.hang_limits import FAST, HALTED, RankSample
 from trainer.agent.watch.stragglers import should_report_work
 from trainer.contract.messages.agents import ProgressReport
-from trainer.contract.ranks.stage_activity import quantile, sum_counts
+from trainer.contract.ranks.duration_histogram import quantile, sum_counts
 
 
 class JobSnapshot:

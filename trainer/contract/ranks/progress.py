@@ -18,7 +18,8 @@ from enum import IntEnum
 from functools import cache
 from types import FrameType
 
-from trainer.contract.ranks.stage_activity import BUCKETS, CODES, Moment, SentMessages, bucket, moment_of
+from trainer.contract.ranks.duration_histogram import BUCKETS, bucket
+from trainer.contract.ranks.stage_activity import CODES, Moment, SentMessages, moment_of
 
 STEP_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
 """Warnings before a time limit (orch asks for USR2, other tools for USR1), the end of a step, and `scancel -s INT`."""

@@ -13,26 +13,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import _dump_fr_trace_json, _WorkerServer  # type: ignore[attr-defined]
-from torch.distributed import DistError
 
 from checkpointing.storage.durable import write_atomically
-from trainer.contract.failures.failure_patterns import Meaning, error_says
 from trainer.contract.logs.line_file import LineFile
 from trainer.contract.ranks.rank_messages import STACKS, RankSpec, encode_runs, groups_file
 from trainer.contract.run_dir import RunDir
-from trainer.worker.reporting.phase_tracker import write_stderr
-from trainer.worker.startup.rendezvous import PeerLost
-
-
-def is_secondary_failure(error: BaseException) -> bool:
-    """Whether `error` only says that a peer has died, so that the cause lies elsewhere."""
-    if isinstance(error, PeerLost):
-        return True
-    # Only what torch's own collectives raise: a user's ConnectionResetError is a cause.
-    if not isinstance(error, DistError) and type(error) is not RuntimeError:
-        return False
-    return error_says(str(error), Meaning.PEER_GONE)
-
+from trainer.worker.reporting.secondary_failure import is_secondary_failure
+from trainer.worker.reporting.stderr_best_effort import write_stderr
 
 _DEFAULTS = {
     "TORCH_FR_BUFFER_SIZE": "2000",

@@ -3,8 +3,6 @@ A thread that does nothing but tick in the progress cell: it stands still when P
 Progress in rank 0's log: loss, learning rate, speed and validation, in lines that people read.
 Tracks the phases of a rank's steps: each is written to the progress cell, and the rank's own work is timed."""
 
-import contextlib
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -20,6 +18,7 @@ from trainer.contract.ranks.progress import SECTIONS, Phase, ProgressCell
 from trainer.contract.ranks.stage_activity import Activity, Moment
 from trainer.contract.time_spans import parse_span, span
 from trainer.worker.parallel.layer_wrappers import is_compiled
+from trainer.worker.reporting.stderr_best_effort import write_stderr
 from trainer.worker.reporting.work_timer import (
     HostClock,
     Stopwatch,
@@ -28,21 +27,6 @@ from trainer.worker.reporting.work_timer import (
     stopwatch,
     wait_meter,
 )
-
-
-def write_stderr(text: str) -> None:
-    """Write one line to stderr, if that can be done."""
-    with contextlib.suppress(OSError, ValueError):
-        sys.stderr.write(f"{text.rstrip()}\n")
-        sys.stderr.flush()
-
-
-def flush() -> None:
-    """Flush stdout and stderr, if that can be done."""
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()
-
 
 SECONDS = 0.5
 

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from trainer.worker.parallel.context_parallel import ring_of
 from trainer.worker.parallel.mesh import Layout
 from trainer.worker.pipeline.pipelined_llama import pipeline_of
-from trainer.worker.reporting.phase_tracker import write_stderr
+from trainer.worker.reporting.stderr_best_effort import write_stderr
 
 _SIZES = {
     "Double": 8, "Long": 8, "Float": 4, "Int": 4, "BFloat16": 2, "Half": 2, "Short": 2, "Byte": 1, "Char": 1, "Bool": 1,

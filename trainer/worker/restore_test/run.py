@@ -30,17 +30,14 @@ from trainer.contract.user_code.code_record import CodeRecord, shorten
 from trainer.worker.data import TokenData, unwrapped
 from trainer.worker.reporting.metrics import Journal
 from trainer.worker.restore_test.comparability import Conditions, why_no_verdict, why_not_compared
+from trainer.worker.restore_test.examination import audit, find_fault, require_there, saving_attempt
 from trainer.worker.restore_test.recorded_steps import (
     BOUNDS,
     OTHER_SOFTWARE,
     OTHER_WORDS,
-    audit,
     compare,
-    find_fault,
     other_packages,
     recorded_steps,
-    require_there,
-    saving_attempt,
 )
 from trainer.worker.saved_state.rng_state import pack_rng
 from trainer.worker.saved_state.train_state import TrainObjects, TrainState

@@ -18,7 +18,7 @@ from trainer.worker.parallel.mesh import Layout
 from trainer.worker.saved_state import checkpoint_contents
 from trainer.worker.saved_state.checkpoint_contents import buffers_name
 from trainer.worker.saved_state.data_state import FACTS, DataState
-from trainer.worker.saved_state.group_values import LossScale, SchedulerState
+from trainer.worker.saved_state.loss_scale import LossScale
 from trainer.worker.saved_state.model_state import (
     BufferState,
     ModelEntries,
@@ -31,6 +31,7 @@ from trainer.worker.saved_state.model_state import (
 from trainer.worker.saved_state.object_state import ObjectState
 from trainer.worker.saved_state.optimizer_state import OptimizerState
 from trainer.worker.saved_state.rng_state import pack_rng, rng_name, seed_by_data, set_origin, unpack_rng
+from trainer.worker.saved_state.scheduler_state import SchedulerState
 from trainer.worker.saved_state.unsaved_state import OBSERVED_STEPS, ModuleAttributes, StateInventory, UnsavedAttributes
 from trainer.worker.startup.software import FIRST, RANKS, changed_software, software, software_facts
 from trainer.worker.workload import BaseWorkload, Scheduler, Workload, WorkloadError

@@ -11,7 +11,8 @@ import torch
 from checkpointing.errors import SaveFailed
 from trainer.contract.config import JobConfig
 from trainer.contract.events import EventKind
-from trainer.contract.failures.outcome import ExitCode, short_reason
+from trainer.contract.failures.outcome import ExitCode
+from trainer.contract.failures.save_trouble import short_reason
 from trainer.contract.ranks.progress import Phase, ProgressCell, StopReason
 from trainer.worker.data import LoaderDraws
 from trainer.worker.optimizer import learning_rate, set_learning_rate

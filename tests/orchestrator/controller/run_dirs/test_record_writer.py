@@ -7,7 +7,7 @@ import pytest
 
 from orchestrator.controller.run_dirs import event_files
 from orchestrator.controller.run_dirs.bounded_files import DirectFiles
-from orchestrator.controller.run_dirs.event_files import RecordWriter
+from orchestrator.controller.run_dirs.record_writer import RecordWriter
 from orchestrator.registry.operations import run_record
 from orchestrator.registry.operations.run_record import Record, record_of, write_record
 from orchestrator.registry.records import Checkpoint

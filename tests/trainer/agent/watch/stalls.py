@@ -10,7 +10,7 @@ from trainer.agent.flight.analysis import Finding
 from trainer.agent.watch.hang_limits import Limits, RankSample
 from trainer.agent.watch.hangs import Judgement, ReportGaps, Stall, Verdict, judge
 from trainer.contract.config_sections.fault_detection_config import HangConfig
-from trainer.contract.ranks.stage_activity import BUCKETS, bucket, quantile
+from trainer.contract.ranks.duration_histogram import BUCKETS, bucket, quantile
 
 LATE = 6.0
 """Seconds that a report, a second look and the answers to it may add to a limit."""

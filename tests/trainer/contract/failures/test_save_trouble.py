@@ -3,7 +3,7 @@
 import pytest
 
 from trainer.contract.events import EventKind
-from trainer.contract.failures.outcome import SaveTrouble, short_reason
+from trainer.contract.failures.save_trouble import SaveTrouble, short_reason
 
 FULL = (
     "rank 0: disk full ([Errno 28] No space left on device: "

@@ -1,7 +1,7 @@
 """How evenly tokens are spread over experts."""
 
 from trainer.worker.reporting.metrics import expert_loads
-from trainer.worker.reporting.work_timer import EVERY
+from trainer.worker.reporting.rank_comparison import EVERY
 
 
 def test_the_least_the_median_and_the_most_of_all_layers() -> None:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from tests.trainer.worker.conftest import Run
-from trainer.worker.reporting.work_timer import EVERY, RankComparison
+from trainer.worker.reporting.rank_comparison import EVERY, RankComparison
 
 
 def test_the_mean_of_many_steps_is_compared_and_the_slowest_rank_is_named() -> None:

@@ -5,8 +5,8 @@ import torch
 
 from trainer.contract.config import JobConfig, TrainConfig
 from trainer.worker.reporting.metrics import StepFigures, section_seconds
+from trainer.worker.reporting.rank_comparison import RankComparison
 from trainer.worker.reporting.traffic import TrafficMeter
-from trainer.worker.reporting.work_timer import RankComparison
 
 WORK = section_seconds([100_000_000, 200_000_000, 300_000_000, 50_000_000])
 

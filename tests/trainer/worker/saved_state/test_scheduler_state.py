@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler as of_torch
 
-from trainer.worker.saved_state.group_values import SchedulerState
 from trainer.worker.saved_state.object_state import ObjectState
+from trainer.worker.saved_state.scheduler_state import SchedulerState
 from trainer.worker.workload import BaseWorkload, WorkloadError, build_scheduler
 
 MADE: dict[str, Callable[[Any], Any]] = {

@@ -1,0 +1,43 @@
+"""`orch save`: a checkpoint now, and training goes on."""
+
+import re
+
+import click
+
+from orchestrator.cli.live_jobs.live_attempt import (
+    await_answer,
+    find_live_attempt,
+)
+from orchestrator.cli.terminal.argument_types import Seconds
+from orchestrator.cli.terminal.command_classes import Verb
+from orchestrator.cli.terminal.render import Screen
+from orchestrator.interrupts import interrupts_held
+from trainer.contract.requests import RequestKind
+
+_SAVED = re.compile(r"^saved at step (\d+)")
+
+
+@click.command(cls=Verb)
+@click.argument("run")
+@click.option("--wait/--no-wait", "wait_", default=True, help="Wait until the checkpoint is committed (default).")
+@click.option("--timeout", type=Seconds(min=0), default=600.0, show_default=True, metavar="SECONDS")
+@click.pass_obj
+def save(screen: Screen, run: str, wait_: bool, timeout: float) -> None:
+    """Save a checkpoint now, at the next step boundary; training continues."""
+    screen.if_interrupted = lambda: "interrupted: nothing was asked for"
+    found = find_live_attempt(run)
+    stands = f"interrupted: the request stands, and {found.run} saves at its next step boundary"
+    with interrupts_held():
+        request = found.send_request(RequestKind.SAVE, "orch save")
+        screen.if_interrupted = lambda: stands
+    answer = await_answer(found, request, timeout) if wait_ else None
+    said = _SAVED.match(answer or "")
+    if screen.json:
+        step = int(said[1]) if said else None
+        screen.data("save", {"run": found.run, "attempt": found.attempt_dir.number, "answer": answer, "step": step})
+        return
+    if answer is None:
+        screen.say(f"{found.run}: asked to save; training goes on")
+        screen.note(f"  look:  orch ckpt ls {found.run}")
+        return
+    screen.say(f"{found.run}: {answer}")

@@ -1,0 +1,83 @@
+"""`orch tag`, and tags as they are typed elsewhere (`orch submit -t`, `orch status -t`)."""
+
+import re
+from collections.abc import Iterable
+
+import click
+
+from orchestrator.cli.access.registry import open_store
+from orchestrator.cli.terminal.command_classes import Verb
+from orchestrator.cli.terminal.render import Screen
+from orchestrator.errors import ConfigError
+from orchestrator.home import registry_path
+
+_TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/=@-]{0,62}")
+_TAKEN_AWAY = re.compile(r"-(?![qvh]$)[A-Za-z0-9].*")
+"""`-baseline`, but not `-q`, `-v` and `-h`, which every verb takes."""
+
+
+def checked(words: Iterable[str]) -> tuple[str, ...]:
+    """Tags in order, each once; raises ConfigError for what cannot be one."""
+    tags = tuple(sorted(set(words)))
+    for word in tags:
+        if not _TAG.fullmatch(word):
+            raise ConfigError(
+                f"`{word}` cannot be a tag",
+                where="a tag has up to 63 letters, digits and . _ : / = @ -, and begins with a letter or a digit",
+                hint="for example: baseline, lr=3e-4, team/ann",
+            )
+    return tags
+
+
+def unknown_tags(tags: Iterable[str]) -> list[tuple[str, str]]:
+    """Of each of these tags that no run has, that it is so, and which tags there are, the nearest first."""
+    from orchestrator.near_words import did_you_mean_of, nearest  # only for a mistake
+    from orchestrator.registry import fast_queries
+
+    known = fast_queries.tag_names(registry_path())
+    listed = f"tags: {', '.join(sorted(known)[:_SHOWN])}{', ...' if len(known) > _SHOWN else ''}"
+    told = []
+    for tag in tags:
+        offer = did_you_mean_of(nearest(tag, known), listed if known else "no run has any tag")
+        told += [(f"no run has the tag {tag}", offer)] if tag not in known else []
+    return told
+
+
+_SHOWN = 12
+
+
+class _TagVerb(Verb):
+    """A verb of which words may begin with a minus sign."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """`-baseline` is the tag that is removed, not a row of options; `~` begins no tag."""
+        return super().parse_args(ctx, [f"~{word[1:]}" if _TAKEN_AWAY.fullmatch(word) else word for word in args])
+
+
+@click.command(cls=_TagVerb)
+@click.argument("run")
+@click.argument("words", metavar="[+TAG|-TAG|TAG ...]", nargs=-1)
+@click.option("--remove", is_flag=True, help="Remove the tags that have no sign, instead of adding them.")
+@click.pass_obj
+def tag(screen: Screen, run: str, words: tuple[str, ...], remove: bool) -> None:
+    """Add tags to a run, or remove them; without TAG, print them.
+
+    `orch tag RUN +a -b` adds a and removes b. Without a sign a tag is added.
+    """
+    added, removed = _sorted_out(words, remove)
+    if both := sorted({*added} & {*removed}):
+        raise ConfigError(f"{both[0]} is to be added and removed", where=" ".join(words), hint="say one of the two")
+    with open_store(readonly=not words) as store:
+        found = store.run(run)
+        now = store.change_tags(found.name, added, removed) if words else found.tags
+    if screen.json:
+        screen.data("tag", {"run": found.name, "tags": list(now)})
+        return
+    screen.say(f"{found.name}: {', '.join(now) or 'no tag'}")
+
+
+def _sorted_out(words: tuple[str, ...], remove: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The tags to add and those to remove, by their signs."""
+    away = [word for word in words if word.startswith("~") or (remove and not word.startswith("+"))]
+    added = [word.removeprefix("+") for word in words if word not in away]
+    return checked(added), checked(word.removeprefix("~") for word in away)

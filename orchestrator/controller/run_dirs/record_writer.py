@@ -1,0 +1,47 @@
+"""The records in the run directories, written behind every commit; one that hangs, or is large, is owed for a while."""
+
+import time
+from collections.abc import Callable
+
+from orchestrator.controller.run_dirs.bounded_files import Files, RunDirHangs
+from orchestrator.registry.operations.reads import Reads
+from orchestrator.registry.operations.run_record import Record, write_record, write_records
+from trainer.contract.run_dir import RunDir
+
+AGAIN = 10.0
+"""Seconds between two tries for a directory that hangs."""
+RATE = 64 << 10
+"""Bytes a second that the record of one run may cost on average: a large one is written less often."""
+
+
+class RecordWriter:
+    """To be called after every commit with the names of the runs that it changed, and at the end to write the rest."""
+
+    def __init__(self, store: Reads, files: Files, clock: Callable[[], float] = time.monotonic) -> None:
+        self._store, self._files, self._clock = store, files, clock
+        self._owed: set[str] = set()
+        self._tried_at = 0.0
+        self._not_before: dict[str, float] = {}
+
+    def __call__(self, runs: set[str]) -> None:
+        """Write the records of these runs, and now and then those that are owed."""
+        now = self._clock()
+        if self._owed and now - self._tried_at >= AGAIN:
+            self._tried_at, runs, self._owed = now, runs | self._owed, set()
+        early = {name for name in runs if now < self._not_before.get(name, 0.0)}
+        self._owed |= early
+        write_records(self._store, runs - early, self._write)
+
+    def write_owed(self) -> None:
+        """Write what is owed, however much has been written before; not to where a directory hangs."""
+        owed, self._owed = self._owed, set()
+        write_records(self._store, owed, self._write)
+
+    def _write(self, folder: RunDir, record: Record) -> None:
+        name = record.run.name
+        try:
+            size = self._files.call(folder.path, lambda: write_record(folder, record))
+        except RunDirHangs:
+            self._owed.add(name)
+        else:
+            self._not_before[name] = self._clock() + size / RATE - 1.0

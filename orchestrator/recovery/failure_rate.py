@@ -1,0 +1,99 @@
+"""PURE: how often a run of this size fails, from what its cluster and it have seen; the job plans its saves by it.
+
+Failures are taken for a Poisson process of one rate per node, the rate's prior for a gamma distribution, whose mean
+after n failures in t node-seconds is (a + n) / (b + t).
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from orchestrator.registry.records import Attempt, Generation
+from trainer.contract.failures.outcome import FailureKind, Losses, kinds_with
+
+DAY = 86400.0
+WINDOW = 90 * DAY
+"""Older attempts than this say little about the cluster of today."""
+
+
+_TRUST_IN_CLUSTER = 4.0
+"""Failures for which all experience with the cluster counts at most: runs differ in what they stress."""
+
+
+_OF_THE_CLUSTER = kinds_with(lambda traits: traits.losses is Losses.CLUSTER)
+_OF_A_RUN = kinds_with(lambda traits: traits.losses is not Losses.NOBODY)
+"""Ends that lose what was not saved."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttemptSpan:
+    """One attempt as it counts here: whose it was, on how many nodes, for how long, and of what it fell on the way."""
+
+    run: str
+    nodes: int
+    seconds: float
+    failures: tuple[FailureKind, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class FailureCount:
+    """Failures in so many seconds of one node."""
+
+    failures: int = 0
+    node_seconds: float = 0.0
+
+
+def attempt_spans(
+    attempts: Iterable[Attempt], failed_generations: Iterable[Generation], now: float
+) -> list[AttemptSpan]:
+    """Started attempts with what they and their generations (`failed_generations` are those that failed) fell of.
+
+    An attempt's own failure counts where its last generation tells of none (the node died with its agent) and
+    something was lost with it.
+    """
+    of: dict[tuple[str, int], dict[int, FailureKind]] = {}
+    for generation in failed_generations:
+        assert generation.failure is not None
+        kinds = of.setdefault((generation.run, generation.attempt), {})
+        kinds[generation.number] = FailureKind(generation.failure["kind"])
+    found = []
+    for attempt in attempts:
+        kinds = of.get((attempt.run, attempt.number), {})
+        failures = [kinds[number] for number in sorted(kinds)]
+        if attempt.failure and attempt.generations not in kinds and _lost_work(attempt):
+            failures.append(FailureKind(attempt.failure["kind"]))
+        began, ended = attempt.started_at, attempt.ended_at
+        seconds = (now if ended is None else ended) - (now if began is None else began)
+        nodes = max(1, len(attempt.nodes))
+        found.append(AttemptSpan(run=attempt.run, nodes=nodes, seconds=seconds, failures=tuple(failures)))
+    return found
+
+
+def _lost_work(attempt: Attempt) -> bool:
+    """A preempted job that could save has lost nothing."""
+    return attempt.last_step is None or attempt.saved_step is None or attempt.saved_step < attempt.last_step
+
+
+def count_failures(attempt_spans: list[AttemptSpan], run: str) -> tuple[FailureCount, FailureCount]:
+    """What other runs of the cluster have seen, and what this run has."""
+    others = [one for one in attempt_spans if one.run != run]
+    own = [one for one in attempt_spans if one.run == run]
+    return _sum(others, _OF_THE_CLUSTER), _sum(own, _OF_A_RUN)
+
+
+def _sum(attempt_spans: list[AttemptSpan], kinds: frozenset[FailureKind]) -> FailureCount:
+    return FailureCount(
+        failures=sum(kind in kinds for one in attempt_spans for kind in one.failures),
+        node_seconds=sum(one.nodes * max(0.0, one.seconds) for one in attempt_spans),
+    )
+
+
+def time_between_failures(nodes: int, *, node_days: float, cluster: FailureCount, run: FailureCount) -> float:
+    """Seconds between two failures of a job on `nodes` nodes.
+
+    To begin with one failure in `node_days` days of a node (64: a job of 64 nodes fails once a day; published rates of
+    large clusters lie between 42 and 427), then what the cluster has seen, then what the run itself has.
+    """
+    shape, exposure = 1.0 + cluster.failures, node_days * DAY + cluster.node_seconds
+    weight = min(1.0, _TRUST_IN_CLUSTER / shape)
+    rate = (weight * shape + run.failures) / (weight * exposure + run.node_seconds)
+    return 1.0 / (rate * nodes)

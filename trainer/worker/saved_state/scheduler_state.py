@@ -1,0 +1,72 @@
+"""A learning-rate schedule of the user's own, with the rates that it has set: some compute the next from the last."""
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from trainer.worker.workload import Scheduler, WorkloadError
+
+_PARTS, _MILESTONES = "_schedulers", "_milestones"
+"""Private names in the states of torch's schedulers that stand for settings."""
+
+
+class SchedulerState:
+    """The state of a scheduler, with `lr` of the optimizer's groups, which nobody else saves; None has no state."""
+
+    def __init__(self, scheduler: Scheduler | None, optimizer: torch.optim.Optimizer) -> None:
+        """Make it when the scheduler is new."""
+        self._scheduler, self._optimizer = scheduler, optimizer
+        self._built = _settings(scheduler)
+        self.overruled: list[str] = []
+        """Settings that the restored state has otherwise than the scheduler was built with here, in words."""
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._scheduler is None:
+            return {}
+        rates = [group["lr"] for group in self._optimizer.param_groups]
+        return {"scheduler": self._scheduler.state_dict(), "lr": rates, "built": self._built}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Raises WorkloadError when the optimizer has another number of groups."""
+        assert self._scheduler is not None
+        groups, rates = self._optimizer.param_groups, state["lr"]
+        if len(groups) != len(rates):
+            raise WorkloadError(
+                f"the checkpoint has learning rates of {len(rates)} parameter groups, the optimizer has {len(groups)}"
+            )
+        for group, rate in zip(groups, rates, strict=True):
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(float(rate))  # a compiled or captured step reads this very tensor
+            else:
+                group["lr"] = float(rate)
+        self._scheduler.load_state_dict(state["scheduler"])
+        kept = state.get("built", self._built)  # an older orch did not save it
+        changed = [f"{key} {kept[key]} (now {now})" for key, now in self._built.items() if kept.get(key, now) != now]
+        self.overruled = [f"the schedule of the checkpoint goes on: {', '.join(changed)}"] if changed else []
+        self._built = kept
+
+
+def _settings(scheduler: Scheduler | None) -> dict[str, Any]:
+    """The plain numbers and words that a new scheduler has, and lists of them; those of its parts as `0.step_size`."""
+    return _plain_settings(scheduler.state_dict()) if scheduler is not None else {}
+
+
+def _plain_settings(state: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in state.items():
+        if isinstance(value, Counter):  # the milestones of MultiStepLR
+            value = sorted(value.elements())
+        if key == _PARTS and isinstance(value, list):  # of SequentialLR and ChainedScheduler
+            for number, part in enumerate(value):
+                inner = _plain_settings(part) if isinstance(part, Mapping) else {}
+                found |= {f"{number}.{name}": one for name, one in inner.items()}
+        elif (not key.startswith("_") or key == _MILESTONES) and _is_plain(value):
+            found[key.removeprefix("_")] = list(value) if isinstance(value, list) else value
+    return found
+
+
+def _is_plain(value: Any) -> bool:
+    values = value if isinstance(value, list) else [value]
+    return all(isinstance(one, (bool, int, float, str)) and one == one for one in values)

@@ -1,8 +1,7 @@
-"""PURE: the files of a node's ranks in one file, each from a multiple of a chunk on; between them lie zeros.
+"""Names of checkpoints, files of a node, and the commit point: data first, marker last.
 
 Ranks write to their regions at the same time, and digest what they write; nobody has to read another's bytes.
-
-Names of checkpoints and the one commit point: data first, marker last."""
+"""
 
 import json
 import re

@@ -1,10 +1,9 @@
-"""`index.json`: where every tensor's bytes lie in a checkpoint's files; `fingerprints.json`: what they are worth.
+"""`manifest.json`, `index.json` and `fingerprints.json` of a checkpoint.
 
-Both are ordinary files of a checkpoint, listed in its manifest, readable without torch and without unpickling. The
-index of a run's layout is the same for every save, the fingerprints differ. A checkpoint that has neither (a foreign
-one) is read by way of its `.metadata`.
-
-`manifest.json`: what a checkpoint consists of, with a digest for every chunk and one for itself."""
+Index and fingerprints are files of a checkpoint, listed in its manifest, readable without torch and without
+unpickling. The index of a layout is the same for every save; the fingerprints differ. A checkpoint that has neither (a
+foreign one) is read by way of its `.metadata`.
+"""
 
 import json
 import math

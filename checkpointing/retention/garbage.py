@@ -1,8 +1,7 @@
-"""Pins: checkpoints that somebody wants to keep, each a small file of its own in the folder `pins` beside them.
+"""Pins, and the deletion of checkpoints and debris in two phases.
 
-A file for each pin, not one for all: two people who pin at once cannot lose each other's.
-
-Deleting checkpoints and debris: a deletion in two phases, and which half-written folders are deleted (pure)."""
+Each pin is a file, so two people who pin at once keep both pins.
+"""
 
 import contextlib
 import json

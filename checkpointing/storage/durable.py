@@ -1,12 +1,9 @@
-"""Folders under construction: gone at the end, and when their maker was killed, gone once the next one is made.
+"""Durable writes: fsync and rename, reserved files for full disks, and folders under construction.
 
-A maker holds a lock on its draft, which the kernel lets go of however the maker ends. Locks may be known to one machine
-only, where several share a file system, so a draft bears its machine's name and is nobody else's to take away.
+The process that builds a folder holds a lock on it, which the kernel releases however the process ends. Locks may be
+local to one machine, so the folder carries the machine's name and only that machine removes it.
 
-Files that survive a crash: write, fsync, rename, fsync the folder; JSON whose floats read back exactly.
-Small files that must be written even when the disk is full: their room is taken beforehand.
-
-A file system that never overwrites in place (btrfs, ZFS) may refuse all the same; then the error is raised as ever.
+A file system that never overwrites in place (btrfs, ZFS) may refuse a write into reserved room; the error is raised.
 """
 
 import errno

@@ -1,6 +1,4 @@
-"""What a file system says when it takes no more, in words; which errors those are stands here only.
-Whether a folder takes a file of some size now: no system call tells of quotas.
-Errors of the libraries that speak to object stores: a store that cannot be reached is an OSError like any other."""
+"""Errors of full disks and unreachable object stores, and a probe for free room."""
 
 import contextlib
 import errno

@@ -1,6 +1,4 @@
-"""What is copied to a further tier, and by which rank (pure).
-Checkpoint copies that failed a restore test or a verification. A restore never chooses them.
-Copying files of a checkpoint to another storage: every chunk is verified before it is passed on."""
+"""Copies of a checkpoint's files to another tier; every chunk is verified first."""
 
 import contextlib
 import errno

@@ -1,6 +1,4 @@
-"""The tiers of a run: from the fastest place for its checkpoints to the most durable one.
-Lustre: over how many storage targets the files of a checkpoint's folder are spread.
-Checks before a submit that this machine can use the tiers of a run.
+"""Tiers of a run, their check before a submit, and Lustre striping.
 
 `python -P -m checkpointing.tiers.tier ANSWER` reads `{tiers: [path ...]}` from stdin. It writes JSON objects, a
 line each, to the descriptor ANSWER: `trying` before each tier, `refused` (tier, reason, remedy) for an unusable tier,

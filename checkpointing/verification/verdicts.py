@@ -1,8 +1,7 @@
-"""How far one tensor is apart in two checkpoints.
-Verdicts on checkpoints, by verifications and restore tests: small files in the folder `verdicts` beside them.
+"""Verdicts on checkpoints, in small files beside them, and the distance between two tensors.
 
-A bad one counts: retention takes that copy for nobody's substitute. A good one is only shown, because bytes may rot
-afterwards; but retention keeps the newest copy that a restore test has passed. A verdict is about one copy in one
+A bad verdict counts: retention accepts that copy as a substitute for no other. A good one is only shown, because bytes
+may rot afterwards; but retention keeps the newest copy that passed a restore test. A verdict is about one copy in one
 place, and about the manifest that it had then.
 """
 

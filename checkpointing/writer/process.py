@@ -1,5 +1,4 @@
-"""How the writer behaves beside a training rank: behind it in every queue, no Slurm signals, gone with its owner.
-The writer: a process without torch that writes a rank's checkpoints, and outlives the rank when the agent owns it.
+"""The writer process: writes a rank's checkpoints without torch and outlives the rank.
 
 Started as `python -P -m checkpointing.writer.process one|many SOCKET ARENA PARENT LABEL`: `one` serves the rank
 at the other end of SOCKET and ends with it; `many` receives connections over SOCKET, one generation after the other,

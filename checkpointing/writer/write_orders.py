@@ -1,6 +1,4 @@
-"""Orders that run beside each other, each in a thread of its own, and the token that stops one.
-One order to write: the files of a rank's buffer, digested while they are written, vouched for in the arena.
-What a rank and its writer say to each other over a stream socket: a JSON header, and bytes beside it.
+"""Write orders: messages between a rank and its writer, and the threads that execute them.
 
 A message is a 4-byte length, the header, and as many bytes as the header's `blob` says.
 """

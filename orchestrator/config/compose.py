@@ -1,5 +1,4 @@
-"""Configurations merged into their schema by OmegaConf, equal ones once.
-Files and overrides become one RunConfig, its digest, and the origin of every value."""
+"""Composition of files and overrides to one RunConfig with digest and origins."""
 
 import math
 import os

@@ -1,5 +1,4 @@
-"""Every key that a config may have, read off the dataclasses, and the nearest right one for a wrong one.
-Values of maps whose keys are the user's own: arguments of a workload, and options for Slurm."""
+"""Config keys, read from the dataclasses, and the nearest key for an unknown one."""
 
 import math
 import types

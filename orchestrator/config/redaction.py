@@ -1,5 +1,4 @@
-"""What of a configuration is a secret, and must not be shown: the path of a webhook is its password.
-Secrets that a config has in plain text: it would be written to config.json, the registry and its backups. Pure."""
+"""Secrets in a configuration: redaction and refusal."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence

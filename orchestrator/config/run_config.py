@@ -1,5 +1,4 @@
-"""Who is told when the state of a run changes, and how.
-The whole configuration of a run, as a user writes it; the job reads the part in `trainer.contract.config`."""
+"""The whole configuration of a run, with its notifications; the job reads `trainer.contract.config`."""
 
 import re
 from dataclasses import dataclass, field

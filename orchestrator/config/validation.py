@@ -1,7 +1,4 @@
-"""Whether Linux can start a program with the arguments and variables of a config.
-PURE: whether a run can train on as few nodes as `cluster.min_nodes` says; what to type where it cannot.
-Refusal of workload keys that have no effect on a `command:`. Pure.
-What must fit together in a whole config, beyond the type and range of each value."""
+"""Checks of a whole configuration beyond the types and ranges of single values. Pure."""
 
 import os
 import re

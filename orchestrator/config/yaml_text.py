@@ -1,6 +1,4 @@
-"""Files that somebody may mean who has mistyped the name of one.
-The folders of presets and templates that orch brings along.
-YAML as configs use it: YAML 1.2's plain scalars, no tags, no duplicate keys, and the line of every value.
+"""YAML as configs use it, shipped presets, and the nearest name for a missing file.
 
 YAML 1.1, which PyYAML speaks by itself, reads `time: 1:00:00` as 3600, `no` as false and `1e5` as a text.
 """

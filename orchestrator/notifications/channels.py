@@ -1,11 +1,7 @@
-"""What a notification says: one sentence, and the same as fields for programs.
-What the registry keeps of a run's notifications, so that a change is told once, whichever controller lives.
-The ways by which a notification leaves: each returns why it was not delivered, or nothing, within a bound.
-The process that delivers one notification: an order on stdin, what became of it on stdout.
+"""Notifications: message, channels, delivery process and delivery record.
 
-A process of its own: a name server or a program that hangs must not hold up the controller, which kills this one.
-
-One process that delivers a notification, as the controller sees it: begun, looked at, killed when it is late."""
+Delivery runs in its own process: a hung name server or program must not delay the controller, which kills it.
+"""
 
 import http.client
 import json

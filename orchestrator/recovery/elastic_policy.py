@@ -1,6 +1,4 @@
-"""PURE: the sizes at which a run can train with the same batch, from all its nodes down to `cluster.min_nodes`.
-PURE: what is written down of an attempt that is smaller than its run, and how that reads.
-PURE: how many nodes the next attempt asks for, and when a job no longer waits for all of them."""
+"""Smaller worlds: possible sizes, and the size and patience of the next attempt. Pure."""
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,10 +1,4 @@
-"""What is known about one attempt at one moment: plain values, gathered by the controller, judged by pure functions.
-Known sentences in the logs of an attempt that left no outcome, and which failures they stand for.
-PURE: how often a run of this size fails, from what its cluster and it have seen; the job plans its saves by it.
-
-Failures are taken for a Poisson process of one rate per node, the rate's prior for a gamma distribution, whose mean
-after n failures in t node-seconds is (a + n) / (b + t).
-"""
+"""Evidence about one attempt, and known failure sentences in its logs. Pure."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -1,6 +1,4 @@
-"""PURE: which checkpoints of a run are to be doubted after an attempt: the coordinator's rule, over all attempts.
-PURE: failures that a drill brought about: a person asked for them, so they are held against nothing.
-What to do after an attempt has ended: the only place that decides between attempts."""
+"""The decision after an attempt: retry, hold, fail or succeed. Pure."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,8 +1,7 @@
-"""What the controller writes beside the checkpoints of a run that is tested: pins while a test lasts, then the verdict.
+"""Creation of a restore test as a run of its own, and its marks beside the checkpoints.
 
-The test itself writes nothing there.
-
-A restore test as a run of its own: the config of the run that it tests, on another layout, with an order."""
+The controller writes these marks; the test itself writes none.
+"""
 
 import copy
 import errno

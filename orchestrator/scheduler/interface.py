@@ -1,5 +1,4 @@
-"""Pauses between repetitions of what had no effect.
-The scheduler seam: five methods, and job states in Slurm's own words."""
+"""The scheduler interface: five methods, Slurm's job states, and pauses between retries."""
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field

@@ -1,6 +1,4 @@
-"""Shell scripts in a `command:`, read roughly; those that hide the failure of their program are refused. Pure.
-Launchers in a `command:`: orch starts each rank itself, so a launcher would start all of them once more. Pure.
-The script of a `command:`, looked for before anything is submitted, where it is certain which file that is."""
+"""Checks of a `command:`: its script, launchers, and shell code that hides a failure."""
 
 import os
 import re

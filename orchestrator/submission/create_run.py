@@ -1,7 +1,4 @@
-"""Whether other users could put something in place of a run's folder, and what to type about it.
-Check before a submit that this machine can use the tiers: a controller must read them at every launch.
-The job that a configuration asks for, before there is a run: can its script be made, and would Slurm take it?
-`orch submit`, up to the point where the controller takes over: everything is checked before anything is written."""
+"""`orch submit` until the controller takes over: all checks precede the first write."""
 
 import math
 import os

@@ -1,5 +1,4 @@
-"""What a run that stands still has kept of its training, and whether it stands still because of its own program.
-What a person changes of a run that goes on: checked against the contract before anything is written."""
+"""Changes to a run that resumes, checked against the contract before the first write."""
 
 import os
 import shlex

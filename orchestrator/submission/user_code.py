@@ -1,7 +1,4 @@
-"""Runs a check of a submit in a child process with a time limit, so that a hang or crash does not end the submit.
-Import of a workload before a run exists: the modules that it loads, and settings that it does not support.
-Methods of a workload whose names are nearly those that orch calls: nobody would ever call them.
-The user's code, looked at before anything is written: is it there, and does it bear a name of ours."""
+"""Checks of the user's code before a run exists, in a child process with a time limit."""
 
 import ast
 import json

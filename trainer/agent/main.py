@@ -1,9 +1,8 @@
-"""What a job's script starts on every node: it makes sure of the run directory, then lets submitit load its payload.
+"""The agent: entry point on every node.
 
 `python -P -u -m trainer.agent.main RUN_DIR SUBMISSION`. A payload is a pickle: whoever writes it runs code as the
 user. So it is read through the descriptor of a run directory that is the user's own, not by its name.
-
-One agent: the entry point that submitit calls on every node."""
+"""
 
 import asyncio
 import os

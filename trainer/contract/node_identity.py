@@ -1,9 +1,8 @@
-"""Which process a pid is: its start time, its state, the boot of its machine, and the pid namespace that it counts in.
+"""Identity of nodes and processes: scheduler environment, start time, boot and pid namespace.
 
 Pids come back, so a start time belongs to each one; start times come back after the next boot. Neither containers with
 a pid namespace of their own nor two machines of one name can look at each other's processes.
-
-Where an agent finds itself: its job, its node's index and name, read from the scheduler's environment."""
+"""
 
 import hashlib
 import os

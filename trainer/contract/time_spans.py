@@ -1,6 +1,4 @@
-"""Shortening of long texts from other programs, at the end of a sentence, a clause or a word.
-Slurm's notation of time spans: minutes, `h:mm:ss`, `d-hh:mm:ss`.
-Lengths of time as people write and read them: `10s`, `6h`; `1m28s`, `3d04h`; moments in stored sentences."""
+"""Time spans in Slurm's notation and in words."""
 
 import re
 from collections.abc import Callable

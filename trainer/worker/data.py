@@ -1,5 +1,4 @@
-"""Batches from token shards, in a global order that depends on the seed alone, never on the number of ranks.
-A DataLoader that is opened in the first step after a restart: it draws from the generator that was just restored."""
+"""Batches from token shards in an order that depends on the seed alone, and draws of DataLoaders."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass

@@ -1,6 +1,4 @@
-"""Cross-entropy of logits whose vocabulary is split over tensor-parallel ranks: no rank ever has all of them.
-Initial weights that are the same in every layout: each comes from its own generator, seeded by its name.
-The built-in model: a Llama-style decoder (RMSNorm, rotary embedding, SwiGLU, grouped-query attention)."""
+"""The built-in model: a Llama-style decoder (RMSNorm, rotary embedding, SwiGLU, grouped-query attention)."""
 
 import hashlib
 import warnings

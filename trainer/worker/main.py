@@ -1,6 +1,4 @@
-"""Calls of a user's own code outside of a rank: what it raises is shown as its own, with its file and line.
-How many seconds a rank that is done may stay, so that its last checkpoint reaches every tier.
-A rank's process: from the agent's RankSpec to an exit code, and the outcome file that keeps the cause."""
+"""A rank's process: from RankSpec to exit code and outcome file."""
 
 import os
 import socket

@@ -1,15 +1,9 @@
-"""Rows in another order, and back, with gradients whose sums have one order.
-The experts of a layer: their matrices are stacked, and each computes the rows that it is given.
-Chooses the experts of each token, and keeps their loads even without a loss of its own.
+"""The mixture of experts: router, balance, exchange of tokens, and experts.
 
 As in DeepSeek-V3 (DeepSeek-AI 2024, section 2.1.2) and Wang et al. 2024 (arXiv 2408.15664): a bias for each expert is
 added to its scores when experts are chosen, and not when their outputs are weighed. After each step it moves up or down
 by one rate for an expert that had fewer or more tokens than the mean.
-
-Moves the biases of all routers once a step, by the loads of the whole batch.
-Tokens travel to the ranks that have their experts, and back: an uneven all-to-all in each direction.
-Has ranks share the experts of the built-in model, or the tokens that these compute.
-The feed-forward of a layer with experts: route, sort by expert, compute, and add up."""
+"""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple

@@ -1,6 +1,4 @@
-"""AdamW in host memory: where a GPU has room for parameters and gradients, and none for the optimizer's state.
-The learning rate: a pure function of the step, so that a restart needs no scheduler state.
-AdamW, and making an optimizer's state exist before it is read from a checkpoint."""
+"""AdamW on device and host, the learning-rate schedule, and the creation of optimizer state."""
 
 import math
 from collections.abc import Callable, Iterator

@@ -1,5 +1,4 @@
-"""Scalars that a workload returns from `metrics` and `validate`, and how those of all ranks become one number.
-What is trained: five methods, a base class that has an answer for all but the model and its loss, and its hooks.
+"""The workload: protocol, base class, hooks and metric values.
 
 docs/writing-a-workload.md shows all of them in one example. Everything that a restart must restore has to be in
 parameters, persistent buffers, the optimizer's or the scheduler's `state_dict()`, the data's position, the random

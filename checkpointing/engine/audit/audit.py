@@ -1,5 +1,4 @@
-"""Whether a checkpoint is whole: `.metadata`, index and frames agree, and every tensor is covered once and fully.
-Levels 3 and 4 of verification: is the structure sound, and are the values what they should be?"""
+"""Verification levels 3 and 4: structure and values of a checkpoint."""
 
 import math
 import time

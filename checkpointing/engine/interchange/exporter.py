@@ -1,9 +1,7 @@
-"""A torch.save file that is laid out first and filled afterwards: no tensor is ever held whole.
-A sealed checkpoint on one machine, without ranks: whole tensors, every byte verified as it is read.
-A checkpoint as files for others: safetensors or one torch file, whole tensors, a few rows of one at a time.
+"""Export of a checkpoint to safetensors or one torch file, a few rows at a time.
 
-Every byte is compared with its digest as it is read. What has been written is read back, and fingerprints of it are
-compared with those of the checkpoint: that the files hold the same values is proved, not hoped.
+Every byte is compared with its digest as it is read. The files are then read back, and their fingerprints are compared
+with those of the checkpoint.
 """
 
 import json

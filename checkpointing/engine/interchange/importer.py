@@ -1,7 +1,6 @@
-"""Tensors from outside: safetensors files and torch files, read a few rows at a time.
-Tensors of others as a committed checkpoint: stock shard files, index, fingerprints, manifest, COMMIT.
+"""Import of external safetensors and torch files as a committed checkpoint.
 
-One machine, no ranks; tensors pass through a few rows at a time, and what is written is digested on its way.
+Runs on one machine without ranks, a few rows at a time; bytes are digested as they are written.
 """
 
 import ctypes

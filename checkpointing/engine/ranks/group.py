@@ -1,6 +1,4 @@
-"""Threads beside the training thread, which use one core each.
-Failures of saves and loads: which exceptions count, what they say in words, and how one becomes a value.
-The ranks that save and restore together: values exchanged over a gloo group of their own, authenticated.
+"""Collectives of the ranks that save and restore together, and their failures as values.
 
 gloo treats any process that connects as a peer. Every message therefore carries an HMAC of the generation's key, over
 the group, the number of the exchange, sender, receiver and contents: what no rank of this generation sent in this

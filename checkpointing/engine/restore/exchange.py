@@ -1,5 +1,4 @@
-"""Who reads which chunk: every byte once, by a rank that needs most of it, balanced by bytes. Pure, without torch.
-Verified bytes from the rank that read them to the ranks that need them, in rounds of bounded size."""
+"""Assignment of chunks to readers, and the exchange of verified bytes between ranks."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,8 +1,6 @@
-"""Fingerprints of what the ranks hold after a restore, compared with those taken at save, in any layout.
+"""Loading of tensors from one checkpoint: read, verify, agree, exchange, deliver, compare fingerprints.
 
 Every copy of a tensor is compared: a plain tensor by its own rank, a DTensor over the ranks of its mesh together.
-
-Fills tensors from one checkpoint: land, verify, agree, exchange, and only then deliver.
 
 Every rank reads its share of the chunks into memory of its own and verifies it there. Nothing is copied into a tensor
 before all ranks have agreed that all bytes of all of them matched.

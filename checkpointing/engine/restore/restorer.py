@@ -1,6 +1,4 @@
-"""Checkpoints that a restore may try, and their order.
-The newest committed step after a restore. A state restored from memory may never have reached a disk.
-The ladder of restore: the newest checkpoint that all ranks together can verify, from the fastest tier with it."""
+"""The restore ladder: the newest checkpoint that all ranks can verify, from the fastest tier."""
 
 import gc
 import sys

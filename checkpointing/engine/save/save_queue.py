@@ -1,5 +1,4 @@
-"""The one small collective of a repeated save: is the plan still everybody's, and is there room on every rank?
-The save queue: one save after the other, in a thread of its own, each tried again as long as nothing newer waits."""
+"""The save queue: one save after another in its own thread, with the agreement before each."""
 
 import collections
 import logging

@@ -1,6 +1,4 @@
-"""One tier whose disk may never answer: every access has a time limit.
-What the flusher and a transfer under way share: the newest commit, whether the run ends, and what is reported.
-One checkpoint on its way to another tier: every rank copies its share, the leaders of the target seal it."""
+"""Transfer of one checkpoint to another tier, with a time limit for every access."""
 
 import concurrent.futures
 import errno

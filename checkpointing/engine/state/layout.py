@@ -1,9 +1,7 @@
-"""What torch.save puts around the values of one dense tensor: bytes that depend on its dtype and shape only.
+"""Layout of a rank's tensors in its files and in the arena.
 
 With record checksums off (a manifest has better ones), the template can be laid out once and the values written between
 its two halves, again and again; what comes out is a stock torch.save file. Every template is checked when it is made.
-
-Where a rank's tensors lie: the image of its files, which is also the image of its buffer in the arena.
 
 A file begins at a page of the buffer and is padded to whole pages, so that it can be written past the page cache; a
 record begins at a multiple of 64 bytes, so that its values are aligned. Equal tensors lie beside each other at a

@@ -1,5 +1,4 @@
-"""An inspection of staged bytes while they are being written: fingerprints, and weights that are NaN.
-Checks before a commit: no trained weight is NaN, and all replicas of a value are equal.
+"""Checks of staged bytes before a commit: NaN weights and unequal replicas.
 
 No other property holds for every healthy program. Optimizer steps, counters, constant values and infinities are up to
 the program.

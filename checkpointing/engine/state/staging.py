@@ -1,5 +1,4 @@
-"""Copies of live tensors into the arena: at once, or beside the next forward and backward pass.
-Copying a step's state into the arena: every tensor has its place there, found once and used at every save."""
+"""Copies of a step's live tensors into the arena."""
 
 import logging
 import operator

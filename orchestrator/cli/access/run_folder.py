@@ -1,5 +1,4 @@
-"""Whether a run's folder is where the registry says: people move folders, and file systems are not mounted.
-Which cluster a run belongs to, whether a controller lives there, and what to type where when none is reached."""
+"""Location of a run: its folder, its cluster and its controller."""
 
 import os
 import stat

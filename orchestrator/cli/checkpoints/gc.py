@@ -1,4 +1,4 @@
-"""`orch ckpt gc`: takes away what attempts that have ended left half-written.
+"""`orch ckpt gc` and `orch ckpt du`: debris of ended attempts and disk usage.
 
 The registry decides whose folder is nobody's: an attempt that is over never comes back, nothing that it left
 uncommitted is ever read, and taking it away twice does no harm. So this needs no lease and disturbs no controller.
@@ -6,8 +6,7 @@ Only a tier that jobs copy checkpoints to is left alone as long as any attempt m
 have committed, under their names. That is asked again before each file, because an attempt may begin meanwhile.
 A committed checkpoint that was refused is evidence. It goes only when that is asked for, when no attempt of its run
 may still hold it, and under the lease, because the registry must say so too.
-
-`orch ckpt du`: how much room checkpoints take, and how much of it `orch ckpt gc` would free."""
+"""
 
 import shlex
 import time

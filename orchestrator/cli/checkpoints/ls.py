@@ -1,5 +1,4 @@
-"""`orch ckpt pin` and `orch ckpt unpin`: checkpoints that retention must leave alone.
-`orch ckpt ls`: the checkpoints of a run, what was found of each, and where copies of it lie."""
+"""`orch ckpt ls`, `pin` and `unpin`."""
 
 import os
 import time

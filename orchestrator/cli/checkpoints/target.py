@@ -1,6 +1,4 @@
-"""Which checkpoint of a run is the best by `checkpoint.best`, as retention chooses it.
-What a command line means by a checkpoint: `RUN@STEP`, a folder, a URL.
-A pin on a checkpoint while a command reads it: a live run may delete a checkpoint at any moment."""
+"""Checkpoints on a command line: `RUN@STEP`, a folder or a URL; pinned while a command reads them."""
 
 import os
 import shlex

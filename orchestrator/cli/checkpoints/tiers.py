@@ -1,5 +1,4 @@
-"""PURE: what restore tests say of a run's checkpoints: on which layouts each was restored, and which is proven.
-The places where a run keeps checkpoints, as far as they can be seen from this machine."""
+"""Checkpoint tiers of a run that this machine can see."""
 
 import errno
 import os

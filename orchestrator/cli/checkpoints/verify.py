@@ -1,5 +1,4 @@
-"""What must be said to torch before a verb imports it on a login node.
-`orch ckpt verify`: from a look at the names up to every value."""
+"""`orch ckpt verify`, at four levels."""
 
 import os
 import time

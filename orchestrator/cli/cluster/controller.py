@@ -1,5 +1,4 @@
-"""Starting a controller in the background, and seeing that it lives.
-`orch controller`: the process that keeps runs going, as a daemon, as one pass, or from cron."""
+"""`orch controller`: start, stop, and inspect the controller."""
 
 import logging
 import sys

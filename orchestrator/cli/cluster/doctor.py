@@ -1,5 +1,4 @@
-"""What `orch doctor` finds out about Slurm, and what follows for the promises that orch can keep here.
-`orch doctor`: what works on this machine and cluster, what orch can promise here, and what to mend."""
+"""`orch doctor`, with its checks of Slurm."""
 
 import os
 import re

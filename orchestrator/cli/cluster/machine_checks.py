@@ -1,5 +1,4 @@
-"""What `orch doctor` finds out about this machine: Python, packages, the state folder, the registry, the run folder.
-What `orch doctor --locks` finds out: whether another host sees the locks of the registry's file system."""
+"""Checks of this machine for `orch doctor`: Python, packages, folders, file locks."""
 
 import os
 import secrets

@@ -1,5 +1,4 @@
-"""The losses of a run by step, read from its folder; what several runs have in common; a curve in one line.
-`orch compare`: several runs beside each other: configuration, software, speed, losses."""
+"""`orch compare`: configuration, software, speed and losses of several runs."""
 
 import math
 import statistics

@@ -1,5 +1,4 @@
-"""The lines of a metrics file, one by one: a long run has a million of them.
-Whether runs are equal: what training has computed at the steps they share, bit for bit."""
+"""Bit-for-bit comparison of the steps that runs share."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence

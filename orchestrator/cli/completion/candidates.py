@@ -1,5 +1,4 @@
-"""The answer to one Tab: a command line up to the cursor becomes lines that the shell's script reads.
-What may stand at an argument, or after an option: runs, checkpoints, configurations, keys, tags, nodes."""
+"""Shell completion: runs, checkpoints, configurations, keys, tags and nodes."""
 
 import typing
 from collections.abc import Callable, Iterable, Iterator

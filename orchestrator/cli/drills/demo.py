@@ -1,5 +1,4 @@
-"""What happened to a run that was hit: the kill, the recovery and the losses around it, read from its directory.
-`orch demo`: a small run on this machine that is hit in mid-run, recovers by itself and finishes; or another demo."""
+"""`orch demo`: a small run that loses a rank and recovers, with a report."""
 
 import os
 import time

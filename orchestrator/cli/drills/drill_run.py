@@ -1,5 +1,4 @@
-"""PURE: what a fault would come to in a run of this configuration: nothing that anybody notices, or too much.
-One drill as it goes: the fault is requested or injected, told when it strikes, and scored when it is over."""
+"""One drill: its preconditions, its course and its score."""
 
 import time
 from collections.abc import Callable

@@ -1,5 +1,4 @@
-"""Where runs of `orch demo` and `orch drill --demo` lie.
-`orch demo restore-test`: checkpoints of a small run are restored by tests; then one is damaged, and found."""
+"""`orch demo restore-test`: tests restore checkpoints of a small run; one is damaged and found."""
 
 import os
 import time

@@ -1,5 +1,4 @@
-"""Faults that no process of the job has to bring about: a damaged checkpoint, and a disk that takes no more.
-A file system of its own that a drill may fill: mounted by root, or in a mount namespace where the user is root."""
+"""Drills without a process of the job: a damaged checkpoint and a full disk."""
 
 import os
 import resource

@@ -1,6 +1,4 @@
-"""Stacks of ranks as they lie in an evidence folder, read back: newest frames last, as Python prints them.
-`orch save`: a checkpoint now, and training goes on.
-`orch attach`: a look into a live job without stopping it."""
+"""`orch attach`: a shell in a live job, or the stacks of its ranks."""
 
 import re
 from collections.abc import Iterator, Mapping

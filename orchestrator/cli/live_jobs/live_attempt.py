@@ -1,5 +1,4 @@
-"""Which ranks and nodes a job has: what is asked for by number may be beyond them.
-A live attempt as a person reaches it: a request goes into the run directory, its answer comes as an event."""
+"""Requests to a live attempt, with the range of its ranks and nodes."""
 
 import time
 from collections.abc import Callable

@@ -1,5 +1,4 @@
-"""PURE: how fast a run trains, and where its loss goes, by its newest steps.
-`orch top`: a live run at a glance, as far as files tell: step, speed, loss, and where every rank stands."""
+"""`orch top`: step, speed and loss of a live run, and the phase of every rank."""
 
 import math
 import time

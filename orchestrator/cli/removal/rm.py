@@ -1,7 +1,4 @@
-"""Checkpoints of a run in further tiers: whose they are, and how they are deleted with it.
-The folder of a run that is to be removed: proved to be its own, renamed, then deleted.
-What `orch rm` would remove of one run, or why it removes nothing of it.
-`orch rm`: removes runs that are over, folder and registry rows, so that a kill at any point loses nothing else.
+"""`orch rm`: removal of ended runs, with their folders, copies and registry rows.
 
 The order: the intent in the registry (nobody goes on with the run), copies in further tiers, the folder renamed, the
 folder deleted, the rows. What a kill has left is finished by the same command.

@@ -1,5 +1,4 @@
-"""Restore tests as tables and JSON.
-`orch restore-tests`: which tests there were, which are due, and one pass that begins them."""
+"""`orch restore-tests`: list of tests, due tests, and one pass that starts them."""
 
 import time
 from collections.abc import Sequence

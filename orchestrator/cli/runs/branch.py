@@ -1,7 +1,4 @@
-"""`orch submit --from RUN@STEP`: a new run that begins with another run's checkpoint, its optimizer and its place in
-the data.
-
-`orch submit --from RUN@STEP --weights-only`: a new run that begins at step 0 with the weights of a checkpoint."""
+"""`orch submit --from RUN@STEP`: a new run from the checkpoint or the weights of another run."""
 
 import os
 from collections.abc import Iterator

@@ -1,6 +1,4 @@
-"""The line of `orch show` about code: orch's version, the user's folders with their commits, the files' digest.
-What people have changed of a run's configuration since it was submitted, attempt by attempt.
-Configurations in a run's folder that somebody has edited: they do not count, and people are told what does."""
+"""Changes of a run's code and configuration, and edited files that have no effect."""
 
 import json
 import re

@@ -1,6 +1,4 @@
-"""Watching a run until it ends: what is shown on the way, who drives it, and what the end means.
-`orch wait`: until a run has ended.
-`orch events`: the timeline of a run."""
+"""`orch events`, `orch wait` and the display of a run until its end."""
 
 import shutil
 import textwrap

@@ -1,5 +1,4 @@
-"""What was noticed inside a run's attempts, as `orch show` lists it: incidents, stragglers, batches, spares, nodes.
-Restore tests in `orch show`: what is proven of a run's checkpoints, its newest tests, and what one has compared."""
+"""Tables of `orch show`: incidents and restore tests."""
 
 import time
 from collections.abc import Mapping, Sequence

@@ -1,5 +1,4 @@
-"""What a person can type next about a run in its state: only commands that the state allows.
-`orch status`: the newest runs at a glance; plain read-only SQL, no ORM, never torch."""
+"""`orch status`: the newest runs, with the next commands; without an ORM or torch."""
 
 import time
 from collections.abc import Mapping

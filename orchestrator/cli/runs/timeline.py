@@ -1,5 +1,4 @@
-"""What happens to a run, put into sentences for a person.
-The timeline of a run: events of its jobs, decisions and changes of state from the registry, people's requests."""
+"""The timeline of a run, with a sentence for each event."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -1,5 +1,4 @@
-"""`orch tag`, and tags as they are typed elsewhere (`orch submit -t`, `orch status -t`).
-How well the newest steps of a run use its devices: speed, MFU, where the time goes, memory; medians of many."""
+"""Speed, MFU, memory and time shares of a run's newest steps."""
 
 import json
 from collections.abc import Mapping, Sequence

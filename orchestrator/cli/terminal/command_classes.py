@@ -1,6 +1,4 @@
-"""What other programs call the verbs of orch: for the answer to a command that there is not.
-What somebody meant who has typed an option that a verb does not have.
-Commands that understand the global options before and after the verb, and groups that load verbs late."""
+"""Command classes: global options at any place, lazy groups, and suggestions for unknown verbs and options."""
 
 import importlib
 import itertools

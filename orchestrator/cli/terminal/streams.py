@@ -1,6 +1,4 @@
-"""What to type when the operating system refuses a file or a folder.
-The program's standard streams: closed ones, a full disk behind one, a reader that went away, a poor encoding.
-Modules of PYTHONPATH that stand in the place of those that orch needs."""
+"""Standard streams, and remedies for errors of the operating system."""
 
 import codecs
 import errno

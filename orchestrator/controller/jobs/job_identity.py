@@ -1,5 +1,4 @@
-"""Whose job is it: what Slurm says about a job, held against what is written down about an attempt. Pure.
-What a site has changed of a job since orch asked for it: told to people, and nothing else follows from it. Pure."""
+"""Identity of Slurm jobs: the attempt of a job, and what a site has changed in it. Pure."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass

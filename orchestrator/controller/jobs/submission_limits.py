@@ -1,6 +1,4 @@
-"""How many nodes a partition of Slurm has.
-PURE: the failure of an attempt whose job was not taken, with the command that cures it.
-How often a job may be submitted while nobody can find it: pure decisions with their reasons."""
+"""Limits on repeated submissions, refused jobs, and partition sizes."""
 
 import re
 import time

@@ -1,9 +1,7 @@
-"""The lease: who holds it, whether that controller lives or stalls, and when it may be taken over: one answer for all.
+"""The controller's lease: holder, liveness, takeover and the wait for it.
 
-Free of the ORM: `orch status` asks here, too.
-
-Files beside the registry that belong to one host's controller of one scheduler.
-Waiting for a lease that another process holds: a single pass for a while, a daemon until it knows who lives."""
+Imports no ORM, because `orch status` reads the lease.
+"""
 
 import fcntl
 import hashlib

@@ -1,5 +1,4 @@
-"""The note about changed code in the status of a run.
-The only place with effects outside the registry: submit, release, cancel, GO, requests. Every step is repeatable."""
+"""Effects of the controller outside the registry: submit, release, cancel, GO, requests; all repeatable."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace

@@ -1,5 +1,4 @@
-"""Which runs are a controller's: those of its own scheduler, and those that can be shown to belong there.
-Jobs that should not be: of attempts that are over, and late duplicates; jobs of other registries are not ours."""
+"""Runs and jobs of this controller, and the removal of orphaned jobs."""
 
 import logging
 import socket

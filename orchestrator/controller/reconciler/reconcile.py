@@ -1,5 +1,4 @@
-"""What one pass of a controller did.
-One pass over all live runs: collect, classify, decide, act. Level-triggered: any pass may be the first one."""
+"""One level-triggered pass over all live runs: collect, classify, decide, act."""
 
 import logging
 from collections.abc import Mapping

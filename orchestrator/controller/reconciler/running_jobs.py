@@ -1,5 +1,4 @@
-"""What has to hold before a job is submitted: room in its run's folder, and no node that is excluded by then.
-What orch does to a job that lives: its release, its true deadline, its end, written down before it comes."""
+"""Conditions before a launch, and the controller's actions on a live job."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,5 +1,4 @@
-"""Where training stands, by the newest whole line of the metrics and by the heartbeat.
-Evidence about an attempt, from its files and its scheduler; nothing here decides."""
+"""Evidence about an attempt from its files and its scheduler; no decisions."""
 
 import errno
 import json

@@ -1,5 +1,4 @@
-"""What the event files of an attempt have got since the last look, and the places that they speak of.
-The records in the run directories, written behind every commit; one that hangs, or is large, is owed for a while."""
+"""New events in an attempt's event files since the last pass."""
 
 import errno
 import os

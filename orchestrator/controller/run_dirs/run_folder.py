@@ -1,6 +1,4 @@
-"""What is read in a run directory comes from the user's own one: on a shared root another may stand in its place.
-Whether a run's folder has room for what the next job is about to write there.
-The run directory as the controller makes it: complete or absent, and made again from the registry after a crash."""
+"""The run directory: creation, repair, ownership and free room."""
 
 import errno
 import os

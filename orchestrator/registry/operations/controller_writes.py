@@ -1,5 +1,4 @@
-"""Leases: who may act for which scheduler's runs, and the epoch that fences everybody who may not any more.
-What the controller writes: every verb checks its epoch in the same transaction, and raises Fenced."""
+"""Registry writes of the controller, leases included; each checks its fencing epoch."""
 
 import os
 from collections.abc import Sequence

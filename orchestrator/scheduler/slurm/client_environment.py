@@ -1,8 +1,6 @@
-"""A command with another environment, for a caller that cannot give it one: through memory, never on a command line.
+"""The environment that selects a Slurm cluster, and how commands receive another one.
 
 Command lines can be read by every user of the machine (`ps`), an environment by its owner alone.
-
-What decides which Slurm the commands of a process reach: variables that Slurm's clients read, and PATH's sbatch.
 
 A controller lives longer than the shell that started it, and another shell may know better where Slurm is by now.
 """

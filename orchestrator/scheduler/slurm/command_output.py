@@ -1,5 +1,4 @@
-"""What Slurm's commands print, as values: pure functions.
-Running one of Slurm's commands: an answer, or `SlurmUnreachable`; never a guess."""
+"""Slurm commands and their output as values: an answer or `SlurmUnreachable`."""
 
 import calendar
 import math

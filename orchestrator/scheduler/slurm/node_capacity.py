@@ -1,6 +1,4 @@
-"""PURE: could Slurm read the `cluster` part of a configuration? Whether it has that, only Slurm can tell.
-Do the nodes that Slurm reports have what a job asks for? Those that are down or busy now are counted too.
-How many nodes of this Slurm are in service and have what a job asks of each, busy or not."""
+"""Comparison of a job's request with the nodes that Slurm reports."""
 
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence

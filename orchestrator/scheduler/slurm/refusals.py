@@ -1,10 +1,8 @@
-"""What sbatch's words mean: a refusal for good, one that passes, or no answer at all.
+"""Meaning of sbatch's refusals and of Slurm's pending reasons. Pure.
 
 Sources, in Slurm's tree: its table of errors (src/common/slurm_errno.c), what sbatch itself retries
 (src/sbatch/sbatch.c), the limits that slurmctld names in a line of its own (src/common/job_state_reason.c), configless
 start-up (src/common/read_config.c).
-
-PURE: why Slurm lets a job wait, in words, and whether that ends by itself.
 
 Source: the names of reasons in Slurm's tree (src/common/job_state_reason.c) and its manual (squeue, JOB REASON CODES).
 """

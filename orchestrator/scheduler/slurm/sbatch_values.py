@@ -1,5 +1,4 @@
-"""The forms that values of sbatch's own options take, as far as Slurm's grammar is the same everywhere; pure.
-What may stand behind `#SBATCH --option=`: an allow-list for each field; pure.
+"""Allowed values of sbatch options. Pure.
 
 A quoted newline ends the comment line of an sbatch script all the same, and the next line runs as a command. So control
 characters are refused everywhere, and each field takes only what Slurm's grammar for it knows.

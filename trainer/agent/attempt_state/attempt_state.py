@@ -1,8 +1,4 @@
-"""How long the coordinator waits for agents and for files.
-What ranks.json says of ranks, from what the coordinator judges them by.
-What the agents report of training, merged into one line: what the heartbeat says.
-The coordinator's files besides its events, written so that a file system that hangs delays nothing else.
-The state of one attempt: every part of the coordinator reads it and acts on it."""
+"""State of one attempt, with its progress, its files and the coordinator's time limits."""
 
 import asyncio
 import sys

@@ -1,5 +1,4 @@
-"""PURE: when the job ends, why it is asked to stop, and by when its ranks must have saved.
-Why and by when the attempt is asked to stop: signals, requests, and the job's own end."""
+"""Stop requests of an attempt and the deadline of its job."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

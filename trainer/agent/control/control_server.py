@@ -1,6 +1,4 @@
-"""What the coordinator puts into its own inbox; it never crosses a connection.
-PURE: how long a peer has been silent, without the time in which this process itself was suspended.
-The coordinator's listening socket: peers with the token are admitted, all others cost as little as possible."""
+"""The coordinator's listening socket: authenticated peers, their silence, and its own messages."""
 
 import asyncio
 import contextlib

@@ -1,11 +1,9 @@
-"""The address of this node that the other nodes of the job can reach.
-PURE: both ends of a control connection prove that they have the attempt's token, which never crosses the network.
+"""Authenticated JSON lines over TCP between agents and coordinator.
 
 The listener sends a challenge. The hello answers it, and brings the agent's own nonce; from both nonces and the token
 come two keys, one for each direction. Every line carries an HMAC over its number and its text: a line that is forged,
 changed, replayed, left out or sent back does not match.
-
-The wire between agents and coordinator: JSON lines over TCP, each with a proof that its sender has the token."""
+"""
 
 import asyncio
 import fcntl

@@ -1,5 +1,4 @@
-"""The end of a generation's processes on all nodes, and what is done about those that cannot be killed.
-The coordinator: one per job, inside agent 0. It starts generations, and decides by `in_job_policy`."""
+"""The coordinator: one per job, in agent 0; starts and ends generations by `in_job_policy`."""
 
 import secrets
 import time

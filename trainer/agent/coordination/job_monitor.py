@@ -1,5 +1,4 @@
-"""Drills that people request of the live job: each is ordered as soon as all ranks train, and answered then.
-Hangs, desyncs, stragglers and slow nodes, found by the coordinator in what agents report of their ranks."""
+"""Detection of hangs, desyncs, stragglers and slow nodes from the agents' reports."""
 
 import asyncio
 import sys

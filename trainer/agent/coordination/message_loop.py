@@ -1,8 +1,4 @@
-"""Requests to the live job: files in the run directory, read once a second.
-The gate before training: only the one job that the controller has adopted for this attempt may pass.
-What the coordinator does once a second: pings, whatever the file system does, and files, as fast as it answers.
-What the coordinator does about a request to the live job, and what it answers.
-The coordinator's inbox, read by one consumer: everything that happens is a message, handled in order."""
+"""The coordinator's inbox: messages, requests, timers and the launch gate, in order."""
 
 import asyncio
 import time

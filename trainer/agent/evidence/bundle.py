@@ -1,9 +1,7 @@
-"""The state of the node itself at an incident: kernel messages, memory and pressure, GPUs.
-What is kept of an incident before anything is killed: one node's part of the bundle, bounded in time and size.
+"""The evidence of one node about an incident, bounded in time and size.
 
 evidence/<incident>/ holds logs/, stacks/, proc/ and flight/ with a file for each rank, and node-0000/ for each node.
-
-One node's answers about an incident: its ranks' flight records, and its part of the evidence."""
+"""
 
 import asyncio
 import json

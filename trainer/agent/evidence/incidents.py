@@ -1,5 +1,4 @@
-"""What the flight records of dead ranks say: gloo ends ranks at once when collectives differ, so that none hangs.
-What becomes of an incident: its event, its verdict.json, and the failure it means for the generation."""
+"""Incidents: event, verdict.json, and the resulting failure of the generation."""
 
 from collections.abc import Sequence
 from dataclasses import asdict

@@ -1,5 +1,4 @@
-"""Ranks that called different collectives: another operation, another shape, or groups in another order.
-What the flight records of all ranks say together: who never came, whose GPU stopped, who did something else.
+"""Comparison of all ranks' flight records: absent ranks, stopped GPUs and desyncs.
 
 Pure: a graph of who waits for whom (`waits`) leads from every rank that waits to those that nobody explains
 (`roots`); all of them are named. What the records do not tell is said, and nobody is named for it.

@@ -1,11 +1,9 @@
-"""What flight records say: the culprits, each with its kind and reason, and how they are put into words.
-Who waits for whom: a graph over unfinished collectives, messages between two ranks, and the hosts of ranks.
+"""The wait graph of unfinished collectives and messages, its roots, and the findings.
 
 A collective waits for the hosts of members that have not called it, and for what the GPUs of its members have to do
 before it. A message waits for the host of its other end until that has called it too. A host may wait for whatever it
 has called and what is not over. What waits for nothing is a root.
-
-The roots of a graph of waits: those whom nobody explains, each with its kind."""
+"""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,6 +1,4 @@
-"""PURE: which cores and GPUs belong to which rank.
-What an agent tells its fork server about each rank to start.
-What happens in a forked child between `fork` and the first line of the rank's own code."""
+"""A forked rank until its first line of code: order, binding to cores and GPUs, signals."""
 
 import errno
 import os

@@ -1,5 +1,4 @@
-"""Rung 1: the batch of a bad step is skipped from now on, by this attempt and by all that follow.
-PURE: what the coordinator does next inside its attempt.
+"""The coordinator's next action inside an attempt. Pure.
 
 Rungs 1 (roll back, skip a batch), 2 (restart in place), 3 (use a spare node) and 4 (leave the attempt).
 """

@@ -1,6 +1,4 @@
-"""PURE: what the driver's own report says against a node's GPUs. Tested with reports made by hand only.
-The ranks' first measurements of a generation: gathered until all are there, then held against each other once.
-Small, real checks of a node before anything trains on it, and which node a failed one blames."""
+"""Checks of a node before training: GPUs, shared memory, and its first benchmark."""
 
 import json
 import os

@@ -1,13 +1,11 @@
-"""Which machine this is: simulated nodes share one, and must not be held against each other.
-PURE: which node has which node rank (torchrun's GROUP_RANK).
+"""The agents of a job, their machines and their node ranks.
 
 Node rank n runs the global ranks from n x ranks_per_node on, on whichever node that is. Nodes without a node rank are
 spares: they wait with a warm fork server until they replace a node.
 
 Nodes under one switch have neighbouring node ranks: the ranks of a shard group, which are neighbours, then exchange
 their data through as few switches as can be.
-
-The agents of the job as the coordinator knows them."""
+"""
 
 import asyncio
 import time

@@ -1,6 +1,4 @@
-"""Running what may hang (a file system, a driver) in a thread that nothing has to wait for, not even the exit.
-Supervision of what runs in an agent: an exception of a task, a callback or a thread is reported.
-Text that a thread of its own writes: a file system that hangs does not delay the caller."""
+"""Background work of an agent: detached threads, supervised tasks and write-behind files."""
 
 import asyncio
 import sys

@@ -1,5 +1,4 @@
-"""What the kernel says of a process under /proc: a quick look for signs of life, and everything for an incident.
-Whether the kernel killed a process for lack of memory: its own log, or the counter of the cgroup."""
+"""Processes under /proc: signs of life, evidence, and kills for lack of memory."""
 
 import os
 import re

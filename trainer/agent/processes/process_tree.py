@@ -1,5 +1,4 @@
-"""The report of an agent that ends without its coordinator: the controller can learn of it from files only.
-Parent-death signals, process groups and adopted orphans."""
+"""Parent-death signals, process groups, orphans, and the report of an agent that ends alone."""
 
 import ctypes
 import os

@@ -1,5 +1,4 @@
-"""The end of a generation's ranks by order: by their fork server, then by their agent, at last without it.
-The end of ranks whose fork server is dead: they have become the agent's own children."""
+"""The end of a generation's ranks, with or without their fork server."""
 
 import asyncio
 import os

@@ -1,5 +1,4 @@
-"""The C++ exception in a rank's log, for a process that was aborted and could report nothing itself.
-What a user's own program said last: the end of its log, and the exception that ended it."""
+"""The last output of a program: the end of its log and the exception in it."""
 
 import json
 import re

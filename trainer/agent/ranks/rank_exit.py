@@ -1,5 +1,4 @@
-"""Exit reports of ranks, sent in the order of the exits, each as soon as everything about it was read.
-How a rank ended: from the kernel, from its own report, or from its log."""
+"""The end of a rank, from the kernel, its own report or its log, and the order of these reports."""
 
 import asyncio
 import signal

@@ -1,5 +1,4 @@
-"""What one attempt leaves to the next about a user's own program: its failures in a row, and what was set aside.
-What the coordinator knows of a user's own program: its failures in a row, and its own checkpoints."""
+"""The coordinator's knowledge of a user's program: failures in a row and checkpoints."""
 
 import os
 import sys

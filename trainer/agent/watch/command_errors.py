@@ -1,9 +1,7 @@
-"""PURE: whether a program failed while it loaded its newest checkpoint, by the text of the error alone.
+"""Judgement of a user's program that fails: its own fault, its checkpoint, or the environment. Pure.
 
 Only an error that the bytes of a file can cause counts, whatever else it names: a GPU, the network or a missing right
 never does. What was printed before is no sign: most programs print what they resume from, whatever they fail of next.
-
-PURE: whether a user's own program (`command:`) fails by its own fault, and what most likely made it fail.
 
 No step of such a program is known, and most programs turn every error into exit code 1, that of a lost peer included.
 So two failures are alike when what was raised, the time trained and the amount written are alike; and only those that

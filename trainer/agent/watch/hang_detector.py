@@ -1,5 +1,4 @@
-"""PURE: when an agent reports, so that the coordinator of a large job is not kept busy by ranks that move.
-Detects hangs of one generation: sees that no rank moves, asks for flight records, has the evidence collected.
+"""Detection of a hang in one generation, and the collection of its evidence.
 
 Nothing is decided here: `hangs.judge` finds the verdict, and `in_job_policy.decide` what follows from it.
 """

@@ -1,5 +1,4 @@
-"""One rank as its agent sees it: what the coordinator judges by. Ages, not times: clocks of nodes never meet.
-PURE: how long a rank may stay where it is, by its phase, by what this run has shown, and by its signs of life."""
+"""Time limits of a rank by phase, history and signs of life. Pure."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,5 +1,4 @@
-"""When no reports came from a node: a rank is not judged by time in which it was not sampled.
-PURE: does this generation hang, and which rank stopped first?
+"""The verdict on a hang: the rank that stopped first. Pure.
 
 First the rank that stopped first is found, then only that rank is asked whether it has exceeded its own limit: ranks
 that wait for a peer in a legal slow phase are never blamed for waiting.

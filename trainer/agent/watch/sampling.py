@@ -1,5 +1,4 @@
-"""What the coordinator knows of all ranks of a generation: agents report changes, and ages grow with time.
-An agent's look at its ranks: cells ten times a second, /proc only for those whose cell stands still."""
+"""An agent's samples of its ranks, and the coordinator's snapshot of all ranks."""
 
 import heapq
 import os

@@ -1,8 +1,6 @@
-"""PURE: which ranks of a pipeline, or of a ring, wait for which messages, by their own cells: gloo records none.
+"""Stragglers: slow ranks by section, and waits of pipelines and rings. Pure.
 
 A rank that has gone on beyond a message that its receiver waits for has never sent it.
-
-PURE: which rank is slower than its peers, in which section, and for how long it must have been before it is named.
 
 Ranks with the same model-parallel coordinate do the same work on other data. Each is held against the median of the
 *others*. In a group of two, a rank is slow only when it is slower than its peer and slower than it was itself. Where no

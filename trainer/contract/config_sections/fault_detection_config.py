@@ -1,5 +1,4 @@
-"""Configuration of what watches a job from inside: hangs, stragglers, loss spikes, the examination of nodes.
-Configuration of faults that are injected on purpose, to see a run recover."""
+"""Configuration of fault detection and of drills."""
 
 from dataclasses import dataclass, field
 

@@ -1,6 +1,4 @@
-"""`parallel.pipeline`: into how many stages the layers are split, and in which order stages compute.
-`model.experts`: feed-forwards of which each token is given to a few (mixture of experts).
-`parallel`: which strategy shares the model among the ranks, and how large each dimension of their mesh is."""
+"""Configuration of parallelism: strategy, mesh, pipeline and experts."""
 
 import math
 from collections.abc import Sequence

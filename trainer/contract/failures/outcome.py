@@ -1,6 +1,4 @@
-"""How ranks and attempts end: exit codes, failure kinds, and the outcome files that keep the cause.
-PURE: what is true of each kind of failure. A new kind needs its row here, and nothing else.
-Saves that fail while training goes on: since which step and why, in one line that travels with the heartbeat."""
+"""Failure kinds, exit codes, and outcome files of ranks and attempts."""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass

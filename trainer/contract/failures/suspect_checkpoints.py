@@ -1,5 +1,4 @@
-"""PURE: whether a failure was brought about by a drill, so that it is held against nothing and nobody.
-PURE: which checkpoints are to be doubted because of what happened soon after they were loaded.
+"""Checkpoints that failures soon after a load make suspect; drills do not count. Pure.
 
 A checkpoint whose bytes verify may still hold a state that cannot go on: saved a moment before the loss exploded, or
 with a fault of the hardware in it. Loading it again for ever would be a loop; its predecessor is tried instead.

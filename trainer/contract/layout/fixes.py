@@ -1,5 +1,4 @@
-"""PURE: which other stages, and which other micro-batches of them, would fit.
-PURE: which other sizes would fit: few keys, near what was asked for."""
+"""Layouts near the requested one that fit. Pure."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping

@@ -1,5 +1,4 @@
-"""PURE: what of a model, a batch and a sequence does not fit the ranks that share them.
-PURE: whether a config's layout fits its ranks, asked by submit before anything is written, and by the ranks."""
+"""Problems of a layout: sizes that its ranks cannot share. Pure."""
 
 import math
 from collections.abc import Iterator

@@ -1,5 +1,4 @@
-"""Files of lines that several processes of one host append to, one write for each line.
-The ranks' own proof of which rank trained which step, when: one line each, in a file for each node."""
+"""Files of lines that several processes append to, and the ranks' work log."""
 
 import errno
 import json

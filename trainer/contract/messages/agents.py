@@ -1,8 +1,7 @@
-"""How an agent and the coordinator greet: they go on only if both speak the same protocol.
+"""Messages between coordinator and agents, their greeting included.
 
-Whatever changes elsewhere, the fields that stand here keep their names and types: so versions can refuse each other.
-
-What the coordinator and the agents of the nodes say to each other; how they greet stands in `greeting.py`."""
+The fields of the greeting keep their names and types in every version, so that two versions can refuse each other.
+"""
 
 from dataclasses import dataclass, field
 from functools import cache

@@ -1,5 +1,4 @@
-"""PURE: the parameters of the built-in model, and how tensor parallelism splits them.
-PURE: floating-point operations of the built-in model, and what devices can do at most."""
+"""Parameters and FLOPs of the built-in model, and the peak FLOPS of devices. Pure."""
 
 import re
 from collections.abc import Iterator

@@ -1,11 +1,8 @@
-"""PURE: which gradients travel together where plain replicas average them.
-PURE: bytes of parameters, gradients and optimizer state that one rank holds between two steps, and where.
+"""Bytes of model states per rank, gradient buckets, and the peak of a step. Pure.
 
 Weights, gradients and both moments of Adam are float32, 16 bytes for each parameter that a rank has a shard of, and the
 step count of each parameter 4 more (Rajbhandari et al. 2020, section 3, count 16 with half-precision weights beside
 float32 ones; here the half-precision ones exist only while a layer computes).
-
-PURE: the most bytes that a step of the built-in model needs at once, apart from activations.
 
 Follows FSDP2 (torch 2.13, `torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py`) through one micro-batch: which
 layers are gathered, which buffers of an all-gather or a reduce-scatter still exist, and whose gradients are there; with

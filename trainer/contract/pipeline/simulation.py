@@ -1,6 +1,4 @@
-"""PURE: a schedule as a table: what each rank of a pipeline does, one after the other.
-PURE: the bubble, which is the share of a step for which a rank of a pipeline waits for others.
-PURE: a schedule run on paper: when each action of its table begins and ends, given the seconds of each stage."""
+"""Pipeline schedules as tables, their simulated times and their bubbles. Pure."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

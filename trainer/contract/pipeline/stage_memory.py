@@ -1,9 +1,7 @@
-"""PURE: what a feed-forward of the built-in model, or a mixture of experts, needs of memory while a stage trains it.
+"""Peak bytes of a step on a rank of a pipeline, activations included. Pure.
 
 In float32. A mixture is counted with the same tokens for each expert: with `parallel.ep` a rank computes what others
 send it, and one with popular experts needs more.
-
-PURE: the most bytes that a step needs at once on a rank of a pipeline, activations included.
 
 Follows the table of a schedule action by action: what a stage keeps of each micro-batch from its forward pass to its
 last gradient, what travels between stages, gathered parameters, and gradients, which are whole until the reduction at

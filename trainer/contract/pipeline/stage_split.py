@@ -1,8 +1,4 @@
-"""PURE: which rank of a pipeline has which stages.
-PURE: what the parts of the built-in model cost beside each other: embedding, layers, output with its loss.
-PURE: which layers each stage has, so that the slowest stage is as fast as can be.
-PURE: what of a run does not go with its pipeline.
-PURE: which parameters a rank of a pipeline has."""
+"""Split of layers into stages: costs, placement, parameters and refusals. Pure."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

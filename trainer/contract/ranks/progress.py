@@ -1,9 +1,8 @@
-"""Signals that Slurm sends to every process of a step: which processes outlive them, and what their children inherit.
+"""The progress cell that a rank writes and its agent reads, and the signals that ranks outlive.
 
 Only agents act on them. An ignored signal would stay ignored in every program that a rank starts, and a blocked one
 blocked, so a process outlives them by handlers that do nothing: `exec` resets those, and hooks reset them in forks.
-
-The progress cell: one page of memory that a rank writes without system calls and its agent reads."""
+"""
 
 import mmap
 import os

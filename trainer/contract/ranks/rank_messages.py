@@ -1,7 +1,4 @@
-"""What an agent gives a rank at its start, and the few messages on their control socket.
-The files in which ranks keep how they ended: one for the ranks of a node, a line for each rank and generation.
-The process groups of a rank, in a file beside its flight socket: gloo's own records name no ranks.
-The variables by which torchrun tells a process its place: those of our ranks and of a user's own command alike."""
+"""Data that an agent and its ranks exchange: start order, variables, messages and outcome files."""
 
 import contextlib
 import json

@@ -1,5 +1,4 @@
-"""Durations counted in buckets: small enough for a page of shared memory, good enough for a 99th percentile.
-What a rank does at a moment: with which micro-batch, in which stage of the model; or that a ring holds it up."""
+"""The activity of a rank: micro-batch and stage, or a wait in a ring."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,6 +1,4 @@
-"""Search for a module's file without importing it, and recognition of the user's own files.
-Imports in the text of a file: module names, and whether it imports by other means than `import`.
-Records the user's code: from the modules of this process, or from the imports in its files without running any."""
+"""Record of the user's code, from imported modules or from the imports in its files."""
 
 import ast
 import importlib

@@ -1,6 +1,4 @@
-"""Place and names of the checkpoints of a user's own program.
-Where a `command:` runs.
-Which step a user's own program says it is at, in its log or in a file."""
+"""Configuration of a command's checkpoints and progress, and its working folder."""
 
 import re
 from dataclasses import dataclass

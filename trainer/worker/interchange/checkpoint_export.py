@@ -1,5 +1,4 @@
-"""The model of a sealed checkpoint as a source of weights: for files of others, and for another run's beginning.
-Exports a checkpoint to files that others read: which tensors, under which names, and their provenance."""
+"""Export of a checkpoint's model: tensors, names and provenance."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass

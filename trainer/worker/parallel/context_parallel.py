@@ -1,24 +1,17 @@
-"""Attention of some queries to some of their keys, with what is needed to join it with attention to the others.
+"""Context parallelism: sequence parts, Ulysses and ring attention.
 
 The log-sum-exp of a query's scores says how much a block weighs beside others (Milakov and Gimelshein 2018; Dao et al.
 2022). The backward pass of a block takes the log-sum-exp and the output over all keys, and gives this block's part.
 
 Queries are [batch, heads, queries, width], keys and values [batch, heads, keys, width] with as many heads.
 
-Waits for ranks that share a sequence: no work of the rank that waits.
-Which tokens of every sequence a rank has, when several ranks share each of them.
-Attention by exchange (DeepSpeed-Ulysses, Jacobs et al. 2023): all tokens of some heads on each rank.
-
 Before attention every rank has some tokens of all heads; one all-to-all gives it all tokens of some heads, and another
 one brings the results back.
-
-Attention around a ring (Liu et al. 2023): keys and values travel from rank to rank, queries stay.
 
 Each rank has one chunk of the head and one of the tail of every sequence, so that with a causal mask all of them have
 the same work in every turn; chunks of which the mask hides everything are skipped. Sums are taken in the same order in
 every step.
-
-Has the built-in model compute on this rank's part of each sequence."""
+"""
 
 import math
 from collections.abc import Iterator

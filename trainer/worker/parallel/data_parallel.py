@@ -1,6 +1,4 @@
-"""Whether replicas are equal: numbers of which all ranks must have the same bits.
-What of a model its data-parallel ranks cannot share, or would get wrong without a word: refused by name.
-Wrapping a model for its data-parallel ranks: FSDP2 with another mesh or another resharding, or plain replicas."""
+"""Data parallelism: FSDP2 or plain replicas, refused models, and the comparison of replicas."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

@@ -1,7 +1,4 @@
-"""FSDP puts new parameters in the place of a model's own: what hung on those is taken over, and who still uses them.
-Refuses a layer that a forward pass recomputes twice in torch's old way: sharded, it gets wrong gradients.
-Which parts of a model FSDP shards one by one: what it gathers, and frees again, together.
-Detects a layer used without calling the FSDP unit that gathers its parameters; torch's error names neither."""
+"""FSDP units: their choice, replaced parameters, and layers that cannot be sharded."""
 
 import weakref
 from collections import defaultdict

@@ -1,7 +1,4 @@
-"""What of a tensor lies on this rank.
-What ranks compare of their gradients in every step: which parameters have some, and whether all have the same.
-The row of numbers of a step, added up over all ranks: the same bits on each.
-Averaging the gradients of replicas: parameters stay plain tensors, their gradients travel in buckets (DDP).
+"""DDP: gradients averaged in buckets, with the sums and comparisons of a step.
 
 As torch's DistributedDataParallel does it (Li et al. 2020, section 3), but that buckets are never rebuilt: sums are
 taken in the same order in every step, so that a restart is bit-equal.

@@ -1,6 +1,4 @@
-"""Units of FSDP that return views: an operation in place on one would drop the hook that gathers its weights again.
-torch.compile of parts of a model, and how one sees that a model has been compiled.
-Which layers compute their activations a second time in the backward pass, and what of them is kept."""
+"""Wrappers of layers: activation checkpointing, torch.compile, and copies of view outputs."""
 
 from collections.abc import Callable
 from functools import partial

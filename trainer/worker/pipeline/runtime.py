@@ -1,6 +1,4 @@
-"""How long each stage of this rank computed, and how long it waited in receives, measured.
-Makes a call of each action of a table: what a rank looks up for it is looked up once, and not in every step.
-Runs the stages of this rank in the order of one of torch's tables."""
+"""Execution of a rank's pipeline stages in the order of a table, with the bubble measured."""
 
 from collections.abc import Callable, Sequence
 from functools import partial

@@ -1,13 +1,8 @@
-"""A part of the built-in model: some of its layers, under their names in the whole model.
-Who is told what a stage does at this moment: a meter, or the cell in which a rank says where it is.
-Messages between the stages of a pipeline: activations to the next one, gradients to the one before.
-The tables of torch's own schedules, made without ranks or processes.
+"""One pipeline stage: its part of the model, its messages, and torch's schedule tables.
 
-That of 1F1B is ours: torch 2.13 runs it without a table, and the one that it makes (`Schedule1F1B._get_pipeline_order`)
+The 1F1B table is ours: torch 2.13 runs 1F1B without one, and the one that `Schedule1F1B._get_pipeline_order` makes
 begins with the second micro-batch on the last rank.
-
-Computes one stage of a pipeline, in whole backward passes or in those of activations and of weights.
-The stages of a rank, sharded over the data-parallel ranks that have the same ones."""
+"""
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence

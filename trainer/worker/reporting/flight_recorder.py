@@ -1,5 +1,4 @@
-"""Which exceptions are secondary failures: what a rank raises only because a peer went away.
-The flight recorder of a rank's collectives, the server that reads it, and stacks on a signal: for when it hangs."""
+"""The flight recorder of a rank's collectives, its server, and stacks on a signal."""
 
 import faulthandler
 import json

@@ -1,8 +1,4 @@
-"""How evenly tokens are spread over the experts of each layer, once in many steps.
-Bytes of the model's states that this rank holds, counted from the tensors themselves.
-Where the time of a step went on this rank, the memory that it needed, and which share of the device was used.
-Lines that a thread of its own appends to a file: training waits for no file system, and many lines share a write.
-What a rank records while it trains: metrics, the work log and its events."""
+"""Records of a training rank: metrics, step figures, work log and events."""
 
 import os
 import resource

@@ -1,7 +1,4 @@
-"""Lines to stderr that never raise: the log of a rank may be on the disk that is full.
-A thread that does nothing but tick in the progress cell: it stands still when Python's lock is never given back.
-Progress in rank 0's log: loss, learning rate, speed and validation, in lines that people read.
-Tracks the phases of a rank's steps: each is written to the progress cell, and the rank's own work is timed."""
+"""Phases of a rank's steps in the progress cell, its ticker, and progress lines in rank 0's log."""
 
 import threading
 import time

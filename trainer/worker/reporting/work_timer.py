@@ -1,7 +1,4 @@
-"""Clocks that mark points in the work of a device: of a CPU, and of a GPU's stream.
-For how long a rank waits in the collectives of its steps: communication that nothing hides.
-Times a rank's own work in each section of a step, without its waits for peers and with no collective.
-How the figures of all ranks compare: the least, the median, the most, and whose that is, once in many steps."""
+"""Time of a rank's own work by section, and its waits in collectives."""
 
 import time
 from collections import deque

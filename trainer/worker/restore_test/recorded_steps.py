@@ -1,5 +1,4 @@
-"""Examination of a checkpoint without a model: bytes, structure, values and origin.
-What a run has recorded of its steps, and whether a restore test's steps agree with it."""
+"""Recorded steps of a run, compared with those of a restore test."""
 
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence

@@ -1,8 +1,4 @@
-"""What a tensor is like without its values: for tensors of a checkpoint that a fresh process does not have yet.
-Detection of tensors with the same name but different values on different ranks.
-What a checkpoint of a run must hold besides sound bytes: for `checkpointing.engine.audit.audit`.
-What is in a checkpoint: named tensors to be filled in place, and a few plain facts.
-A digest of a model's weights, by which two runs are compared."""
+"""Contents of a checkpoint: tensors, facts, expected entries and the weights' digest."""
 
 import ctypes
 import json

@@ -1,6 +1,4 @@
-"""Dynamic loss scaling: what keeps small gradients in float16 from becoming zero, and large ones from ending a run.
-A learning-rate schedule of the user's own, with the rates that it has set: some compute the next from the last.
-What training changes in an optimizer's parameter groups: counters, sums, estimates; kept apart from the settings.
+"""Values of optimizer parameter groups that training changes, apart from the settings.
 
 A value belongs to the configuration as long as it is the one that `build_optimizer` gave: it is not saved, and after a
 restart the configuration of that time counts. A value that training has changed is state: it is saved and comes back.

@@ -1,12 +1,8 @@
-"""Entries of a model's `state_dict()` that are neither parameters, buffers nor extra state: nothing restores them.
-Extra state of modules besides their tensors: torch's `get_extra_state` and `set_extra_state`.
-Which parameters train and which modules are in train mode: saved where training has changed it, and put back.
-Persistent buffers in whatever form training has given them: late, grown, of another type, shared, or None.
+"""State of a model beyond its parameters: buffers, extra state, modes and forms.
 
 A restart rebuilds the model with the buffers of the first step. A save records every difference in the facts of the
 rank, so that the restart can allocate these buffers and put them in place.
-
-Names, shapes and types of the parameters that `build_model` made. A restart can only restore these."""
+"""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any

@@ -1,9 +1,8 @@
-"""Nested Python values as plain JSON beside named tensors, and back, with every type as it was.
+"""State of a user's object as JSON beside named tensors; every type comes back as it was.
 
 Scalars and lists stand for themselves; everything else is an object with one key that names its type, as in
 `{"tuple": [0.9, 0.95]}`, `{"float": "inf"}` or `{"tensor": "optimizer/weight/exp_avg"}`.
-
-What an object of the user's asks to be saved, by a `state_dict` and a `load_state_dict` of its own."""
+"""
 
 import base64
 import json

@@ -1,5 +1,4 @@
-"""Refuses optimizers that cannot be trained with or saved here, with the reason and what to do.
-Everything of an optimizer that a restart must restore: the tensors by name, and the rest in JSON.
+"""State of an optimizer in a checkpoint, and optimizers that are refused.
 
 Tensors of a parameter's state are `optimizer/<parameter>/<key>`, tensors in the groups `groups/<group>/<key>`, those of
 further parts of `state_dict()` `entries/<part>`. Python's own values, and where in a nested one a tensor stands, are

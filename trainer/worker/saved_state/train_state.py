@@ -1,5 +1,4 @@
-"""What a rank trains: the workload and what it made.
-The state of a training run that goes into checkpoints: what the loop saves, and what a restart restores."""
+"""State of a training run: saved into checkpoints, restored at a restart."""
 
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence

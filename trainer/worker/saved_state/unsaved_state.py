@@ -1,10 +1,8 @@
-"""Plain attributes of modules that training changes, such as `dropout.p`: not saved, but reported once they are lost.
+"""Tensors of a rank's checkpoint by name, and state that no checkpoint has.
 
 Many modules keep in an attribute what every forward pass computes anew. So a restart reports only what its first steps
 leave as the new model has it, and counters that begin anew.
-
-Plain attributes of Python objects that training changes: not saved, but reported when a restart has lost them.
-The tensors of a rank's checkpoint by name: walked once, and checked before every save."""
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache

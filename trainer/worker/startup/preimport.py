@@ -1,5 +1,4 @@
-"""Protection of DataLoader workers from the signals that Slurm sends to a whole step, so that the last save works.
-Imports in the parent what torch would import lazily, so that a forked rank imports nothing more."""
+"""Imports in the fork server that forked ranks would repeat, and DataLoader workers' signals."""
 
 import importlib
 from collections.abc import Callable

@@ -1,5 +1,4 @@
-"""The device of a rank, its backend, and the settings that make two runs of the same step give the same bits.
-How the ranks of one generation find each other: a fresh store on a port of rank 0's choosing, then the world."""
+"""Rendezvous of a generation's ranks, their device, and deterministic settings."""
 
 import os
 import secrets

@@ -1,5 +1,4 @@
-"""What a rank computes with: other versions, another device or another number of threads may give other bits.
-The software of every rank in a checkpoint, and how that of the present ranks differs from it."""
+"""Software of every rank, and its difference from that of a checkpoint."""
 
 import hashlib
 import os

@@ -1,5 +1,4 @@
-"""The phases of a rank that computes in stages: which pass of which micro-batch it is in, and that it waits.
-The forward and backward passes of a step: gradients of all its micro-batches, one after the other or in stages."""
+"""Forward and backward passes of a step, in micro-batches and stages."""
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType

@@ -1,6 +1,4 @@
-"""What a workload's `loss()` must return.
-Numbers of the workload's own, reduced over the ranks: three floats each, which travel with a sum over all ranks.
-The one exchange of all ranks in a step: gradient norm, loss, stop votes and the message of rank 0 go together."""
+"""The one exchange of a step: gradient norm, loss, metrics, stop votes and rank 0's message."""
 
 import json
 import math

@@ -1,5 +1,4 @@
-"""Stop requests: read from the progress cell at a step boundary, and served once.
-When a run saves: the configured interval or a measured one, decided by rank 0 and followed by all ranks alike."""
+"""Save schedule and stop requests, agreed by all ranks."""
 
 import time
 from collections import deque

@@ -1,5 +1,4 @@
-"""Validation on token data that is held out from training: the mean loss of its batches, in any layout of ranks.
-Validation: when it is due, and how training is left as it was."""
+"""Validation: schedule, held-out batches, and the state that it leaves untouched."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.controller.run_dirs import event_files
+from orchestrator.controller.run_dirs import record_writer
 from orchestrator.controller.run_dirs.bounded_files import DirectFiles
 from orchestrator.controller.run_dirs.record_writer import RecordWriter
 from orchestrator.registry.operations import run_record
@@ -92,7 +92,7 @@ def test_a_large_record_is_written_less_often_and_nothing_is_forgotten(
 
         assert change("small, once")
         assert change("small, twice")
-        monkeypatch.setattr(event_files, "RATE", world.folder.record.stat().st_size / 60.0)  # large: a minute's worth
+        monkeypatch.setattr(record_writer, "RATE", world.folder.record.stat().st_size / 60.0)  # large: a minute's worth
         assert change("large")
         assert not change("too early")
         clock.now += 30.0

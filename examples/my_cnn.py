@@ -42,7 +42,8 @@ class MyWorkload(orch.BaseWorkload):
         return torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones=[30, 45], gamma=0.3)
 
     def build_data(self, layout):
-        self.held_out = [part[layout.dp_rank :: layout.dp_size] for part in made_up(512, seed=3)]
+        mine = slice(layout.dp_rank, None, layout.dp_size)
+        self.held_out = [part[mine].to(layout.device) for part in made_up(512, seed=3)]
         return Shuffled(layout.dp_rank, layout.dp_size)
 
     def loss(self, model, batch):

@@ -13,6 +13,11 @@ from trainer.contract.events import Event, EventKind, read_events
 STEPS, EVERY, AT = 120, 20, 50
 """Steps of a run, steps between two saves, and the step at which something happens."""
 _WAIT = 240.0
+LARGE = [
+    "model.dim=1024", "model.layers=24", "model.heads=16", "model.kv_heads=8", "model.ffn_dim=4096",
+    "train.seq_len=2048", "train.steps=60", "train.dtype=bfloat16", "optimizer.lr=3e-4",
+]  # fmt: skip
+"""A decoder of 0.4 billion parameters: large enough for rates and for the time that a save takes of training."""
 
 
 class Failed(Exception):  # noqa: N818  # the outcome of a check
@@ -153,6 +158,22 @@ def _waited(bench: Bench, run: str) -> float:
     return 1e3 * statistics.median(event.data["stall"] for event in bench.events(run, EventKind.CHECKPOINT_COMMITTED))
 
 
+def large(bench: Bench) -> str:
+    """Rates of a model that fills a GPU, what its saves take of training, and its bits after a kill."""
+    if not bench.gpus:
+        raise Impossible("needs a GPU")
+    settings = [*LARGE, f"train.batch_size={8 * bench.ranks}", "parallel.tp=1"]
+    calm, run = bench.train(*settings), bench.train(*settings, drill("kill-rank", bench.ranks - 1))
+    assert_exact(bench.user, run, calm)
+    lines = bench.user.steps(calm)[20:]
+    rate, share = (statistics.median(line.get(key, 0.0) for line in lines) for key in ("tokens_per_s", "mfu"))
+    most = max(line["memory"]["allocated"] for line in lines) / 2**30
+    ended, trained = bench.events(run, EventKind.RANK_EXITED)[0], bench.events(run, EventKind.GENERATION_FIRST_STEP)[-1]
+    saves = f"training waited {_waited(bench, calm):.0f} ms for a save"
+    after = f"a step {trained.time - ended.time:.1f} s after the kill"
+    return f"{rate:.0f} tokens/s, {share:.0%} of the peak, {most:.1f} GiB at most; {saves}; bit-equal, {after}"
+
+
 def contexts(bench: Bench) -> str:
     """Every rank has a context on its own GPU and on no other: one more costs half a GiB of each rank on GPU 0."""
     if not bench.gpus:
@@ -188,4 +209,5 @@ CHECKS: dict[str, Callable[[Bench], str]] = {
     "resume": resume,
     "staging": staging,
     "contexts": contexts,
+    "large": large,
 }

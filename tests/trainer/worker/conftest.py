@@ -44,9 +44,20 @@ def merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def ranks_of_node(world: int) -> dict[str, int]:
+    """The ranks of one node, on GPUs where ORCH_TEST_GPUS says that there are as many: `make test-gpu`."""
+    gpus = int(os.environ.get("ORCH_TEST_GPUS", "0"))
+    return {"ranks_per_node": world, "gpus_per_node": world if world <= gpus else 0}
+
+
 def hang(rank: int, step: int) -> dict[str, Any]:
     """A drill: `rank` waits for ever for the batch of this step, in the first generation."""
     return {"events": [{"kind": "hang-in-data", "rank": rank, "step": step}]}
+
+
+def python_path() -> str:
+    """The folder of the tests, before that of the environment."""
+    return os.pathsep.join(filter(None, [str(HERE.parents[2]), os.environ.get("PYTHONPATH")]))
 
 
 @dataclass
@@ -131,7 +142,7 @@ class Run:
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Ranks]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[2])}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path()}
     process = subprocess.Popen(
         [sys.executable, str(HERE / "fake_agent.py")],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
@@ -154,7 +165,7 @@ def text_tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def new_run(ranks: Ranks, folder: Path, tokens: Path, world: int, over: dict[str, Any]) -> Run:
     config = merged({**TINY, "data": {"path": str(tokens)}}, over)
-    config["cluster"] = {**config["cluster"], "ranks_per_node": world}
+    config["cluster"] = {**config["cluster"], **ranks_of_node(world)}
     run = RunDir(folder)
     run.make()
     run.config.write_bytes(canonical(config))

@@ -5,6 +5,7 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
+from torch.utils._pytree import tree_map
 
 from trainer.contract.config_sections.parallel_config import Reduce
 from trainer.contract.ranks.progress import Phase
@@ -81,6 +82,26 @@ def passes_of(objects: TrainObjects, phases: PhaseTracker, drill: Drill, reduce:
     return StagedPasses(objects, phases, drill, gradients, pipeline)
 
 
+def on_device(batch: Any, device: torch.device) -> Any:
+    """Return `batch` with its tensors on `device`, and whatever else has a method `to(device)`.
+
+    It looks into lists, tuples and dictionaries. On a CPU the batch is returned as it is.
+    """
+    if device.type == "cpu":
+        return batch
+
+    def move(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return leaf.to(device, non_blocking=True)
+        return leaf.to(device) if _moves(leaf) else leaf
+
+    return tree_map(move, batch, is_leaf=_moves)
+
+
+def _moves(value: Any) -> bool:
+    return callable(getattr(value, "to", None))
+
+
 class WholePasses:
     """Every micro-batch is computed by the model of this rank."""
 
@@ -99,7 +120,7 @@ class WholePasses:
             self._phases.enter(Phase.FORWARD)
             if not number:
                 drill.in_forward(step)
-            loss = self._loss(batch) / len(batches)
+            loss = self._loss(on_device(batch, objects.layout.device)) / len(batches)
             if factor != 1.0:
                 loss = loss * factor
             self._phases.enter(Phase.BACKWARD)

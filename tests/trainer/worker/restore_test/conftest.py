@@ -13,7 +13,7 @@ import pytest
 from checkpointing.storage.backends import LocalStorage
 from checkpointing.storage.durable import canonical
 from checkpointing.verification.verdicts import manifest_of
-from tests.trainer.worker.conftest import Ranks, Run, merged
+from tests.trainer.worker.conftest import Ranks, Run, merged, ranks_of_node
 from trainer.contract.config import digest_of
 from trainer.contract.launch_token import LaunchToken
 from trainer.contract.restore_test import RestoreTest, RestoreVerdict, write_order
@@ -57,7 +57,7 @@ class Subject:
         """
         world, parallel = (world, parallel or {}) if world else LAYOUTS[layout]
         config = json.loads(self.source.dir.config.read_text())
-        config["cluster"] = {**config["cluster"], "ranks_per_node": world}
+        config["cluster"] = {**config["cluster"], **ranks_of_node(world)}
         config["parallel"] = parallel
         config["checkpoint"] = {"every": 0}
         config = merged(config, over or {})

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from tests.trainer.worker.conftest import Run, merged
+from tests.trainer.worker.conftest import Run, merged, ranks_of_node
 from tests.trainer.worker.restore_test.conftest import Subject
 from tests.trainer.worker.restore_test.damages import read_all, save_anew
 from tests.trainer.worker.restore_test.unusual_workload import ODD_MODELS, OPTIMIZERS
@@ -94,7 +94,7 @@ def resumed_elsewhere(make: Make, kind: Kind, seed: int) -> Run:
 
 
 def elsewhere(config: dict[str, Any], world: int) -> dict[str, Any]:
-    changed = {"cluster": {**config["cluster"], "ranks_per_node": world}, "parallel": {"dp_shard": world}}
+    changed = {"cluster": {**config["cluster"], **ranks_of_node(world)}, "parallel": {"dp_shard": world}}
     return {**config, **changed}
 
 

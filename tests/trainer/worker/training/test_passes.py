@@ -6,12 +6,13 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
+from torch.nn.utils.rnn import pack_padded_sequence
 
 from trainer.contract.config_sections.fault_detection_config import DrillEvent
 from trainer.contract.ranks.progress import Phase
 from trainer.worker.pipeline.stage import Watcher
 from trainer.worker.training.drill import Drill
-from trainer.worker.training.passes import StagedPasses, WholePasses, require_batches
+from trainer.worker.training.passes import StagedPasses, WholePasses, on_device, require_batches
 from trainer.worker.workload import WorkloadError
 
 CPU = torch.device("cpu")
@@ -167,3 +168,16 @@ def test_every_rank_needs_a_micro_batch() -> None:
     ):
         require_batches(objects(), 7, [])
     require_batches(objects(), 7, [torch.ones(1)])
+
+
+def test_a_batch_is_moved_to_the_device_of_the_rank() -> None:
+    """Packed sequences keep their sizes on the CPU, where torch needs them; what cannot be moved stays as it is."""
+    packed = pack_padded_sequence(torch.ones(2, 3, 1), torch.tensor([3, 2]), batch_first=True)
+    x, gpu = torch.ones(2), torch.device("meta")
+    moved = on_device({"x": x, "more": [(x, "label"), packed], "number": 3}, gpu)
+    assert moved["x"].device == moved["more"][0][0].device == moved["more"][1].data.device == gpu
+    assert moved["more"][0][1] == "label"
+    assert moved["number"] == 3
+    assert moved["more"][1].batch_sizes.device == CPU
+    batch = [x]
+    assert on_device(batch, CPU) is batch

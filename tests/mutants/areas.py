@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 AREAS = {
     "training": ("trainer/worker/training",),
-    "parallel": ("trainer/worker/parallel", "trainer/worker/pipeline", "trainer/worker/experts"),
+    "parallel": ("trainer/worker/parallel", "trainer/worker/pipeline", "trainer/worker/mixture_of_experts.py"),
     "saved_state": ("trainer/worker/saved_state",),
     "recovery": ("orchestrator/recovery",),
     "commit": (
@@ -21,8 +21,6 @@ AREAS = {
         "checkpointing/storage/durable.py",
     ),
 }
-NAMED_OTHERWISE = {"trainer/worker/parallel": "tests/trainer/worker/layouts"}
-"""Folders of code whose tests lie in a folder of another name."""
 WHOLE_WORKERS = "trainer/worker"
 """A package with tests of its own, beside those of its folders: its loops and checkpoints as a whole."""
 
@@ -38,8 +36,7 @@ def sources(area: str) -> Iterator[str]:
 def test_files(source: str) -> list[str]:
     """The test files of the folder in which this file lies."""
     folder = str(Path(source).parent)
-    folders = [f"tests/{folder}", *filter(None, [NAMED_OTHERWISE.get(folder)])]
-    found = [path for one in folders for path in sorted((ROOT / one).glob("**/test_*.py"))]
+    found = set((ROOT / "tests" / folder).glob("test_*.py" if folder == WHOLE_WORKERS else "**/test_*.py"))
     if folder.startswith(WHOLE_WORKERS):
-        found += sorted((ROOT / "tests" / WHOLE_WORKERS).glob("test_*.py"))
-    return [str(path.relative_to(ROOT)) for path in found]
+        found |= set((ROOT / "tests" / WHOLE_WORKERS).glob("test_*.py"))
+    return [str(path.relative_to(ROOT)) for path in sorted(found)]

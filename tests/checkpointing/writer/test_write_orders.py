@@ -55,6 +55,16 @@ def test_a_file_that_a_library_did_not_write_is_not_called_written(
         write_files(an_order(tmp_path, 3), arena, CancelToken(), Gives(tmp_path, error))
 
 
+@pytest.mark.parametrize("past_the_cache", [(True, True, True), (True, False, True)])
+def test_a_save_counts_as_direct_if_all_of_its_files_are(
+    tmp_path: Path, arena: Arena, monkeypatch: pytest.MonkeyPatch, past_the_cache: tuple[bool, ...]
+) -> None:
+    (tmp_path / "step").mkdir()
+    answers = list(past_the_cache)
+    monkeypatch.setattr(write_orders, "write_direct", lambda *_, **__: answers.pop())
+    assert write_files(an_order(tmp_path, 3), arena, CancelToken()).direct is all(past_the_cache)
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_block_that_a_dead_lane_left_out_is_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write, names = direct_io._DirectFile._write, []

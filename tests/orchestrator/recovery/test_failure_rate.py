@@ -4,7 +4,6 @@ import pytest
 
 from orchestrator.recovery import failure_rate
 from orchestrator.recovery.failure_rate import (
-    DAY,
     AttemptSpan,
     FailureCount,
     attempt_spans,
@@ -15,7 +14,7 @@ from orchestrator.registry.records import Attempt, Generation
 from orchestrator.states import AttemptState
 from trainer.contract.failures.outcome import FailureKind
 
-NOTHING = FailureCount()
+NOTHING, DAY = FailureCount(), 86_400.0
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.trainer.worker.conftest import TINY, Run, merged
-from tests.trainer.worker.layouts.layout_table import DENSE
+from tests.trainer.worker.parallel.layout_table import DENSE
 from trainer.contract.config import JobConfig, build
 from trainer.contract.events import EventKind
 from trainer.contract.model_costs.model_flops import parameters

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.trainer.worker.conftest import Ranks, Run
-from tests.trainer.worker.layouts.layout_table import DENSE, cases, check_killed, check_losses, check_restored, pairs
+from tests.trainer.worker.parallel.layout_table import DENSE, cases, check_killed, check_losses, check_restored, pairs
 
 pytestmark = [pytest.mark.multi]
 

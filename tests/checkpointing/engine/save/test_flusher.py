@@ -290,7 +290,7 @@ def test_a_peer_that_dies_ends_the_lane_and_nothing_else(tmp_path: Path, caplog:
 @pytest.mark.multi
 def test_real_ranks_flush_with_real_writers(programs: WarmPrograms, tmp_path: Path) -> None:
     rows = [(rank, 2, tmp_path) for rank in range(2)]
-    first, second = programs.results("tests.checkpointing.engine.tiers.flush_program", rows)
+    first, second = programs.results("tests.checkpointing.engine.save.flush_program", rows)
     assert first["told"][-1] == ["checkpoint.flushed", 20]
     assert second["told"] == [], "only rank 0 tells"
     assert (first["drained"], second["drained"]) == (True, True)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.trainer.worker.conftest import Ranks, Run
-from tests.trainer.worker.layouts.layout_table import (
+from tests.trainer.worker.parallel.layout_table import (
     WITH_EXPERTS,
     cases,
     check_killed,

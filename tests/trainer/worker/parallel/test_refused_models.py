@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.trainer.worker.layouts.test_fsdp_units import Model
+from tests.trainer.worker.parallel.test_fsdp_units import Model
 from trainer.worker.parallel.data_parallel import refuse_modules, refuse_parameters
 from trainer.worker.parallel.fsdp_units import CannotShard
 

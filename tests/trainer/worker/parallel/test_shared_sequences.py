@@ -60,7 +60,7 @@ def test_losses_and_gradient_norms_are_those_of_one_rank(
 @pytest.mark.proof
 def test_tokens_have_the_positions_of_their_real_places(undisturbed: Callable[..., Run], method: str) -> None:
     """At the beginning attention looks everywhere alike: only where it is sharp do positions matter to a loss."""
-    target = {"target": "tests.trainer.worker.context_parallel.sharp_llama:SharpLlama"}
+    target = {"target": "tests.trainer.worker.parallel.sharp_llama:SharpLlama"}
     given = settings({"cp": 2, "cp_method": method}, train={"steps": 4, "seq_len": 29}, workload=target)
     assert far_from_one(undisturbed, **given) <= BOUND
 
@@ -112,7 +112,7 @@ def test_a_killed_rank_changes_no_bit_and_every_rank_draws_its_own_numbers(
     make_run: Callable[..., Run], undisturbed: Callable[..., Run]
 ) -> None:
     """One sample of all: a ring, an odd length, dropout, a kill."""
-    target = {"target": "tests.trainer.worker.context_parallel.dropping_llama:DroppingLlama"}
+    target = {"target": "tests.trainer.worker.parallel.dropping_llama:DroppingLlama"}
     given = settings({"cp": 2, **RING}, train={"steps": 12, "seq_len": 29}, workload=target)
     calm = undisturbed(**given)
     hurt = make_run(**given, drill=hang(1, step=11))

@@ -36,13 +36,33 @@ _SURROGATE_CODE = re.compile("%U([0-9a-f]{4})")
 class Unsavable(Exception):
     """A value of a type that is not kept; `path` says where it stands."""
 
-    def __init__(self, path: str, value: object) -> None:
-        super().__init__(f"{path} is a {type(value).__module__}.{type(value).__qualname__}")
+    def __init__(self, path: str, value: object, why: str = "") -> None:
+        super().__init__(f"{path} {why or f'is a {type(value).__module__}.{type(value).__qualname__}'}")
         self.path = path
 
 
-def encode(value: Any, path: str, tensors: dict[str, torch.Tensor], names: Names) -> Any:
-    """The JSON of `value`; its tensors are added to `tensors` under `path`. Raises Unsavable."""
+def encode(
+    value: Any, path: str, tensors: dict[str, torch.Tensor], names: Names, shared: "SharedContainers | None" = None
+) -> Any:
+    """The JSON of `value`; its tensors are added to `tensors` under `path`. Raises Unsavable.
+
+    A container that is in `shared` stands once; where it comes again, its number stands for it.
+    """
+    if shared is None or id(value) not in shared.ids:
+        return _encode_one(value, path, tensors, names, shared)
+    if id(value) in shared.numbers:
+        return {"same": shared.numbers[id(value)]}
+    if id(value) in shared.begun:
+        raise Unsavable(path, value, "holds itself")
+    shared.begun.add(id(value))
+    encoded = _encode_one(value, path, tensors, names, shared)
+    shared.numbers[id(value)] = len(shared.numbers)
+    return {"shared": encoded}
+
+
+def _encode_one(
+    value: Any, path: str, tensors: dict[str, torch.Tensor], names: Names, shared: "SharedContainers | None"
+) -> Any:
     kind = type(value)
     if kind is str and _SURROGATE.search(value):
         return {"str": base64.b64encode(value.encode(errors="surrogatepass")).decode()}
@@ -58,12 +78,12 @@ def encode(value: Any, path: str, tensors: dict[str, torch.Tensor], names: Names
         tensors[path] = value.detach()
         return {"tensor": path}
     if kind in _CONTAINERS:
-        items = [encode(item, f"{path}:{at}", tensors, names) for at, item in enumerate(_items(value))]
+        items = [encode(item, f"{path}:{at}", tensors, names, shared) for at, item in enumerate(_items(value))]
         return items if kind is list else {_CONTAINERS[kind]: items}
     if kind in _MAPPINGS:
         keys = [encode(key, f"{path}:%{at}", tensors, names) for at, key in enumerate(value)]
         pairs = [
-            [said, encode(item, f"{path}:{_of_key(key, said)}", tensors, names)]
+            [said, encode(item, f"{path}:{_of_key(key, said)}", tensors, names, shared)]
             for said, (key, item) in zip(keys, value.items(), strict=True)
         ]
         return {_MAPPINGS[kind]: pairs}
@@ -80,6 +100,25 @@ def encode(value: Any, path: str, tensors: dict[str, torch.Tensor], names: Names
 
 _CONTAINERS: dict[type, str] = {list: "list", tuple: "tuple", set: "set", frozenset: "frozenset", deque: "deque"}
 _MAPPINGS: dict[type, str] = {dict: "dict", OrderedDict: "ordered", Counter: "counter"}
+
+
+class SharedContainers:
+    """The lists, dictionaries and other mutable containers that stand more than once in a state."""
+
+    def __init__(self, state: Any) -> None:
+        times: Counter[int] = Counter()
+        left = [state]
+        while left:
+            one = left.pop()
+            kind = type(one)
+            if kind in _CONTAINERS or kind in _MAPPINGS:
+                times[id(one)] += 1
+                if times[id(one)] == 1:
+                    left += one.values() if kind in _MAPPINGS else one
+        self.ids = frozenset(key for key, count in times.items() if count > 1)
+        self.begun = set[int]()
+        self.numbers: dict[int, int] = {}
+        """By id, in the order in which they have been encoded; `decode` counts in the same order."""
 
 
 def _items(value: Any) -> Any:
@@ -142,13 +181,20 @@ _MAKERS: dict[str, Callable[[Any], Any]] = {
     "ordered": lambda pairs: OrderedDict(map(tuple, pairs)),
     "counter": lambda pairs: Counter(dict(map(tuple, pairs))),
     "complex": lambda parts: complex(*parts),
+    "view": lambda parts: torch.as_strided(*parts),
 }
 
 
-def decode(value: Any, tensors: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.Tensor]) -> Any:
+def decode(
+    value: Any,
+    tensors: Mapping[str, torch.Tensor],
+    parameters: Mapping[str, torch.Tensor],
+    shared: list[Any] | None = None,
+) -> Any:
     """What `encode` was given; raises KeyError for a tensor or a parameter that is not there."""
+    shared = [] if shared is None else shared
     if isinstance(value, list):
-        return [decode(item, tensors, parameters) for item in value]
+        return [decode(item, tensors, parameters, shared) for item in value]
     if not isinstance(value, dict):
         return value
     ((kind, inner),) = value.items()
@@ -160,11 +206,17 @@ def decode(value: Any, tensors: Mapping[str, torch.Tensor], parameters: Mapping[
         return tensors[inner]
     if kind == "parameter":
         return parameters[inner]
+    if kind == "same":
+        return shared[inner]
     if kind == "dtype":
         return getattr(torch, inner)
     if kind == "bytes":
         return base64.b64decode(inner) if isinstance(inner, str) else bytes(tensors[inner["tensor"]].tolist())
-    return _MAKERS[kind](decode(inner, tensors, parameters))
+    made = decode(inner, tensors, parameters, shared)
+    if kind == "shared":
+        shared.append(made)
+        return made
+    return _MAKERS[kind](made)
 
 
 def text(value: Any) -> str:
@@ -174,14 +226,17 @@ def text(value: Any) -> str:
 
 def rename_tensors(value: Any, names: Mapping[str, str]) -> Any:
     """Return an encoded value whose tensors are renamed by `names`."""
+    return replace_tensors(value, {old: {"tensor": new} for old, new in names.items()})
+
+
+def replace_tensors(value: Any, by_name: Mapping[str, Any]) -> Any:
+    """Return an encoded value in which another encoded value stands for each of these tensors."""
     if isinstance(value, list):
-        return [rename_tensors(item, names) for item in value]
-    if isinstance(value, dict):
-        return {
-            kind: names.get(inner, inner) if kind == "tensor" else rename_tensors(inner, names)
-            for kind, inner in value.items()
-        }
-    return value
+        return [replace_tensors(item, by_name) for item in value]
+    if not isinstance(value, dict):
+        return value
+    ((kind, inner),) = value.items()
+    return by_name.get(inner, value) if kind == "tensor" else {kind: replace_tensors(inner, by_name)}
 
 
 def references(value: Any) -> list[str]:
@@ -244,11 +299,11 @@ class ObjectState:
         ask = getattr(self._owner, "state_dict", None)
         state = ask() if callable(ask) else {}
         found: dict[str, torch.Tensor] = {}
-        self.reordered = frozenset(find_reordered_sets(state, self._prefix))
         try:
-            value = encode(state, self._prefix, found, self._names) if state else None
+            value = encode(state, self._prefix, found, self._names, SharedContainers(state)) if state else None
         except Unsavable as reason:
             raise WorkloadError(f"what {self._called}.state_dict() returns: {reason}") from reason
+        self.reordered = frozenset(find_reordered_sets(state, self._prefix))
         return _merge_references(value, found)
 
     def targets(self, facts: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -280,13 +335,32 @@ class ObjectState:
 
 
 def _merge_references(value: Any, tensors: Mapping[str, torch.Tensor]) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Give a tensor that a state holds twice one name: as with `torch.save`, it is one tensor again after a load."""
+    """Save memory that several tensors of a state share once: as with `torch.save`, they share it again after a load.
+
+    That is a tensor which stands twice, and a part of one that stands whole and is contiguous.
+    """
+    plain = {
+        path: tensor
+        for path, tensor in tensors.items()
+        if type(tensor) is torch.Tensor and tensor.layout == torch.strided and tensor.numel() and not tensor.is_meta
+    }
+    whole: dict[Any, str] = {}
+    for path, tensor in plain.items():
+        if tensor.is_contiguous() and tensor.nbytes == tensor.untyped_storage().nbytes():
+            whole.setdefault(_memory(tensor), path)
     first: dict[Any, str] = {}
-    names: dict[str, str] = {}
-    for path, tensor in tensors.items():
-        if type(tensor) is torch.Tensor and tensor.layout == torch.strided and tensor.numel() and not tensor.is_meta:
-            memory = tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
-            names[path] = first.setdefault(memory, path)
-    merged = {path: name for path, name in names.items() if path != name}
-    kept = {path: tensor for path, tensor in tensors.items() if path not in merged}
-    return (rename_tensors(value, merged) if merged else value), kept
+    instead: dict[str, Any] = {}
+    for path, tensor in plain.items():
+        place = tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
+        base = whole.get(_memory(tensor)) or first.setdefault((_memory(tensor), place), path)
+        if path == base:
+            continue
+        at, shape, stride = place
+        is_same = tensor.is_set_to(tensors[base])
+        instead[path] = {"tensor": base} if is_same else {"view": [{"tensor": base}, list(shape), list(stride), at]}
+    kept = {path: tensor for path, tensor in tensors.items() if path not in instead}
+    return (replace_tensors(value, instead) if instead else value), kept
+
+
+def _memory(tensor: torch.Tensor) -> tuple[torch.device, int, torch.dtype]:
+    return tensor.device, tensor.untyped_storage().data_ptr(), tensor.dtype

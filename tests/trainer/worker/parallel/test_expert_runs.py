@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from tests.trainer.worker.conftest import TINY, Run, merged
-from tests.trainer.worker.parallel.layout_table import WITH_EXPERTS
 from tests.trainer.worker.memory.test_state_bytes import LARGE
+from tests.trainer.worker.parallel.layout_table import WITH_EXPERTS
 from trainer.contract.config import JobConfig, build
 from trainer.contract.model_costs.model_flops import parameters
 from trainer.contract.model_costs.peak_bytes import peak_bytes

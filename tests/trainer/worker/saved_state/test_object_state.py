@@ -3,20 +3,25 @@
 import json
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 from checkpointing.storage.durable import canonical
 from trainer.worker.saved_state.object_state import ObjectState
+from trainer.worker.workload import WorkloadError
 
 
 class Averages:
-    """Keeps one tensor under two names, and others that only look like it."""
+    """Keeps one tensor and one list under two names, and others that only look like it."""
 
     def __init__(self) -> None:
         self.mean = torch.tensor([1.0, 2.0])
+        seen = [1, 2]
         self.state: dict[str, Any] = {
-            "now": self.mean, "history": [self.mean, self.mean.clone()], "part": self.mean[:1], "empty": torch.ones(0),
+            "now": self.mean, "history": [self.mean, self.mean.clone()], "part": self.mean[1:], "empty": torch.ones(0),
+            "turned": self.mean.view(2, 1).T, "again": self.mean[1:], "seen": seen,
+            "queue": [seen, {"of": seen}, [1, 2]],
         }  # fmt: skip
 
     def state_dict(self) -> dict[str, Any]:
@@ -26,21 +31,48 @@ class Averages:
         self.state = state
 
 
-def test_a_tensor_that_a_state_holds_twice_is_one_tensor_after_a_restore() -> None:
-    model, device = nn.Linear(2, 1), torch.device("cpu")
-    saved, loaded = (ObjectState(Averages(), "workload", model, device) for _ in range(2))
-    into = loaded._owner
-    assert isinstance(into, Averages)
-    facts = saved.facts()
+def saved_and_loaded(*owners: Averages) -> None:
+    """The second owner gets what the first one saves, as JSON and tensors."""
+    saved, loaded = (ObjectState(owner, "data", nn.Linear(2, 1), torch.device("cpu")) for owner in owners)
+    facts = json.loads(canonical(saved.facts()))
+    assert all(key.encode() for key in saved.tensors())
     for key, target in loaded.targets(facts).items():
         target.copy_(saved.tensors()[key])
     loaded.restore(facts)
 
+
+def test_what_a_state_holds_twice_is_one_after_a_restore() -> None:
+    """As after `torch.load`: a tensor, a part of its memory, and a list."""
+    owner, into = Averages(), Averages()
+    saved_and_loaded(owner, into)
+    assert len(ObjectState(owner, "data", nn.Linear(2, 1), torch.device("cpu")).tensors()) == 3
+
     into.state["now"] += 1
     assert into.state["history"][0].tolist() == [2.0, 3.0]
     assert into.state["history"][1].tolist() == [1.0, 2.0], "an equal tensor stays separate"
-    assert into.state["part"].tolist() == [1.0]
+    assert into.state["part"].tolist() == into.state["again"].tolist() == [3.0]
+    assert into.state["turned"].tolist() == [[2.0, 3.0]]
     assert into.state["empty"].shape == (0,)
+    into.state["seen"].append(3)
+    assert into.state["queue"] == [[1, 2, 3], {"of": [1, 2, 3]}, [1, 2]]
+
+
+def test_parts_of_memory_that_is_not_in_the_state_are_saved_by_themselves() -> None:
+    owner, into = Averages(), Averages()
+    memory = torch.arange(6.0)
+    owner.state = {"first": memory[:4], "second": memory[2:], "again": memory[2:]}
+    saved_and_loaded(owner, into)
+    into.state["second"] += 10
+    assert into.state["first"].tolist() == [0.0, 1.0, 2.0, 3.0]
+    assert into.state["again"].tolist() == [12.0, 13.0, 14.0, 15.0]
+
+
+def test_a_list_that_holds_itself_is_refused_by_name() -> None:
+    owner = Averages()
+    owner.state = {"all": [1]}
+    owner.state["all"].append(owner.state["all"])
+    with pytest.raises(WorkloadError, match="data:all:1 holds itself"):
+        ObjectState(owner, "data", nn.Linear(2, 1), torch.device("cpu")).facts()
 
 
 def test_a_set_whose_order_a_restart_changes_is_named() -> None:
@@ -62,13 +94,7 @@ def test_a_set_whose_order_a_restart_changes_is_named() -> None:
 
 def test_names_of_files_that_are_no_utf8_come_back() -> None:
     """`os.listdir` has a lone surrogate for each byte that is no UTF-8."""
-    model, device = nn.Linear(2, 1), torch.device("cpu")
     owners = [Averages(), Averages()]
     owners[0].state = {"next": "caf\udce9.txt", "seen": {"caf\udce9.txt": torch.tensor([3.0])}}
-    saved, loaded = (ObjectState(owner, "data", model, device) for owner in owners)
-    facts = json.loads(canonical(saved.facts()))
-    assert all(key.encode() for key in saved.tensors())
-    for key, target in loaded.targets(facts).items():
-        target.copy_(saved.tensors()[key])
-    loaded.restore(facts)
+    saved_and_loaded(*owners)
     assert owners[1].state == owners[0].state

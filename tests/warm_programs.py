@@ -44,7 +44,7 @@ class WarmPrograms:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.warm_programs"],
             cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"},
+            env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"},
         )  # fmt: skip
 
     def run(self, module: str, ranks: Sequence[Sequence[object]], patience: float = 120.0) -> list[Ended]:

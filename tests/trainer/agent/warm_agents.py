@@ -25,6 +25,8 @@ from trainer.contract.run_dir import AttemptDir
 ROOT = Path(__file__).resolve().parents[3]
 _MOST = 1 << 20
 """Bytes of a message: the environment of an agent is in it."""
+_HASH_SEED = os.environ.get("PYTHONHASHSEED", "0")
+"""Seed of text hashes of a job started here: a fork has its parent's, whatever its environment says."""
 
 
 class ForkedProcess:
@@ -87,7 +89,10 @@ class WarmAgents:
                 [sys.executable, "-m", "tests.trainer.agent.warm_agents", str(theirs.fileno())],
                 cwd=ROOT, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL,
                 # Titles must not cover the environment, and what has threads cannot fork.
-                env={**os.environ, "PYTHONPATH": str(ROOT), "SPT_NOENV": "1", "OMP_NUM_THREADS": "1"},
+                env={
+                    **os.environ, "PYTHONPATH": str(ROOT), "SPT_NOENV": "1", "OMP_NUM_THREADS": "1",
+                    "PYTHONHASHSEED": _HASH_SEED,
+                },
             )  # fmt: skip
 
     def start(self, run_dir: Path, environ: Mapping[str, str], log: int) -> WarmAgent:
@@ -187,6 +192,7 @@ def start_fork_server(
     """In the place of ForkServerLink's own: the same process, less its imports."""
     from trainer.agent.fork_server import server
 
+    assert environ["PYTHONHASHSEED"] == _HASH_SEED, "a job with its own seed needs agents that are programs"
     words = [str(theirs.fileno()), str(os.getpid()), str(attempt.path)]
     quiet = {"OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 

@@ -14,6 +14,13 @@ from trainer.contract.messages.fork_server import FROM_FORK_SERVER, FromForkServ
 from trainer.contract.ranks.progress import block_step_signals
 from trainer.contract.run_dir import AttemptDir
 
+_DEFAULTS = {"PYTHONHASHSEED": "0"}
+"""Variables of ranks unless `env`, or the job's own environment, sets them.
+
+Python draws the seed of text hashes at the start of an interpreter, and with it the order of a set of texts. Every
+attempt, node, fork and restore test must have the same.
+"""
+
 
 class ForkServerLink:
     """One fork server process; a lost one is replaced by a new link."""
@@ -38,7 +45,7 @@ class ForkServerLink:
         # A fork server that does not listen for so long is as good as dead.
         self._socket.settimeout(5.0)
         try:
-            self._process = self._start(theirs, attempt, environ, output)
+            self._process = self._start(theirs, attempt, {**_DEFAULTS, **environ}, output)
         except OSError:
             self._socket.close()
             raise

@@ -19,7 +19,10 @@ _ARITHMETIC = re.compile(r"(sse|ssse|avx|amx|fma|f16c|asimd|sve|sme|bf16|i8mm)")
 _KERNEL_SETTINGS = re.compile(r"(ONEDNN_|DNNL_|MKL_|ATEN_CPU_CAPABILITY$)")
 """Variables by which MKL, oneDNN and torch choose the kernels of a CPU."""
 _RECORDED_LATER = frozenset({"cpu_model", "kernel_settings"})
-"""Names that checkpoints of earlier releases lack, which is no difference."""
+"""Names that checkpoints of earlier releases lack, which is no difference.
+
+`text_hash` is not among them: earlier releases let every job draw its seed.
+"""
 
 
 def software(device: torch.device) -> dict[str, Any]:
@@ -30,6 +33,7 @@ def software(device: torch.device) -> dict[str, Any]:
         "cpu": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
         "threads": torch.get_num_threads(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "text_hash": f"{hash('orch') & 0xFFFFFFFF:08x}",  # equal where PYTHONHASHSEED was, by which texts are ordered
     }
     if device.type == "cpu":
         found |= {"cpu_model": _cpu_model(), "kernel_settings": _kernel_settings()}

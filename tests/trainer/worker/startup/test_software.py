@@ -68,6 +68,7 @@ def test_a_variable_that_chooses_kernels_is_a_difference(name: str, monkeypatch:
         ({"torch": "1", "tf32": True}, {"torch": "1"}, {"tf32": [True, None]}),
         ({"torch": "1"}, {"torch": "1", "cpu_model": "Xeon", "kernel_settings": ""}, {}),
         ({"cpu_model": "Xeon"}, {"device": "H100"}, {"cpu_model": ["Xeon", None], "device": [None, "H100"]}),
+        ({"torch": "1"}, {"torch": "1", "text_hash": "0a"}, {"text_hash": [None, "0a"]}),
         (None, {"torch": "1"}, {}),
         ("torn", {"torch": "1"}, {}),
     ],

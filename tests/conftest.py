@@ -47,7 +47,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     def place(item: pytest.Item) -> tuple[bool, bool, int]:
         path = item.nodeid.partition("::")[0]
-        is_long = item.get_closest_marker("multi") is not None or path.startswith("tests/trainer/agent/test_")
+        is_long = item.get_closest_marker("multi") is not None or path.startswith("tests/trainer/agent/")
         return item.get_closest_marker("slurm") is None, not is_long, zlib.crc32(path.encode()) if is_long else 0
 
     items.sort(key=place)

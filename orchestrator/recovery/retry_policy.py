@@ -105,6 +105,7 @@ class EndedAttempt:
     kind: FailureKind | None  # None: finished, or never judged
     started: bool  # its agents left a sign
     saved_step: int | None  # newest checkpoint it committed
+    saved_after: float = 0.0  # seconds from a generation's start to a checkpoint of a command, at most; 0: none
     step: int | None = None  # newest step it trained
     ended_at: float = 0.0
     trained: float = 0.0  # seconds from its start to its end
@@ -144,6 +145,11 @@ class Decision:
 
 
 SCRIPT_HINT = "; the job's log (attempts/*/submission/*.out, *.err) tells why: see cluster.python and cluster.templates"
+
+ANEW_HINT = (
+    "; checkpoints were written under steps that are not higher, which counts half an hour after a start: name them by "
+    "the step, or set progress.pattern"
+)
 
 LONGEST_GAP = 2 * 3600.0
 """Seconds between two failures that count at most: a longer queue is no outage, nor is a clock that was set."""
@@ -190,7 +196,9 @@ def decide(
         return Decision(action=Action.RETRY, reason=f"goes on after {failure.kind}", not_before=now, exclude=exclude)
     row = _without_progress(history, steps_known=steps_known)
     budget = Budget.TRIES if history[-1].script_failed else TRAITS[failure.kind].budget
-    last = f"the last one: {failure.reason}{SCRIPT_HINT if history[-1].script_failed else ''}"
+    anew = any(past.saved_after for past in row[1:]) and steps_known
+    hint = SCRIPT_HINT if history[-1].script_failed else ANEW_HINT if anew else ""
+    last = f"the last one: {failure.reason}{hint}"
     # A program that fails again and again burns the cluster.
     tries = [past for past in row if past.budget is Budget.TRIES]
     if len(tries) >= recovery.max_failures and budget is Budget.TRIES:
@@ -309,11 +317,19 @@ def _span(seconds: float) -> str:
 
 def _advanced(history: Sequence[EndedAttempt], index: int, *, steps_known: bool) -> bool:
     """Whether this attempt committed a checkpoint newer than all before it."""
-    attempt = history[index]
+    attempt, earlier = history[index], history[:index]
+    enough = FREE_PROGRESS if attempt.is_free else PROGRESS_SECONDS
     if not steps_known:
-        return attempt.started and attempt.trained >= (FREE_PROGRESS if attempt.is_free else PROGRESS_SECONDS)
-    best = max((past.saved_step for past in history[:index] if past.saved_step is not None), default=0)
-    return attempt.saved_step is not None and attempt.saved_step > best
+        return attempt.started and attempt.trained >= enough
+    if attempt.saved_step is not None and attempt.saved_step > _highest(past.saved_step for past in earlier):
+        return True
+    # Names that begin anew or take turns show no step: the program's own one counts, else time as above.
+    trained_on = attempt.step is not None and attempt.step > _highest(past.step for past in earlier)
+    return attempt.saved_after >= enough or (attempt.saved_after > 0 and trained_on)
+
+
+def _highest(steps: Iterable[int | None]) -> int:
+    return max((step for step in steps if step is not None), default=0)
 
 
 def _without_progress(history: Sequence[EndedAttempt], *, steps_known: bool) -> list[EndedAttempt]:

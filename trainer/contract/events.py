@@ -59,7 +59,7 @@ class EventKind(StrEnum):
     CHECKPOINT_STUCK = "checkpoint.stuck"  # step, reason: a write does not come to an end; training goes on
     CHECKPOINT_SUSPECT = "checkpoint.suspect"  # step, reason: the same failure twice soon after loading it
     CHECKPOINT_SEEN = (
-        "checkpoint.seen"  # step, name, path, bytes, new (bool: of this attempt) (, was, damage): of a command
+        "checkpoint.seen"  # step, name, path, bytes, new (bool: of this attempt) (, was, damage, anew): of a command
     )
     CHECKPOINT_SET_ASIDE = (
         "checkpoint.set_aside"  # step, name, path (its new one), reason, damaged (bool), bytes: of a command

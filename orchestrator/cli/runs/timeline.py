@@ -219,8 +219,8 @@ _DESCRIPTIONS: dict[str, Callable[[dict[str, Any]], str]] = {
     EventKind.CHECKPOINT_STUCK: lambda d: f"saving step {d['step']} hangs, training goes on: {d['reason']}",
     EventKind.CHECKPOINT_SUSPECT: lambda d: f"checkpoint {d['step']} is suspect: {d['reason']}",
     EventKind.CHECKPOINT_SEEN: lambda d: (
-        f"the program has a checkpoint of step {d['step']} ({size(d['bytes'])})"
-        + (f", which {d['damage']}" if d.get("damage") else "")
+        f"the program has {'written anew its' if d.get('anew') else 'a'} checkpoint of step {d['step']} "
+        f"({size(d['bytes'])})" + (f", which {d['damage']}" if d.get("damage") else "")
     ),
     EventKind.CHECKPOINT_SET_ASIDE: lambda d: f"checkpoint {d['step']} is now {d['path']}: {d['reason']}",
     EventKind.CHECKPOINT_CADENCE: lambda d: f"saves every {count(d['steps'])} steps from now on: {d['reason']}",

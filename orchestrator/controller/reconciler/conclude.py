@@ -1,6 +1,6 @@
 """The end of an attempt: fenced off, judged against its history, decided, written in one transaction."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -133,7 +133,7 @@ def _decision(
     if is_restore_test(run := view.run):
         return Decision(action=Action.FAIL, reason=f"not finished, and not tried again as {run.name}: {verdict.reason}")
     return decide(
-        history(view, verdict.failure, now),
+        history(view, verdict.failure, now, _saved_after(actor.store, view)),
         verdict.failure,
         view.config.recovery,
         now,
@@ -179,13 +179,40 @@ def _steps_known(view: RunView) -> bool:
     return not view.config.command or any(attempt.saved_step is not None for attempt in view.attempts)
 
 
-def history(view: RunView, failure: Failure, now: float) -> list[EndedAttempt]:
+def _saved_after(store: Store, view: RunView) -> dict[int, float]:
+    """Seconds from a generation's start to a checkpoint of a command, at most, by attempt; others' steps always grow.
+
+    A checkpoint that the next attempt found when it began does not count: nobody knows when it was written.
+    """
+    found: dict[int, float] = {}
+    if not view.config.command:
+        return found
+    generations, ended = store.generations(view.run.name), {one.number: one.ended_at for one in view.attempts}
+    for row in store.checkpoints(view.run.name):
+        began = [one.started_at for one in generations if one.attempt == row.attempt]
+        end = ended.get(row.attempt)
+        before = [at for at in began if at <= row.committed_at and (end is None or row.committed_at <= end)]
+        if before:
+            found[row.attempt] = max(found.get(row.attempt, 0.0), row.committed_at - max(before))
+    return found
+
+
+def history(
+    view: RunView, failure: Failure, now: float, saved_after: Mapping[int, float] | None = None
+) -> list[EndedAttempt]:
     """The attempts whose ends count, the newest with the failure it has just been given."""
     counted = [attempt for attempt in view.attempts if attempt.number >= view.run.fresh_from]
     trained = any(attempt.generations for attempt in view.attempts)
     # A fault that the configuration orders may come in every attempt: to start again for ever would help nobody.
     once = not view.config.drill.events
-    return [_past(attempt, failure if attempt is view.last else None, now, trained, once) for attempt in counted]
+    after = saved_after or {}
+    return [
+        replace(
+            _past(attempt, failure if attempt is view.last else None, now, trained, once),
+            saved_after=after.get(attempt.number, 0.0),
+        )
+        for attempt in counted
+    ]
 
 
 def _past(attempt: Attempt, failure: Failure | None, now: float, trained: bool, once: bool) -> EndedAttempt:

@@ -138,8 +138,9 @@ class _EventWriter:
         found = rows.get(name)
         if found is None or found.trust is not Trust.DELETED:
             return found
-        # Each time that a program's own one was set aside and moved back, it got a row of its own.
-        back = [item for item in rows.values() if item.name.startswith(f"{name}.") and item.name.endswith(".back")]
+        # Each time that a program's own one was set aside and moved back, or written anew, it got a row of its own.
+        again = (".back", ".anew")
+        back = [item for item in rows.values() if item.name.startswith(f"{name}.") and item.name.endswith(again)]
         return next((item for item in back if item.trust is not Trust.DELETED), found)
 
     def trust(self, to: Trust, reason: str) -> None:
@@ -248,7 +249,8 @@ def _suspect(writer: _EventWriter) -> None:
 def _seen(writer: _EventWriter) -> None:
     """One that a user's own program wrote: nobody can verify it, and its trust stays at that."""
     step, path = writer.step, str(writer.data["path"])
-    new, known = bool(writer.data.get("new")), writer.known() is not None
+    anew = str(writer.data.get("anew") or "")
+    new, known = bool(writer.data.get("new")), writer.known(anew) is not None
     # What is there when an attempt begins, and nobody has told of, was written when the one before it ended.
     written_by = writer.attempt if new or known else max(1, writer.attempt - 1)
     damage = str(writer.data.get("damage") or "")
@@ -262,6 +264,8 @@ def _seen(writer: _EventWriter) -> None:
     )  # fmt: skip
     if was:  # it was set aside, and has its place again
         writer.doubt(writer.known(was), Trust.DELETED, f"moved back to {path}")
+    if anew:  # the trust in the bytes before says nothing about these
+        writer.doubt(writer.known(anew), Trust.DELETED, f"written anew by attempt {writer.attempt}")
     writer.store.put_checkpoint(checkpoint, epoch=writer.epoch)
     found_later = written_by < writer.attempt and not known and not writer.data.get("before_run")
     if not was and (new or found_later):
@@ -393,7 +397,9 @@ def _ingest_progress(store: Store, view: RunView, epoch: int, now: float, known:
     # The end of a workload is in its configuration.
     total = known.total if view.config.command and known.total else run.total_steps
     # What an attempt began with it has not saved.
-    saved = max(attempt.saved_step or 0, known.saved if known.saved > (attempt.resumed_from or 0) else 0) or None
+    saved = attempt.saved_step
+    if known.saved > max(saved or 0, attempt.resumed_from or 0):
+        saved = known.saved
     # By repr: a NaN is never equal to itself.
     before = (run.step, run.loss, run.total_steps, attempt.last_step, attempt.saved_step)
     if repr(before) == repr((known.step, loss, total, known.step, saved)):

@@ -363,3 +363,28 @@ def test_an_attempt_of_a_command_that_lasted_counts_as_progress(kind: FailureKin
     ]
     found = after(*row, steps_known=False)
     assert (found.action is Action.RETRY) == is_progress
+
+
+@pytest.mark.parametrize(
+    ("kind", "seconds", "step", "counts"),
+    [
+        (K.RANK_KILLED, 1799.0, 1, False),
+        (K.RANK_KILLED, 1800.0, 1, True),
+        (K.RANK_KILLED, 5.0, 40, True),
+        (K.RANK_KILLED, 0.0, 40, False),
+        (K.PREEMPTED, 299.0, 1, False),
+        (K.PREEMPTED, 300.0, 1, True),
+    ],
+)
+def test_a_checkpoint_whose_step_is_not_higher_counts_by_time_or_by_the_programs_own_step(
+    kind: FailureKind, seconds: float, step: int, counts: bool
+) -> None:
+    """A program that begins at step 0 at every start writes the same names."""
+    first = replace(past(1, kind, 1, ago=50), step=30)
+    history = [first, *(replace(past(n, kind, 1, ago=2), saved_after=seconds, step=step + n) for n in range(2, 12))]
+    decision = after(*history)
+    assert (decision.action is Action.RETRY) is (counts or kind is K.PREEMPTED), decision.reason
+    free = counts and kind is K.PREEMPTED
+    assert decision.reason.startswith("goes on after preempted" if free else f"{str(kind).replace('_', ' ')} ")
+    hint = "written under steps that are not higher, which counts half an hour after a start"
+    assert (hint in decision.reason) is (seconds > 0 and not counts)

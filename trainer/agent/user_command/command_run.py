@@ -4,6 +4,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -34,6 +35,7 @@ from trainer.agent.watch.root_cause import CommandFailure
 from trainer.contract.config import JobConfig
 from trainer.contract.events import EventKind, EventLog
 from trainer.contract.failures.outcome import FailureKind, legible
+from trainer.contract.heartbeat import Heartbeat
 from trainer.contract.run_dir import AttemptDir, RunDir
 from trainer.contract.secrets.secret_redaction import in_use
 
@@ -175,6 +177,7 @@ class CommandRun:
         aside, older = self._memory.aside, self._command_progress.older() if self._command_progress else None
         return CommandPast(
             failures=tuple(self._memory.failures), newest=known, saved=self._saved(), trained=self._trained,
+            saved_after=self._command_progress.saved_after if self._command_progress else 0.0,
             older=older.path.name if older else "",
             first=not self._memory.saved and self._command_progress is not None and self._command_progress.is_alone(),
             aside=tuple(one.name for one in aside), doubtful=any(not one.damage for one in aside),
@@ -241,6 +244,8 @@ class CommandRun:
 
     async def _recall(self) -> None:
         """What earlier attempts left; asked for again in the next generation where the file system is late."""
+        if self._command_progress is not None:
+            self._command_progress.step_before = await run_bounded(self._earlier_step) or 0
         found = await run_bounded(partial(CommandMemory.before, self._run, self._attempt.number))
         if found is not None:
             self._memory.failures[:0], self._memory.aside[:0] = found.failures, found.aside
@@ -285,6 +290,15 @@ class CommandRun:
 
     def _has_whole(self) -> bool:
         return self._command_progress is not None and self._command_progress.has_whole()
+
+    def _earlier_step(self) -> int:
+        """Return the highest step in the last heartbeats of the attempts before this one; 0 where none is known."""
+        highest = 0
+        for one in self._run.all_attempts():
+            if one.number < self._attempt.number:
+                with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
+                    highest = max(highest, Heartbeat.read(one.heartbeat).step or 0)
+        return highest
 
     def _earlier_trained(self) -> bool:
         """Whether an attempt before this one ran for longer than a start takes."""

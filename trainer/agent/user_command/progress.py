@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from trainer.agent.attempt_state.attempt_state import AttemptProgress
 from trainer.agent.processes.background_tasks import run_detached, start_detached
-from trainer.agent.user_command.checkpoints import CommandCheckpoint, examined, find, find_written_later
+from trainer.agent.user_command.checkpoints import CommandCheckpoint, Files, examined, find, find_written_later
 from trainer.agent.user_command.earlier_checkpoints import Stamps
 from trainer.contract.events import EventKind, EventLog
 from trainer.contract.user_command.command_progress import CommandCheckpointsConfig
@@ -52,7 +52,15 @@ class CommandProgress:
         self._folder, self._config, self._events, self._progress = folder, config, events, progress
         self.began_from: CommandCheckpoint | None = None
         self.earlier: Stamps = {}
+        self.saved_after = 0.0
+        """Seconds from the start of this generation to its newest whole checkpoint, whatever its step; 0: none."""
+        self.step_before = 0
+        """Highest step that the program has shown before this generation."""
         self._latest: list[CommandCheckpoint] = []
+        self._started = 0.0  # monotonic
+        self._states: dict[str, Files] = {}  # identity -> files when this generation began, or at the last event since
+        self._there: set[str] = set()  # identities at the last look
+        self._gone: set[str] = set()  # identities that were deleted: a new file may get the same one
         self._told: dict[str, int] = {}  # identity -> step of those that events have told of
         self._told_earlier: set[str] = set()  # identities of those among them from before the run
         self._highest = -1  # step of any checkpoint that was there when a generation of this attempt began or ended
@@ -62,7 +70,10 @@ class CommandProgress:
     async def start_generation(self) -> None:
         """What is there now is what the program starts from."""
         left = self._latest
+        self.step_before = max(self.step_before, self._progress.step)
         await self.check_settled()
+        self._states = {identity: {} for identity in self._there} | {one.identity: one.files for one in self._latest}
+        self._started, self.saved_after = time.monotonic(), 0.0
         self.began_from = self._latest[0] if self._latest else None
         self._highest = max([self._highest, *(one.step for one in (*left, *self._latest) if not one.earlier)])
         self._first = False
@@ -88,8 +99,11 @@ class CommandProgress:
     def saved(self) -> bool:
         """Whether there is a checkpoint that is newer than what the program started from.
 
-        A sign of damage may be wrong; but a step that is torn again and again is no progress.
+        A sign of damage may be wrong; but a step that is torn again and again is no progress. Names that do not grow
+        show nothing: then the program's own step must have grown.
         """
+        if self.saved_after and not self._counts_steps and self._progress.step > self.step_before:
+            return True
         step = -1 if self.began_from is None or self.began_from.earlier else self.began_from.step
         own = [one for one in self._latest if not one.earlier]
         return any(one.step > (self._highest if one.damage else step) for one in own)
@@ -121,6 +135,7 @@ class CommandProgress:
     def forget(self, one: CommandCheckpoint) -> None:
         """Forget a checkpoint that was set aside, so that no event reports it as deleted."""
         self._told.pop(one.identity, None)
+        self._states.pop(one.identity, None)
         self._latest = [other for other in self._latest if other.identity != one.identity]
         self._note_saved()
 
@@ -136,19 +151,36 @@ class CommandProgress:
 
     def _take(self, found: list[CommandCheckpoint], there: set[str], *, settled: bool) -> None:
         before = {one.identity: one.files for one in self._latest}
+        if any(map(self._is_new, found)):
+            self.saved_after = time.monotonic() - self._started
         for at, one in reversed(list(enumerate(found))):
             # The newest one may still be written: it counts once it has stayed the same from look to look.
             # So may one with a sign of damage: it counts once nobody writes any more.
-            written = settled or (not one.damage and (at > 0 or before.get(one.identity) == one.files))
+            unchanged = settled or before.get(one.identity) == one.files
+            written = settled or (not one.damage and (at > 0 or unchanged))
             told = one.identity in self._told and (one.earlier or one.identity not in self._told_earlier)
             if written and not told:
-                self._write_event(one)
+                self._write_event(one, anew=one.identity in self._gone)
+            elif told and unchanged and self._is_new(one):
+                self._write_event(one, anew=True)
         # A folder that is empty all at once is more likely out of sight than emptied.
         for identity in [name for name in self._told if found and name not in there]:
             self._events.write(EventKind.CHECKPOINT_DELETED, step=self._told.pop(identity), name=identity)
-        self._latest = found
+            self._states.pop(identity, None)
+            self._gone.add(identity)
+        self._latest, self._there = found, there
         if found:
             self._note_saved()
+
+    def _is_new(self, one: CommandCheckpoint) -> bool:
+        """Whether it was written since this generation began: no file of it is as it was.
+
+        A program may change a marker in one at every start, without a step.
+        """
+        state = self._states.get(one.identity)
+        if self._first or one.earlier or one.damage or not one.files:
+            return False
+        return state is None or bool(state) and all(state.get(name) != now for name, now in one.files.items())
 
     def _note_saved(self) -> None:
         """Set the saved step of the run to the newest checkpoint that is present."""
@@ -157,11 +189,15 @@ class CommandProgress:
         if self._counts_steps:
             self._progress.step = max((one.step for one in told), default=0)
 
-    def _write_event(self, one: CommandCheckpoint) -> None:
+    def _write_event(self, one: CommandCheckpoint, *, anew: bool) -> None:
+        """Report a checkpoint; one written `anew` under a known identity gets a name of its own."""
         self._told[one.identity] = one.step
+        self._states[one.identity] = one.files
+        changed = max((time for _, time in one.files.values()), default=0)
         (self._told_earlier.add if one.earlier else self._told_earlier.discard)(one.identity)
         self._events.write(
-            EventKind.CHECKPOINT_SEEN, step=one.step, name=one.identity, path=str(one.path), bytes=one.bytes,
-            new=not self._first, **({"damage": one.damage} if one.damage else {}),
+            EventKind.CHECKPOINT_SEEN, step=one.step, path=str(one.path), bytes=one.bytes, new=not self._first,
+            **({"name": f"{one.identity}.{changed:x}.anew", "anew": one.identity} if anew else {"name": one.identity}),
+            **({"damage": one.damage} if one.damage else {}),
             **({"before_run": True} if one.earlier else {}),
         )  # fmt: skip

@@ -126,7 +126,8 @@ class CommandPast:
 
     failures: tuple[CommandFailure, ...] = ()  # in a row, oldest first, of the generations before this one
     newest: NewestCheckpoint | None = None
-    saved: bool = False  # a checkpoint since this generation began
+    saved: bool = False  # a checkpoint since this generation began, of a step that is new
+    saved_after: float = 0.0  # seconds from then to the newest whole checkpoint, whatever its step; 0: none
     trained: bool = False  # at some time before this generation
     older: str = ""  # name of an older checkpoint without a known sign of damage, or empty
     first: bool = False  # no other one is there, and no whole one ever was, as far as is known
@@ -148,8 +149,11 @@ class Judgement:
 
 
 def has_advanced(past: CommandPast, seconds: float) -> bool:
-    """Whether this generation, started `seconds` ago, made progress: a checkpoint, or time if none is known."""
-    return past.saved or (past.newest is None and seconds >= PROGRESS_SECONDS)
+    """Whether this generation, started `seconds` ago, made progress: a checkpoint, or time if no step is known.
+
+    Steps that begin anew or take turns look the same as those of a program that begins at step 0 at every start.
+    """
+    return past.saved or (seconds if past.newest is None else past.saved_after) >= PROGRESS_SECONDS
 
 
 def command_cause(ends: Sequence[RankEnd], past: CommandPast, seconds: float) -> Cause:

@@ -48,6 +48,8 @@ SAID: list[tuple[EventKind, dict[str, Any], str]] = [
      "the program has a checkpoint of step 20 (1.0 MiB)"),
     (EventKind.CHECKPOINT_SEEN, {"step": 20, "name": "a.1f", "bytes": 7, "damage": "is damaged: a.pt is empty"},
      "the program has a checkpoint of step 20 (7 B), which is damaged: a.pt is empty"),
+    (EventKind.CHECKPOINT_SEEN, {"step": 0, "name": "a.1f.2.anew", "anew": "a.1f", "bytes": 7, "new": True},
+     "the program has written anew its checkpoint of step 0 (7 B)"),
     (EventKind.CHECKPOINT_SET_ASIDE, {"step": 20, "name": "a.1f", "path": "/out/.orch-set-aside.20", "reason": "torn"},
      "checkpoint 20 is now /out/.orch-set-aside.20: torn"),
 ]  # fmt: skip

@@ -13,7 +13,7 @@ from trainer.agent.watch.root_cause import RankEnd
 from trainer.contract.config import JobConfig
 from trainer.contract.events import EventKind, EventLog, read_events
 from trainer.contract.run_dir import RunDir
-from trainer.contract.user_command.command_progress import CommandCheckpointsConfig
+from trainer.contract.user_command.command_progress import CommandCheckpointsConfig, CommandProgressConfig
 
 TORN = RankEnd(
     rank=0, node="n0", at=0.0, step=None, exit_code=1, exception="EOFError", message="Ran out of input",
@@ -28,7 +28,14 @@ class Attempt:
     """One attempt of a run of a program; every generation of it is over when `fails` returns."""
 
     def __init__(
-        self, root: Path, number: int, restarts: int = 5, *, pattern: str = "checkpoint-*", path: str = "out"
+        self,
+        root: Path,
+        number: int,
+        restarts: int = 5,
+        *,
+        pattern: str = "checkpoint-*",
+        path: str = "out",
+        progress: str = "",
     ) -> None:
         self.run = RunDir(root / "run-1")
         if number == 1:
@@ -43,7 +50,9 @@ class Attempt:
             0,
         )
         events = EventLog(self.dir.event_file("coordinator"), "coordinator", number)
-        config = JobConfig(command=("python", "train.py"), checkpoints=checkpoints)
+        config = JobConfig(
+            command=("python", "train.py"), checkpoints=checkpoints, progress=CommandProgressConfig(pattern=progress)
+        )
         self.program = CommandRun(self.run, self.dir, config, events, self.progress)
 
     def fails(self, end: RankEnd = TORN, while_it_ran: Any = None, **generation: Any) -> Decision:

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from trainer.agent.attempt_state.generation import Generation
 from trainer.agent.ladder.in_job_policy import Action
 from trainer.agent.user_command.command_run import CommandRun
 from trainer.agent.user_command.progress import LOOK_SECONDS
+from trainer.agent.watch.command_errors import has_advanced
 from trainer.contract.config import JobConfig
 from trainer.contract.events import EventKind, EventLog
 from trainer.contract.failures.outcome import FailureKind
@@ -234,3 +236,76 @@ def test_of_a_workload_nothing_is_looked_at(tmp_path: Path) -> None:
     run.attempt(1).make()
     events = EventLog(run.attempt(1).event_file("c"), "c", 1)
     assert CommandRun(run, run.attempt(1), JobConfig(), events, AttemptProgress(1, "1", lambda: 0.0)).past() is None
+
+
+def write_slot(out: Path, slot: int, text: str) -> None:
+    path = out / f"checkpoint-{slot}"
+    path.mkdir(exist_ok=True)
+    (path / "state.json").write_text(json.dumps(text))
+    (path / "marker.json").write_text(json.dumps(text))
+
+
+@pytest.mark.parametrize("minutes", [29, 30])
+def test_a_checkpoint_written_anew_counts_half_an_hour_after_the_start(
+    tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch, minutes: int
+) -> None:
+    """A program that begins at step 0 at every start, and fails, writes the same names: only time tells."""
+    attempt, seconds = Attempt(tmp_path, 1, restarts=2), [1000.0]
+    monkeypatch.setattr("trainer.agent.user_command.progress.time.monotonic", lambda: seconds[0])
+    killed = replace(BUG, exit_code=None, exception=None, message="", signal=9)
+
+    def saves(text: str, slot: int) -> None:
+        seconds[0] += minutes * 60.0
+        write_slot(out, slot, text)
+
+    advanced = []
+    for number in range(5):
+        decision = attempt.fails(killed, lambda number=number: saves(f"state {number} {'x' * number}", number % 2))
+        advanced.append(decision.action is Action.RESTART)
+        past = attempt.program.past()
+        assert past is not None
+        assert has_advanced(past, 5.0) is (minutes == 30 or number < 2)
+    names_of = [data["name"].partition(".")[0] for data in attempt.told(EventKind.CHECKPOINT_SEEN)]
+    assert names_of == [f"checkpoint-{number % 2}" for number in range(5)], "each save is told of"
+    assert len({data["name"] for data in attempt.told(EventKind.CHECKPOINT_SEEN)}) == 5
+    assert [data.get("anew") is not None for data in attempt.told(EventKind.CHECKPOINT_SEEN)] == [False] * 2 + [
+        True
+    ] * 3
+
+
+@pytest.mark.parametrize(("step", "counts"), [(40, False), (41, True)])
+def test_a_checkpoint_written_anew_counts_at_once_where_the_programs_own_step_has_grown(
+    tmp_path: Path, out: Path, step: int, counts: bool
+) -> None:
+    first = Attempt(tmp_path, 1, progress="step (?P<step>[0-9]+)")
+    first.progress.step = 40
+    first.fails(BUG, lambda: write_slot(out, 0, "a"))
+    first.progress.beat(generation=1, nodes=[], state="RUNNING").write(first.dir.heartbeat)
+    attempt = Attempt(tmp_path, 2, progress="step (?P<step>[0-9]+)")
+
+    def saves() -> None:
+        write_slot(out, 0, "later")
+        attempt.progress.step = step
+
+    attempt.fails(BUG, saves)
+    past = attempt.program.past()
+    assert past is not None
+    assert past.saved is counts
+
+
+def test_a_marker_that_changes_at_every_start_makes_no_checkpoint_new(
+    tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempt, seconds = Attempt(tmp_path, 1), [1000.0]
+    monkeypatch.setattr("trainer.agent.user_command.progress.time.monotonic", lambda: seconds[0])
+    attempt.fails(BUG, lambda: write_slot(out, 0, "a"))
+
+    def marks() -> None:
+        seconds[0] += 7200.0
+        (out / "checkpoint-0" / "marker.json").write_text('"started again"')
+
+    attempt.fails(BUG, marks)
+    past = attempt.program.past()
+    assert past is not None
+    assert past.saved_after == 0.0
+    assert len(attempt.told(EventKind.CHECKPOINT_SEEN)) == 1

@@ -17,7 +17,7 @@ from trainer.agent.attempt_state.attempt_state import AttemptProgress
 from trainer.agent.attempt_state.generation import Generation
 from trainer.agent.fork_server.torchrun_command import working_directory
 from trainer.agent.ladder.in_job_policy import Action, Decision
-from trainer.agent.user_command.checkpoints import find_other_rank
+from trainer.agent.user_command.checkpoints import CommandCheckpoint, find_other_rank
 from trainer.agent.user_command.earlier_checkpoints import Stamps, record_earlier
 from trainer.agent.user_command.progress import CommandProgress, run_bounded
 from trainer.agent.user_command.set_aside import (
@@ -169,18 +169,17 @@ class CommandRun:
         """What `in_job_policy.Situation` needs; None for a workload of orch."""
         if not self._on:
             return None
-        known, newest = None, self._command_progress.began_from if self._command_progress else None
-        if newest is not None:
-            known = NewestCheckpoint(
-                identity=newest.identity, name=newest.path.name, damage=newest.damage, lacking=newest.lacking
-            )
+        newest = self._command_progress.began_from if self._command_progress else None
+        torn = self._command_progress.torn() if self._command_progress else None
         aside, older = self._memory.aside, self._command_progress.older() if self._command_progress else None
         return CommandPast(
-            failures=tuple(self._memory.failures), newest=known, saved=self._saved(), trained=self._trained,
+            failures=tuple(self._memory.failures), newest=_describe(newest), saved=self._saved(), trained=self._trained,
             saved_after=self._command_progress.saved_after if self._command_progress else 0.0,
-            older=older.path.name if older else "",
+            older=older.path.name if older else "", torn=_describe(torn),
+            cleared=newest is not None and any(one.step < newest.step for one in aside),
             first=not self._memory.saved and self._command_progress is not None and self._command_progress.is_alone(),
-            aside=tuple(one.name for one in aside), doubtful=any(not one.damage for one in aside),
+            aside=tuple(one.name for one in sorted(aside, key=lambda one: -one.step)),
+            doubtful=any(not one.damage for one in aside),
             unmovable=self._unmovable, unmatched=self._unmatched, disk=self._disk or "",
         )  # fmt: skip
 
@@ -210,6 +209,8 @@ class CommandRun:
     async def check(self, now: Generation) -> None:
         """While the program runs: now and then, and at once when a rank has failed."""
         if self._on and now.first_failure is not None and self._disk is None:
+            if self._step_watch is not None:  # the last look was seconds ago
+                await self._step_watch.check_settled()
             self._disk = await run_bounded(partial(write_probe, self._run.path)) or ""
         if self._step_watch is not None:
             self._step_watch.check()
@@ -236,7 +237,7 @@ class CommandRun:
         # Somebody has to look at it: what was tried in vain is undone, and the next attempt starts without it.
         failure = decision.failure if decision.action is Action.END else None
         if failure is not None and failure.kind in (FailureKind.USER_ERROR, FailureKind.STORAGE):
-            if same_without(self._memory.failures):
+            if self._is_in_vain():
                 await self._put_back()
             self._memory.failures.clear()
         # However the attempt ends, and if its coordinator dies at once.
@@ -285,6 +286,12 @@ class CommandRun:
         elif worked or decision.action is Action.REPLACE:
             self._memory.failures.clear()
 
+    def _is_in_vain(self) -> bool:
+        """Whether what was set aside made no difference to the newest failure."""
+        row, past = self._memory.failures, self.past()
+        only = past is not None and past.cleared and len({one.mark for one in row}) == 1
+        return only or same_without(row)
+
     def _saved(self) -> bool:
         return self._command_progress is not None and self._command_progress.saved()
 
@@ -308,6 +315,8 @@ class CommandRun:
     async def _set_aside(self, reason: str, generation: int) -> None:
         assert self._command_progress is not None
         newest, older = self._command_progress.began_from, self._command_progress.older()
+        if (torn := self._command_progress.torn()) is not None:
+            newest, older = torn, self._command_progress.older(torn) or newest
         assert newest is not None
         target = await run_bounded(partial(find_target, newest, self._run, self._attempt.number, generation))
         pointers = await run_bounded(partial(pointers_to, newest, older))
@@ -353,6 +362,12 @@ class CommandRun:
                     EventKind.CHECKPOINT_SEEN, step=one.step, name=f"{one.identity}.{Path(one.path).name}.back",
                     path=one.original, bytes=one.bytes, new=False, was=one.identity, damage=one.damage,
                 )  # fmt: skip
+
+
+def _describe(one: CommandCheckpoint | None) -> NewestCheckpoint | None:
+    if one is None:
+        return None
+    return NewestCheckpoint(identity=one.identity, name=one.path.name, damage=one.damage, lacking=one.lacking)
 
 
 def _first_names(folder: Path) -> str:

@@ -108,9 +108,17 @@ class CommandProgress:
         own = [one for one in self._latest if not one.earlier]
         return any(one.step > (self._highest if one.damage else step) for one in own)
 
-    def older(self) -> CommandCheckpoint | None:
-        """The newest one, older than what the program started from, without a known sign of damage."""
+    def torn(self) -> CommandCheckpoint | None:
+        """The newest older one that cannot be whole, if what the program started from has no sign of damage."""
         began = self.began_from
+        if began is None or began.damage:
+            return None
+        older = (one for one in self._latest if one.step < began.step)
+        return next((one for one in older if one.damage and not one.lacking), None)
+
+    def older(self, than: CommandCheckpoint | None = None) -> CommandCheckpoint | None:
+        """The newest one without a known sign of damage, older than this one, or what the program started from."""
+        began = than or self.began_from
         if began is None:
             return None
         older = [one for one in self._latest if one.step < began.step]

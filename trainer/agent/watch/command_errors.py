@@ -130,6 +130,8 @@ class CommandPast:
     saved_after: float = 0.0  # seconds from then to the newest whole checkpoint, whatever its step; 0: none
     trained: bool = False  # at some time before this generation
     older: str = ""  # name of an older checkpoint without a known sign of damage, or empty
+    torn: NewestCheckpoint | None = None  # an older one that cannot be whole, where the newest has no sign of damage
+    cleared: bool = False  # such a one was set aside, and the newest has stayed the newest
     first: bool = False  # no other one is there, and no whole one ever was, as far as is known
     aside: tuple[str, ...] = ()  # names of the checkpoints set aside since the program last trained
     doubtful: bool = False  # one of them without a sign of damage
@@ -180,7 +182,7 @@ def command_cause(ends: Sequence[RankEnd], past: CommandPast, seconds: float) ->
     mine = CommandFailure(
         mark=_mark(early or root), seconds=seconds, written=root.written, exception=root.exception, crashed=not own,
         saved=past.saved, trained=past.saved or seconds > START_SECONDS,
-        loading=_loading(root, past, doubt=_is_torn(past)),
+        loading=_loading(root, past, doubt=_is_torn(past) or past.torn is not None),
         began_from=past.newest.identity if past.newest else "",
     )  # fmt: skip
     judgement = judge([*past.failures, mine], past)
@@ -257,13 +259,22 @@ def _tries(row: Sequence[CommandFailure], past: CommandPast) -> int:
 
 
 def _why_set_aside(row: Sequence[CommandFailure], past: CommandPast) -> str:
-    """Return why the checkpoint of this generation must not be loaded again; empty if it may be."""
+    """Return why a checkpoint must not be loaded again; empty if all may be.
+
+    It is `past.torn` where there is one: no program is sure to load the newest, and that one is of no use.
+    """
     last, newest = row[-1], past.newest
     if newest is None or len(past.aside) >= MOST_SET_ASIDE:
         return ""
     # Ranks might go on from different steps, or the program might load another one than orch expects.
     if past.unmovable:
         return ""
+    if past.torn is not None:
+        soon = [one for one in row if one.began_from == newest.identity and one.loading and not one.trained]
+        if last not in soon or len(soon) < 2 or last.crashed:
+            return ""
+        why = f"the program failed {len(soon)} times soon after a start, and this one {past.torn.damage}"
+        return f"{past.torn.name}, an older checkpoint, will be moved away before {newest.name} is doubted: {why}"
     # The last whole checkpoint is never given up, nor are several that all look damaged: the sign may be wrong.
     # A damaged first one costs no progress.
     if not past.older and not (past.first and newest.damage):
@@ -277,6 +288,7 @@ def _why_set_aside(row: Sequence[CommandFailure], past: CommandPast) -> str:
         one for one in row
         if one.began_from == newest.identity
         and (one.loading or by_bytes)
+        and (one.mark == last.mark or not past.cleared)
         and (not one.trained or (newest.damage and one.loading and not one.saved and one.seconds <= LONGEST_SECONDS))
     ]  # fmt: skip
     if last not in soon:
@@ -302,6 +314,9 @@ def likely_cause(root: RankEnd, past: CommandPast, row: Sequence[CommandFailure]
     """Words about what to look at first, to follow the reason."""
     if past.newest is not None:
         torn = f", which {past.newest.damage}" if past.newest.damage else ""
+        if past.cleared:
+            gone = f"{past.aside[-1]} was moved away before"
+            return f"; its newest checkpoint is {past.newest.name}{torn}, and {gone}"
         if past.aside:
             then = (
                 "made no difference" if same_without(row) else "is the newest now, from which it fails in another way"
@@ -349,8 +364,9 @@ def _is_torn(past: CommandPast) -> bool:
 
 def _loading(root: RankEnd, past: CommandPast, *, doubt: bool) -> bool:
     """Whether it failed while it loaded its newest checkpoint, or anything where that is not known."""
-    newest = past.newest.name if past.newest else ""
-    return is_loading_error(_said(root), root.lines, newest, raised=root.exception is not None, doubt=doubt)
+    names = [one.name for one in (past.newest, past.torn) if one is not None] or [""]
+    raised = root.exception is not None
+    return any(is_loading_error(_said(root), root.lines, name, raised=raised, doubt=doubt) for name in names)
 
 
 def _said(root: RankEnd) -> str:

@@ -21,6 +21,7 @@ from trainer.agent.watch.command_errors import has_advanced
 from trainer.contract.config import JobConfig
 from trainer.contract.events import EventKind, EventLog
 from trainer.contract.failures.outcome import FailureKind
+from trainer.contract.ranks.rank_messages import generation_mark
 from trainer.contract.run_dir import RunDir
 
 
@@ -291,6 +292,18 @@ def test_a_checkpoint_written_anew_counts_at_once_where_the_programs_own_step_ha
     past = attempt.program.past()
     assert past is not None
     assert past.saved is counts
+
+
+def test_the_step_is_read_once_more_before_a_failure_is_judged(tmp_path: Path, out: Path) -> None:
+    attempt = Attempt(tmp_path, 1, progress="step (?P<step>[0-9]+)")
+    attempt.fails(BUG, lambda: write_slot(out, 0, "first"))
+
+    def saves() -> None:
+        write_slot(out, 0, "later")
+        attempt.dir.rank_log(0).parent.mkdir(parents=True, exist_ok=True)
+        attempt.dir.rank_log(0).write_text(f"{generation_mark(2)}\nstep 41\n")
+
+    assert "after it had saved a checkpoint of its own" in attempt.fails(BUG, saves).reason
 
 
 def test_a_marker_that_changes_at_every_start_makes_no_checkpoint_new(

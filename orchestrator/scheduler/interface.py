@@ -80,6 +80,7 @@ class JobStatus:
     signal: int | None = None
     reason: str = ""
     restarts: int = 0
+    start_time: float | None = None  # seconds since the epoch by the scheduler's clock, as `end_time`
     end_time: float | None = None  # seconds since the epoch, the planned or actual end
     held: bool = False
     nodes_down: tuple[str, ...] = ()  # nodes of a job that ends or has ended that the scheduler itself calls down

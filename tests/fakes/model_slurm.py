@@ -186,7 +186,8 @@ class ModelSlurm:
         told: dict[str, Any] = dict(
             job_id=job.job_id, name=job.spec.name, state=job.state, submit_time=slurm_time(job.submitted),
             comment=job.spec.comment, nodes=job.nodes, restarts=job.restarts, held=job.held and job.state == "PENDING",
-            end_time=job.started + job.limit if job.started is not None else None, reason=job.reason, files=job.files,
+            start_time=job.started, end_time=job.started + job.limit if job.started is not None else None,
+            reason=job.reason, files=job.files,
         )  # fmt: skip
         status = JobStatus(**told | job.shown)
         if job.ended is not None or tags(status):

@@ -34,7 +34,10 @@ class RecordedSlurm:
     def queue(self, wanted: Callable[[Row], bool] = lambda row: True) -> str:
         """squeue's answer, with the blanks that it fills its columns with."""
         rows = [row for row in self._record["queue"] + self._record["queue later"] if wanted(row)]
-        lines = ("".join(f"{row[name]:<{width}}{SEPARATOR}" for name, width in SQUEUE_FIELDS) for row in rows)
+        # The records are older than the column StartTime.
+        lines = (
+            "".join(f"{row.get(name, 'N/A'):<{width}}{SEPARATOR}" for name, width in SQUEUE_FIELDS) for row in rows
+        )
         return "".join(f"{line}\n" for line in lines)
 
     def accounting(self, wanted: Callable[[Row], bool] = lambda row: True) -> str:

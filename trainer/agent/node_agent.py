@@ -92,12 +92,14 @@ class NodeAgent:
 
     async def _run_preflight(self) -> None:
         """Report the faults of this node; without any it gets its fork server."""
-        faults = await background_tasks.start_detached(lambda: preflight.examine(self._run.path, self._config))
+        folder = self._run.path
+        faults = await background_tasks.start_detached(lambda: preflight.examine(folder, self._config))
+        ahead = await background_tasks.start_detached(lambda: preflight.ahead_of_files(folder))
         reasons = "; ".join(fault.reason for fault in faults)
         node = self._node
         self._events.write(EventKind.PREFLIGHT, node=node.node, name=node.name, ok=not faults, reason=reasons)
         machine, wall = roster.identity(), time.time()
-        self._peer.send(agents.PreflightReport(faults=tuple(faults), wall=wall, machine=machine))
+        self._peer.send(agents.PreflightReport(faults=tuple(faults), wall=wall, machine=machine, ahead_of_files=ahead))
         if not faults:
             self._start_fork_server()
 

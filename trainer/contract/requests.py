@@ -15,7 +15,7 @@ class RequestKind(StrEnum):
 
     STOP = "stop"  # save at the next agreed step boundary, then exit
     SAVE = "save"  # save at the next agreed step boundary, then go on
-    DEADLINE = "deadline"  # `value` is the job's true end, seconds since the epoch
+    DEADLINE = "deadline"  # `value` is the job's true end, seconds since the epoch; `detail`: seconds since its start
     STACKS = "stacks"  # where every thread stands; `value` is one rank, `detail` one node's index, else all
     DRILL = "drill"  # a fault on purpose; `detail` is its kind, `value` the rank (or the node) that it hits
 

@@ -141,9 +141,9 @@ def maintain_job(actor: Actor, view: RunView, job: JobStatus) -> None:
         actor.release(view.run, view.last, view.folder, view.config)
     elif job.state in RUNNING_STATES and job.end_time is not None:
         with ignored_disk_errors():  # its agents know the configured limit
-            actor.request_once(
-                view.folder, RequestKind.DEADLINE, view.last.number, "the job's end by Slurm's clock", job.end_time
-            )
+            lasts = "" if job.start_time is None else f"{job.end_time - job.start_time:.0f}"
+            why = "the job's end by Slurm's clock"
+            actor.request_once(view.folder, RequestKind.DEADLINE, view.last.number, why, job.end_time, lasts)
 
 
 def end_silent_job(actor: Actor, view: RunView, job: JobStatus, evidence: Evidence) -> None:

@@ -247,7 +247,8 @@ def _known(intent: Intent, host: JobProcess) -> JobStatus | None:
         submit_time=time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(intent.asked_at)),
         nodes=() if host.started_at is None else tuple(f"local-{node}" for node in range(intent.nodes)),
         exit_code=worst if worst is None or worst >= 0 else None, signal=-worst if worst and worst < 0 else None,
-        reason=end.reason if end else "held" if held else "", end_time=end.ended_at if end else limit, held=held,
+        reason=end.reason if end else "held" if held else "", start_time=host.started_at,
+        end_time=end.ended_at if end else limit, held=held,
     )  # fmt: skip
 
 

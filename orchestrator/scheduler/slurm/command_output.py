@@ -21,8 +21,9 @@ SEPARATOR = "\x1f"
 
 SQUEUE_FIELDS = (
     ("JobID", 64), ("State", 32), ("Reason", 256), ("exit_code", 16), ("RestartCnt", 16), ("PriorityLong", 24),
-    ("SubmitTime", 32), ("EndTime", 32), ("TimeLimit", 32), ("Requeue", 8), ("Partition", 256), ("Account", 128),
-    ("QOS", 128), ("NodeList", 16384), ("Comment", 512), ("Command", 1024), ("STDOUT", 1024), ("Name", 512),
+    ("SubmitTime", 32), ("StartTime", 32), ("EndTime", 32), ("TimeLimit", 32), ("Requeue", 8), ("Partition", 256),
+    ("Account", 128), ("QOS", 128), ("NodeList", 16384), ("Comment", 512), ("Command", 1024), ("STDOUT", 1024),
+    ("Name", 512),
 )  # fmt: skip
 SQUEUE_FORMAT = ",".join(f"{name}:{width}{SEPARATOR}" for name, width in SQUEUE_FIELDS)
 SACCT_FIELDS = ("JobIDRaw", "State", "Reason", "ExitCode", "Submit", "End", "NodeList", "Comment", "JobName")
@@ -149,7 +150,8 @@ def _queued(row: Row) -> JobStatus:
         job_id=row["JobID"], name=row["Name"], state=word, submit_time=_known(row["SubmitTime"]),
         comment=_known(row["Comment"]), nodes=_nodes(row), exit_code=ending.exit_code, signal=ending.signal,
         reason=_known(row["Reason"]), restarts=int(row["RestartCnt"]) if row["RestartCnt"].isdigit() else 0,
-        end_time=epoch(row["EndTime"]), held=word == "PENDING" and held, source="queue", files=_files(row),
+        start_time=epoch(row["StartTime"]), end_time=epoch(row["EndTime"]), held=word == "PENDING" and held,
+        source="queue", files=_files(row),
         settings={name: row[field] for name, field in _SETTINGS.items() if _known(row[field])},
     )  # fmt: skip
 

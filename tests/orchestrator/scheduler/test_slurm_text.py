@@ -25,7 +25,8 @@ from orchestrator.scheduler.slurm.command_output import (
 
 QUEUE = {
     "JobID": "12", "State": "RUNNING", "Reason": "None", "exit_code": "0", "RestartCnt": "0",
-    "PriorityLong": "4294901757", "SubmitTime": "2026-11-21T01:31:08", "EndTime": "2026-11-22T01:31:08",
+    "PriorityLong": "4294901757", "SubmitTime": "2026-11-21T01:31:08",
+    "StartTime": "2026-11-21T01:31:09", "EndTime": "2026-11-22T01:31:09",
     "TimeLimit": "1-00:00:00", "Requeue": "0", "Partition": "low", "Account": "(null)", "QOS": "normal",
     "NodeList": "n[1-2]", "Comment": "orch:a/1", "Command": "/runs/a/attempts/001/submission/submission_file_0.sh",
     "STDOUT": "/runs/a/attempts/001/submission/%j_0_log.out",
@@ -53,7 +54,7 @@ def test_a_row_of_the_queue() -> None:
     assert whole
     assert (job.job_id, job.name, job.state, job.nodes) == ("12", "orch-a-1-abcd1234", "RUNNING", ("n1", "n2"))
     assert (job.submit_time, job.comment, job.reason, job.held) == ("2026-11-21T01:31:08", "orch:a/1", "", False)
-    assert job.end_time == epoch("2026-11-22T01:31:08")
+    assert (job.start_time, job.end_time) == (epoch("2026-11-21T01:31:09"), epoch("2026-11-22T01:31:09"))
     assert (job.exit_code, job.signal, job.source) == (None, None, "queue")
     assert job.files == (QUEUE["Command"], QUEUE["STDOUT"])
     assert job.settings == {"time limit": "1-00:00:00", "requeue": "0", "partition": "low", "qos": "normal"}

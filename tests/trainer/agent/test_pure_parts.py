@@ -84,6 +84,22 @@ def test_the_end_of_the_job_asks_by_itself_and_the_scheduler_may_correct_it():
     assert (stop.overdue(994), stop.overdue(995)) == (False, True)
 
 
+@pytest.mark.parametrize(("ahead", "end"), [(0, 3575), (20, 3555), (3600, 3420), (-7200, 3600), (1e9, 3420)])
+def test_a_node_whose_clock_is_off_trains_as_long_as_its_job_lasts(ahead, end):
+    """The coordinator has begun 25 s after its job of an hour; the scheduler's end is seen by the node's clock."""
+    stop = stopping()
+    assert stop.correct(3575.0 - ahead, 3600.0) == stop.end == end
+    assert not stop.due(3299)
+
+
+def test_a_job_that_got_more_time_ends_later_and_one_that_is_preempted_sooner():
+    stop = stopping()
+    assert stop.correct(5390.0, 5400.0) == 5390.0
+    assert stop.correct(-9999.0, 7200.0) == 6840.0  # a twentieth is lost
+    assert stop.correct(9999.0, 300.0) == 300.0
+    assert stop.correct(-9999.0, 86400.0) == 85800.0
+
+
 def test_a_later_signal_shortens_a_stop_and_keeps_its_reason():
     stop = stopping()
     assert stop.heard("SIGUSR2", 100).until == 160

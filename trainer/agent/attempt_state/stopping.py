@@ -14,6 +14,10 @@ PRESSING = ("SIGTERM", "SIGINT")
 WARNINGS = ("SIGUSR1", "SIGUSR2")
 """Signals before the end of a job: orch asks Slurm for USR2; sites, submitit and Lightning are used to USR1."""
 
+_BEGINS_LATE = 600.0
+_LATE_SHARE = 0.05
+"""Of the job: a clock that is ahead costs no more of it."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Bounds:
@@ -31,6 +35,11 @@ def parse_time(text: str) -> float | None:
     if not text or time_spans.is_no_limit(text):
         return None
     return float(time_spans.seconds(text))
+
+
+def begins_late(lasts: float) -> float:
+    """Seconds by which a coordinator begins after its job, at most: some sites take minutes to start one."""
+    return min(_BEGINS_LATE, lasts * _LATE_SHARE)
 
 
 def lead(limit: float | None, asked: float) -> float:
@@ -80,14 +89,23 @@ class Stopping:
         self._seen: list[tuple[int, int, int]] = []
         self._lead = lead(seconds, signal_lead)
         self._early = traits(kind).signal_early
+        self._started = started
         self._half = None if seconds is None else started + seconds / 2
         self._save = self._step = 0.0
         self.end = None if seconds is None else started + seconds
         self.stop: Stop | None = None
 
-    def correct(self, end: float) -> None:
-        """The scheduler says when the job ends."""
+    def correct(self, end: float, lasts: float | None = None) -> float:
+        """Note the scheduler's end of the job, as this node's time of day places it; returns the end that counts.
+
+        `lasts`: seconds from the job's start to its end, both on the scheduler's clock. A node's time of day may be
+        hours off, so it counts only as far as the coordinator can have begun after its job.
+        """
+        if lasts is not None:
+            latest = self._started + lasts
+            end = min(max(end, latest - begins_late(lasts)), latest)
         self.end = end
+        return end
 
     def heard(self, signal_name: str, now: float) -> Stop:
         """An agent got a signal."""

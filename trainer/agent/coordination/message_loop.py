@@ -222,8 +222,7 @@ class RequestHandlers:
                 self._state.request_stop(self._state.stopping.asked(request.reason, now))
                 return "the command gets SIGTERM" if self._config.command else "the ranks were asked to save and stop"
             case RequestKind.DEADLINE if request.value is not None:
-                self._state.stopping.correct(now + request.value - wall)
-                return f"the job ends in {request.value - wall:.0f} s"
+                return self._correct_end(request.value - wall, request.detail, now)
             case RequestKind.SAVE:
                 return self._request_save(request)
             case RequestKind.STACKS:
@@ -231,6 +230,14 @@ class RequestHandlers:
             case RequestKind.DRILL:
                 return self._drill(request)
         return f"{REFUSED}a {request.kind} request needs a value"
+
+    def _correct_end(self, left: float, lasts: str, now: float) -> str:
+        """Note when the job ends: in `left` seconds by this node's time of day, `lasts` seconds after its start."""
+        stopping = self._state.stopping
+        end = stopping.correct(now + left, float(lasts) if lasts.isascii() and lasts.isdigit() else None)
+        off = left - (end - now)
+        wrong = f"; the clock of this node is off: by its time of day it would be in {left:.0f} s" if off else ""
+        return f"the job ends in {end - now:.0f} s{wrong}"
 
     def finished(self, now: float) -> Iterator[tuple[str, str]]:
         """The names of requests that can be answered now, and the answers; each request is returned once."""

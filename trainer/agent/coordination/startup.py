@@ -8,6 +8,7 @@ from trainer.agent.coordination.message_loop import MessageLoop
 from trainer.agent.ladder import in_job_policy, node_replacement
 from trainer.agent.ladder.in_job_policy import Action, Decision
 from trainer.agent.nodes import preflight
+from trainer.contract.config_sections.fault_detection_config import PreflightConfig
 from trainer.contract.events import EventKind
 from trainer.contract.failures.outcome import Failure, FailureKind
 from trainer.contract.heartbeat import Stage
@@ -73,7 +74,7 @@ class Startup:
         """Exclude nodes whose clocks are off, the worst one first, until the others agree or no node is blamed."""
         found: list[Failure] = []
         config = self._state.config.detection.preflight
-        while (failure := preflight.skew(self._clocks(), config)) is not None:
+        while (failure := self._find_skewed(config)) is not None:
             found.append(failure)
             if (node := self._roster.node_of(failure.node)) is None:
                 break
@@ -81,10 +82,11 @@ class Startup:
             self._state.events.write(EventKind.PREFLIGHT, node=node, name=failure.node, ok=False, reason=failure.reason)
         return found
 
-    def _clocks(self) -> dict[str, float]:
-        """By how many seconds the clocks of the nodes that could train are ahead."""
+    def _find_skewed(self, config: PreflightConfig) -> Failure | None:
+        """What the clocks of the nodes that could train say."""
         fit = [member for member in self._roster.present() if member.usable and member.faults == []]
-        return {member.name: member.ahead for member in fit}
+        of_files = {member.name: member.ahead_of_files for member in fit}
+        return preflight.skew({member.name: member.ahead for member in fit}, config, of_files)
 
     async def _wait_fork_servers(self) -> Decision | None:
         """Until every training node's fork server can start ranks."""

@@ -7,10 +7,12 @@ import resource
 import secrets
 import shutil
 import subprocess
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
+from types import MappingProxyType
 from xml.etree import ElementTree
 
 from checkpointing.storage.durable import write_durably
@@ -236,6 +238,22 @@ def _run_folder(run_dir: Path) -> Fault | None:
     return None
 
 
+def ahead_of_files(run_dir: Path) -> float | None:
+    """Seconds by which this node's time of day is ahead of what the run folder's server dates a file; None: unknown.
+
+    File systems that date files by the writer's own clock make it 0.
+    """
+    probe = run_dir / f".probe-{secrets.token_hex(6)}"
+    before = time.time()
+    try:
+        write_durably(probe, b"?")
+        after, written = time.time(), probe.stat().st_mtime
+        probe.unlink()
+    except OSError:
+        return None
+    return before - written if written < before else min(0.0, after - written)
+
+
 def _data(config: JobConfig) -> Fault | None:
     if config.command or not config.data.path:
         return None
@@ -349,10 +367,13 @@ def find_blamed_node(faults: Mapping[str, Sequence[Fault]]) -> Failure | None:
     return Failure(kind=FailureKind.STORAGE, reason=first.reason, node=None)
 
 
-def skew(ahead: Mapping[str, float], config: PreflightConfig) -> Failure | None:
+def skew(
+    ahead: Mapping[str, float], config: PreflightConfig, of_files: Mapping[str, float | None] = MappingProxyType({})
+) -> Failure | None:
     """PURE: which node to blame when the nodes' clocks are so many seconds ahead of the coordinator's.
 
-    Of two nodes that disagree it is not known which one is right.
+    Of two nodes that disagree, the one whose clock agrees with the file server's is right (`of_files`: seconds by
+    which they are ahead of it); where neither or both do, none is blamed. A file server that is wrong blames none.
     """
     if not ahead:
         return None
@@ -362,10 +383,23 @@ def skew(ahead: Mapping[str, float], config: PreflightConfig) -> Failure | None:
     if apart <= config.skew:
         return None
     if len(ahead) < 3:
+        if (failure := _blame_by_files(of_files, config)) is not None:
+            return failure
         reason = f"the clocks of {' and '.join(ahead)} are {apart:.0f} s apart, above {config.skew:g} s"
         return Failure(kind=FailureKind.UNKNOWN, reason=reason, node=None)
     reason = (
         f"{node}: its clock is {abs(ahead[node] - middle):.0f} s {'ahead of' if ahead[node] > middle else 'behind'}"
         f" the median of {len(ahead)} nodes (limit {config.skew:g} s)"
     )
+    return Failure(kind=FailureKind.NODE_SUSPECT, reason=reason, node=node)
+
+
+def _blame_by_files(of_files: Mapping[str, float | None], config: PreflightConfig) -> Failure | None:
+    off = {node: ahead for node, ahead in of_files.items() if ahead is not None and abs(ahead) > config.skew}
+    right = [node for node, ahead in of_files.items() if ahead is not None and node not in off]
+    if not right or len(off) != 1:
+        return None
+    ((node, ahead),) = off.items()
+    reason = f"{node}: its clock is {abs(ahead):.0f} s {'ahead of' if ahead > 0 else 'behind'} the file server's"
+    reason += f", with which the clock of {right[0]} agrees (limit {config.skew:g} s)"
     return Failure(kind=FailureKind.NODE_SUSPECT, reason=reason, node=node)

@@ -137,6 +137,7 @@ class Member:
     machine: str = ""  # identity of the machine it runs on, where that is known
     switches: tuple[str, ...] = ()  # that lead to it, the top one first
     ahead: float = 0.0  # seconds by which its clock is ahead of the coordinator's, network delay included
+    ahead_of_files: float | None = None  # and ahead of the clock of the run folder's server
     excluded: str = ""  # why its node must not train, although its agent answers
     progress: ProgressReport = _NOTHING_REPORTED  # the newest one
 
@@ -216,6 +217,7 @@ class Roster:
         """Take in an agent's preflight; `wall` is the time of day here."""
         member = self.members[node]
         member.faults, member.machine = list(report.faults), report.machine
+        member.ahead_of_files = report.ahead_of_files
         member.ahead = 0.0 if report.wall is None else report.wall - wall
 
     def present(self) -> list[Member]:

@@ -83,7 +83,8 @@ class PreflightConfig:
     """A node is suspect if its speed is below this share of its peers' median; in a Slurm job also if it is below this
     share of the median of the run's earlier attempts, if at least two of those agree."""
     skew: float = 30.0
-    """Largest difference between nodes' clocks in seconds."""
+    """Largest difference between nodes' clocks in seconds. A node further off is suspect: the one far from the median,
+    or, of two, the one that disagrees with the clock of the run folder's file server."""
 
     def __post_init__(self) -> None:
         if not 0 < self.slowest < 1 or self.seconds <= 0 or self.skew <= 0:

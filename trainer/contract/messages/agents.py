@@ -97,11 +97,15 @@ class Fault:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PreflightReport:
-    """What is wrong with the node; `wall` is its time of day, `machine` the identity of its machine."""
+    """What is wrong with the node; `wall` is its time of day, `machine` the identity of its machine.
+
+    `ahead_of_files`: seconds by which its time of day is ahead of the run folder's server's, where that is known.
+    """
 
     faults: tuple[Fault, ...]
     wall: float | None = None
     machine: str = ""
+    ahead_of_files: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

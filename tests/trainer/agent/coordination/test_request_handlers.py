@@ -90,6 +90,10 @@ def test_a_stop_and_a_deadline(desk) -> None:
     assert (event.kind, event.data["reason"]) == (EventKind.STOP_REQUESTED, "why")
     assert desk.ask(RequestKind.DEADLINE, value=1300.0) == "the job ends in 300 s"
     assert desk.state.stopping.end == 350.0
+    started = desk.state.stopping._started
+    answer = desk.ask(RequestKind.DEADLINE, value=1300.0 - 7200, detail="3600")
+    assert desk.state.stopping.end == started + 3420.0
+    assert answer.endswith(" s; the clock of this node is off: by its time of day it would be in -6900 s")
     assert desk.ask(RequestKind.DEADLINE) == "refused: a deadline request needs a value"
 
 

@@ -2,6 +2,7 @@
 
 import resource
 import shutil
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -31,6 +32,38 @@ def test_the_node_whose_clock_is_furthest_from_the_others_is_blamed(ahead, kind,
     assert (failure and failure.kind) == kind
     assert (failure and failure.node) == node
     assert failure is None or failure.reason.startswith(reason)
+
+
+@pytest.mark.parametrize(
+    ("of_files", "kind", "node"),
+    [
+        ({"a": 0.0, "b": 3600.0}, FailureKind.NODE_SUSPECT, "b"),
+        ({"a": -3600.0, "b": 0.0}, FailureKind.NODE_SUSPECT, "a"),
+        ({"a": 7200.0, "b": 10800.0}, FailureKind.UNKNOWN, None),  # the file server may be wrong
+        ({"a": 0.0, "b": 0.0}, FailureKind.UNKNOWN, None),  # it dates files by the writer's clock
+        ({"a": 0.0, "b": None}, FailureKind.UNKNOWN, None),
+        ({}, FailureKind.UNKNOWN, None),
+    ],
+)
+def test_of_two_nodes_the_one_that_agrees_with_the_file_server_is_right(of_files, kind, node):
+    failure = preflight.skew({"a": 0.0, "b": 3600.0}, PreflightConfig(), of_files)
+    assert (failure.kind, failure.node) == (kind, node)
+    assert node is None or f"{node}: its clock is 3600 s " in failure.reason
+    assert node is None or "the file server's, with which the clock of" in failure.reason
+
+
+def test_nodes_that_agree_are_not_blamed_for_the_clock_of_the_file_server():
+    assert preflight.skew({"a": 0.0, "b": 1.0}, PreflightConfig(), {"a": 7200.0, "b": 7201.0}) is None
+    assert preflight.skew({"a": 0.0}, PreflightConfig(), {"a": 7200.0}) is None
+
+
+def test_a_clock_is_measured_against_the_file_that_was_just_written(tmp_path, monkeypatch):
+    assert preflight.ahead_of_files(tmp_path) == 0.0
+    real = time.time
+    monkeypatch.setattr(preflight.time, "time", lambda: real() + 3600.0)
+    assert preflight.ahead_of_files(tmp_path) == pytest.approx(3600.0, abs=30.0)
+    assert preflight.ahead_of_files(tmp_path / "gone" / "gone") is None
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(("free", "gpus", "faults"), [(0, 0, 0), (31 << 20, 2, 1), (32 << 20, 2, 0)])

@@ -112,7 +112,7 @@ if TYPE_CHECKING:
 
 def rank_main(spec: RankSpec) -> int:
     """Train as the rank that `spec` describes; returns its exit code and never raises."""
-    started = time.monotonic()
+    started, modules = time.monotonic(), frozenset(sys.modules)
     setproctitle.setproctitle(f"orch-rank-{spec.rank}")
     protect_data_loader_workers()
     in_use()  # before a program may delete what it has read from its environment
@@ -122,7 +122,7 @@ def rank_main(spec: RankSpec) -> int:
     ticker = Ticker(cell)
     ticker.start()
     try:
-        last = crash_report.finished_outcome(spec, cell, _train(spec, cell, control, started))
+        last = crash_report.finished_outcome(spec, cell, _train(spec, cell, control, started, modules))
     except BaseException as error:  # noqa: BLE001  # outermost edge: kept as the outcome
         last = crash_report.failed_outcome(spec, cell, error)
     ticker.stop()
@@ -130,7 +130,9 @@ def rank_main(spec: RankSpec) -> int:
     return last.exit_code
 
 
-def _train(spec: RankSpec, cell: ProgressCell, control: socket.socket, started: float) -> ExitCode:
+def _train(
+    spec: RankSpec, cell: ProgressCell, control: socket.socket, started: float, modules: frozenset[str]
+) -> ExitCode:
     run_dir = RunDir(Path(spec.run_dir), label=spec.run)
     config = load(run_dir, spec.attempt)
     cell.update(phase=Phase.INIT, generation=spec.generation, total_steps=config.train.steps)
@@ -150,7 +152,7 @@ def _train(spec: RankSpec, cell: ProgressCell, control: socket.socket, started: 
         flight_recorder.write_groups(spec)
         session = Session(
             spec=spec, config=config, run_dir=run_dir, cell=cell, objects=objects, started=started, key=key,
-            on_saves=partial(report_saves, control),
+            on_saves=partial(report_saves, control), modules=modules,
         )  # fmt: skip
         code = _restore_and_train(session)
         rendezvous.leave()

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from trainer.worker.reporting.traffic import TrafficMeter, groups_of, messages_o
 from trainer.worker.saved_state.loss_scale import LossScale
 from trainer.worker.saved_state.rng_state import seed_by_data
 from trainer.worker.saved_state.train_state import Saver, TrainObjects, TrainState
+from trainer.worker.startup.late_code import record_late_code
 from trainer.worker.training.drill import Drill
 from trainer.worker.training.loop import Loop, LoopServices
 from trainer.worker.training.save_schedule import SaveSchedule
@@ -46,6 +48,7 @@ class Session:
     started: float
     key: bytes
     on_saves: Callable[[str, int], None] = lambda trouble, size: None  # tells the agent whether saves work
+    modules: frozenset[str] = frozenset()  # those that this process had when it became a rank
 
     @property
     def attempt(self) -> AttemptDir:
@@ -102,6 +105,7 @@ def train_on(
         started=session.started,
         progress_log=progress_log,
         figures=_figures(session),
+        record_code=partial(record_late_code, session.attempt, config, session.modules, journal),
         skip=skip,
         test_until=test_until,
     )

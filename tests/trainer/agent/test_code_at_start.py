@@ -13,9 +13,9 @@ from trainer.agent.fork_server.code_at_start import CodeAtStart, record_code
 from trainer.contract.config import JobConfig, WorkloadConfig
 from trainer.contract.events import EventKind
 from trainer.contract.run_dir import AttemptDir, RunDir
-from trainer.contract.user_code.code_record import CodeRecord
+from trainer.contract.user_code.code_record import CodeFile, CodeRecord
 from trainer.contract.user_code.installed_packages import find_site_folders, read_versions
-from trainer.contract.user_code.record_code import record_named
+from trainer.contract.user_code.record_code import read_again, record_named
 
 
 @pytest.fixture
@@ -128,6 +128,32 @@ def test_a_library_that_imports_by_other_means_leaves_the_folder_of_the_workload
     recorded = CodeRecord.read(attempt.code)
     assert recorded is not None
     assert set(recorded.files) == {"lib_by_name"}
+
+
+def test_a_later_attempt_begins_with_the_files_that_a_rank_had_imported_late(
+    attempt: AttemptDir, tmp_path: Path
+) -> None:
+    late = tmp_path / "chosen_late.py"
+    late.write_text("width = 1\n")
+    config = JobConfig(workload=WorkloadConfig(target="mine_late:Mine", path=(str(tmp_path),)))
+    record_code(attempt, config, frozenset(sys.modules))
+    started = CodeRecord.read(attempt.code)
+    assert started is not None
+    trained = replace(started, files={"chosen_late": CodeFile.read(late)}, late=("chosen_late",))
+    trained.write(attempt.code)
+    later = [attempt.run.attempt(number) for number in (2, 3, 4)]
+    for one in later:
+        one.make()
+    unchanged = record_code(later[0], config, frozenset(sys.modules))
+    assert (unchanged.changes, unchanged.digest) == ("", trained.digest)
+    late.write_text("width = 2\n")
+    assert record_code(later[1], config, frozenset(sys.modules)).changes == "chosen_late changed since attempt 2"
+    late.unlink()
+    assert record_code(later[2], config, frozenset(sys.modules)).changes == "", "its import fails, or finds another"
+    third, last = CodeRecord.read(later[1].code), CodeRecord.read(later[2].code)
+    assert third is not None
+    assert last is not None
+    assert (third.late, last.late, read_again(third).absent) == (("chosen_late",), (), ())
 
 
 @pytest.mark.parametrize("config", [JobConfig(command=("python", "train.py")), JobConfig()])

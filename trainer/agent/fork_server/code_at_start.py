@@ -19,17 +19,14 @@ from trainer.contract.user_code.code_record import (
     CodeDecision,
     CodeRecord,
     Occasion,
-    changed_digests,
     changed_packages,
     judge_code,
+    listed_digests,
     package_words,
-    printable,
 )
 from trainer.contract.user_code.installed_packages import find_site_folders, normalized
+from trainer.contract.user_code.late_imports import carry_late
 from trainer.contract.user_code.record_code import read_again, record_imported, record_named, with_packages
-
-MOST = 20
-"""Maximum number of changed files whose digests an event lists."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,9 +49,8 @@ class CodeAtStart:
         decision, reason = judge_code(before, now, occasion, since, packages=package_words(packages))
         if decision is not CodeDecision.WARN or before is None:
             return cls(digest=now.digest)
-        files = [(printable(name), digest) for name, digest in changed_digests(before, now).items()]
         versions = {name: new for name, (_, new) in packages.items()}
-        return cls(digest=now.digest, changes=reason, files=dict(files[:MOST]), packages=versions)
+        return cls(digest=now.digest, changes=reason, files=listed_digests(before, now), packages=versions)
 
     def write_change(self, events: EventLog) -> None:
         if self.changes:
@@ -72,6 +68,7 @@ def record_code(attempt: AttemptDir, config: JobConfig, skip: Collection[str] = 
     now = _code_here(attempt.run, config, skip)
     try:
         before, since, occasion = _code_before(attempt, now)
+        now = carry_late(now, before)
         now.write(attempt.code)
     except OSError as error:  # training does not depend on it
         sys.stderr.write(f"orch: the code of this attempt is not recorded: {error}\n")

@@ -47,6 +47,8 @@ class CodeRecord:
     """Top-level modules of others that the code imports, or that its process had imported."""
     site_folders: tuple[str, ...] = ()
     """Folders in which the distributions are installed, in the order of the import path."""
+    late: tuple[str, ...] = ()
+    """Names of files that were recorded because a rank had imported them by its first step."""
 
     @property
     def digest(self) -> str:
@@ -76,6 +78,7 @@ class CodeRecord:
                 packages=None if packages is None else {str(name): str(version) for name, version in packages.items()},
                 imported=tuple(map(str, value.get("imported", ()))),
                 site_folders=tuple(map(str, value.get("site_folders", ()))),
+                late=tuple(map(str, value.get("late", ()))),
             )  # fmt: skip
         except (KeyError, TypeError, AttributeError):
             return None
@@ -125,6 +128,16 @@ def changed_digests(before: CodeRecord, now: CodeRecord) -> dict[str, str]:
         for name, one in now.files.items()
         if name in before.absent or (name in before.files and before.files[name].sha256 != one.sha256)
     }
+
+
+MOST_LISTED = 20
+"""Maximum number of changed files whose digests an event lists."""
+
+
+def listed_digests(before: CodeRecord, now: CodeRecord) -> dict[str, str]:
+    """PURE: return the present digests of the first changed files, for an event."""
+    changed = [(printable(name), digest) for name, digest in changed_digests(before, now).items()]
+    return dict(changed[:MOST_LISTED])
 
 
 def changed_packages(before: CodeRecord, now: CodeRecord) -> dict[str, tuple[str, str]]:

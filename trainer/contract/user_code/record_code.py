@@ -166,7 +166,12 @@ def shadowing_file(name: str, folders: Sequence[Path], search: ImportSearch) -> 
     return None
 
 
-_DYNAMIC = frozenset({"import_module", "run_path", "run_module", "spec_from_file_location", "__import__"})
+_DYNAMIC = frozenset(
+    {
+        "import_module", "run_path", "run_module", "spec_from_file_location", "__import__",
+        "locate", "resolve_name", "instantiate", "hub",  # of pydoc, pkgutil, hydra, torch
+    }
+)  # fmt: skip
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 _BUILTINS = frozenset({"exec", "eval"})
 """Names with which code imports what no `import` statement shows; `model.eval()` is not one of them."""
@@ -264,10 +269,13 @@ def named_tops(config: ProgramConfig, beside: Path) -> set[str]:
 
 
 def read_again(record: CodeRecord) -> CodeRecord:
-    """Read the files and the packages of a record again. The packages are unknown if a folder cannot be seen."""
+    """Read the files and the packages of a record again. The packages are unknown if a folder cannot be seen.
+
+    A late file that is gone is left out: code may write such modules itself, and else its import fails.
+    """
     files = {name: CodeFile.read(Path(one.path)) for name, one in record.files.items()}
     there = {name: one for name, one in files.items() if os.path.exists(one.path)}
-    gone = tuple(name for name in files if name not in there)
+    gone = tuple(name for name in files if name not in there and name not in record.late)
     return replace(read_packages_again(record), files=there, absent=gone)
 
 

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +46,7 @@ class LoopServices:
     started: float  # time.monotonic() of the rank's start
     progress_log: ProgressLog
     figures: StepFigures
+    record_code: Callable[[], None]  # of rank 0, once its first step has imported all that it needs
     skip: Collection[int] = ()  # positions in the data
     test_until: int = 0  # a restore test trains to this step and saves nothing
 
@@ -242,6 +243,7 @@ class Loop:
             seconds = time.monotonic() - self._services.started
             held = held_states(self._objects.model, self._objects.optimizer, self._config.parallel)
             self._services.journal.event(EventKind.GENERATION_FIRST_STEP, step=step, seconds=seconds, held=held)
+            self._services.record_code()
 
     def _read_pending(self) -> StopReason:
         """Read the sums that are still on the device, if any, and report them."""

@@ -1,10 +1,12 @@
 """Which files are the user's code: what a program imports, wherever it lies, and nothing that only lies beside it."""
 
+import json
 import os
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,6 +14,7 @@ from tests.installed_distributions import install
 from trainer.contract.config import JobConfig, WorkloadConfig
 from trainer.contract.user_code.code_record import CodeFile, CodeRecord, changed_files, changed_packages
 from trainer.contract.user_code.installed_packages import find_site_folders, read_versions
+from trainer.contract.user_code.late_imports import add_late
 from trainer.contract.user_code.record_code import read_again, record_imported, record_named, with_packages
 
 FILES = {
@@ -54,7 +57,8 @@ def test_what_a_workload_imports_is_its_code(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text",
     ["import importlib\nimportlib.import_module(name)\n", "__import__(name)\n", "exec(text)\n",
-     "import sys\nsys.path.insert(0, 'sub')\n", "from importlib import import_module\n"],
+     "import sys\nsys.path.insert(0, 'sub')\n", "import pydoc\npydoc.locate(name)\n", "from torch import hub\n",
+      "from importlib import import_module\n"],
 )  # fmt: skip
 def test_where_imports_go_by_other_means_every_file_counts(tmp_path: Path, text: str) -> None:
     record = named(made(tmp_path, **{"helpers_in.py": text}))
@@ -363,3 +367,30 @@ def test_a_command_with_an_interpreter_of_its_own_has_the_packages_of_that(tmp_p
     unusual.symlink_to(sys.executable)
     assert with_packages(CodeRecord(), JobConfig(command=(str(unusual), "train.py")), {}).packages is None
     assert "torch" in (with_packages(CodeRecord(), JobConfig(command=(sys.executable, "train.py")), {}).packages or {})
+
+
+def test_of_modules_that_a_rank_imports_late_only_those_of_the_users_places_count(tmp_path: Path) -> None:
+    """torch's compiler imports modules that it has written into a folder of its own."""
+    site, project, cache = tmp_path / "site", tmp_path / "project", tmp_path / "cache"
+    code = made(tmp_path / "code")
+    install(site, "linked", "1")
+    install(site, "copied", "1")
+    install(site, "library", "1")
+    (site / "linked-1.dist-info" / "direct_url.json").write_text(json.dumps({"url": project.as_uri()}))
+    (site / "copied-1.dist-info" / "direct_url.json").write_text("{}")
+    files = {
+        "pack_in.unused": code / "pack_in" / "unused.py", "linked": project / "linked.py",
+        "copied": site / "copied" / "__init__.py", "library": site / "library" / "__init__.py",
+        "torch._inductor.codecache.c1": cache / "c1.py", "built": code / "built.so",
+    }  # fmt: skip
+    for file in files.values():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("")
+    modules = {name: SimpleNamespace(__file__=str(file)) for name, file in files.items()}
+    first = replace(named(code), site_folders=(str(site),))
+    found = add_late(first, modules, workload(code))
+    assert set(found.late) == {"pack_in.unused", "linked", "copied"}
+    assert set(found.files) == {*first.files, *found.late}
+    assert found.covers == f"{first.covers}; the modules that rank 0 had imported by its first step"
+    assert add_late(found, modules, workload(code)) == found
+    assert add_late(found, {}, workload(code)) == replace(first, imported=found.imported)

@@ -1,6 +1,8 @@
 """What the loop does at the boundary of a step, seen in what it saves and reports: one rank, in this process."""
 
 import math
+import pydoc
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,8 +14,10 @@ import torch
 from checkpointing.errors import SaveFailed
 from tests.trainer.worker.my_workload import Overflows, Plane
 from tests.trainer.worker.training.one_rank import VALIDATED, KeptSaves, OneRank, ask, workload_of
+from trainer.contract.events import EventKind
 from trainer.contract.failures.outcome import ExitCode
 from trainer.contract.ranks.progress import Phase, StopReason
+from trainer.contract.user_code.code_record import CodeRecord
 from trainer.worker.training.drill import DrillError
 from trainer.worker.training.spikes import BadStep, LossSpike
 from trainer.worker.workload import WorkloadError
@@ -95,6 +99,14 @@ class Broken(Numbered):
         return super().loss(model, batch) * (float("nan") if self.data.consumed == 4 else 1.0)
 
 
+class Locates(Numbered):
+    """A loss that finds a module by a name that no `import` statement has."""
+
+    def loss(self, model, batch):
+        pydoc.locate("located_late.WIDTH")
+        return super().loss(model, batch)
+
+
 def weights(run: OneRank) -> dict[int, float]:
     return {step: float(tensors["model/weight"]) for step, tensors in run.saver.saved.items()}
 
@@ -123,6 +135,29 @@ def test_a_scheduler_of_the_workload_sets_the_rate_after_each_step(one_rank: Mak
     assert run.train() == ExitCode.FINISHED
     assert [line["lr"] for _, line in sorted(run.lines().items())] == [1.0, 0.5, 0.25]
     assert run.session.objects.optimizer.param_groups[0]["lr"] == 0.125
+
+
+def test_what_the_first_step_imports_by_its_name_is_in_the_code_record(
+    one_rank: MakeRank, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, before = tmp_path / "code", CodeRecord(covers="nothing")
+    code.mkdir()
+    monkeypatch.syspath_prepend(str(code))
+    reasons = []
+    for width in (1, 1, 2):  # the same attempt each time: a restart in place reads the file again
+        (code / "located_late.py").write_text(f"WIDTH = {width}\n")
+        run = one_rank(workload={**own("Locates"), "path": [str(code)]}, train={"steps": 2})
+        before.write(run.session.attempt.code)
+        assert run.train() == ExitCode.FINISHED
+        del sys.modules["located_late"]
+        now = CodeRecord.read(run.session.attempt.code)
+        assert now is not None
+        assert now.late == ("located_late",)
+        recorded = [event.data["digest"] for event in run.events(EventKind.CODE_RECORDED)]
+        assert recorded == ([now.digest] if now.digest != before.digest else [])
+        reasons.append([event.data["reason"] for event in run.events(EventKind.CODE_CHANGED)])
+        before = now
+    assert reasons == [[], [], ["located_late changed since the code of this attempt was recorded"]]
 
 
 def test_skipped_positions_are_taken_and_not_trained_on(one_rank: MakeRank) -> None:

@@ -1,0 +1,36 @@
+"""Completes the code record of an attempt by what its rank 0 has imported by its first step."""
+
+import sys
+from collections.abc import Collection
+
+from trainer.contract.config import JobConfig
+from trainer.contract.events import EventKind
+from trainer.contract.run_dir import AttemptDir
+from trainer.contract.user_code.code_record import CodeDecision, CodeRecord, Occasion, judge_code, listed_digests
+from trainer.contract.user_code.late_imports import add_late
+from trainer.worker.reporting.metrics import Journal
+from trainer.worker.reporting.stderr_best_effort import write_stderr
+
+
+def record_late_code(attempt: AttemptDir, config: JobConfig, skip: Collection[str], journal: Journal) -> None:
+    """Add the user's modules to `attempt.code`, with an event if there are new ones, or if any has changed.
+
+    `skip`: modules that this process had when it became a rank.
+    """
+    if config.trains_built_in_workload:
+        return
+    modules = {name: module for name, module in list(sys.modules.items()) if name not in skip}
+    try:
+        before = CodeRecord.read(attempt.code)
+        if before is None or (now := add_late(before, modules, config)) == before:
+            return
+        now.write(attempt.code)
+    except OSError as error:  # training does not depend on it
+        write_stderr(f"orch: the code that rank 0 has imported by its first step is not recorded: {error}")
+        return
+    if now.digest != before.digest:
+        journal.event(EventKind.CODE_RECORDED, digest=now.digest)
+    decision, reason = judge_code(before, now, Occasion.NEXT, "the code of this attempt was recorded")
+    if decision is CodeDecision.WARN:
+        files = listed_digests(before, now)
+        journal.event(EventKind.CODE_CHANGED, reason=reason, digest=now.digest, files=files, packages={})

@@ -5,7 +5,7 @@ import re
 import shlex
 import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -89,19 +89,19 @@ _MODULES = {
     "accelerate.commands.launch": "accelerate launch",
     "accelerate.commands.accelerate_cli": "accelerate launch",
     "deepspeed.launcher.runner": "deepspeed",
+    "composer.cli.launcher": "composer",
+    "horovod.runner.launch": "horovodrun",
+    "lightning.fabric.cli": "fabric run",
+    "lightning_fabric.cli": "fabric run",
 }
 _PROGRAMS = {
     **{name: name for name in ("torchrun", "deepspeed", "srun", "mpirun", "mpiexec", "horovodrun", "composer")},
     "accelerate-launch": "accelerate launch",
 }
-_VERBS = {"accelerate": "launch", "fabric": "run", "colossalai": "run"}
+_VERBS = {"accelerate": "launch", "fabric": "run", "lightning": "run", "colossalai": "run", "tune": "run"}
 """Programs that start ranks with this verb only."""
-_WRAPPERS = {
-    "env": 0, "nice": 0, "ionice": 0, "nohup": 0, "time": 0, "timeout": 0, "stdbuf": 0, "setsid": 0, "exec": 0,
-    "numactl": 0, "taskset": 0, "uv": 1, "poetry": 1, "pipenv": 1, "pixi": 1,
-}  # fmt: skip
-"""Programs that start the words after their options, and how many words of their own they have (`uv run`)."""
-_WRAPPERS_OWN = re.compile(r"-.*|\w+=.*|[\d.,-]+[smhd]?|0x[\da-fA-F]+")
+_OF_PYTHON = frozenset({"torchrun", "accelerate launch", "deepspeed", "composer", "fabric run", "lightning run"})
+"""Launchers that start a Python script or module, and no program unless an option says so."""
 _FLAGS = frozenset(
     {"standalone", "multi-gpu", "cpu", "tpu", "use-deepspeed", "use-fsdp", "no-python", "run-path", "quiet"}
 )
@@ -133,7 +133,7 @@ def refuse_launcher(config: RunConfig, script: str = "") -> None:
     if config.cluster.world_size == 1:
         return
     found = _launch(config.command)
-    text = inline_text(_strip_wrappers(list(config.command))) or script
+    text = inline_text(_from_shell(config.command)) or script
     if found is None and text and not _OWN_RANKS.search(text):
         found = next(filter(None, map(_launch, _simple_commands(text))), None)
     if found is None or (config.cluster.ranks_per_node == 1 and _joins_nodes(found)):
@@ -147,7 +147,7 @@ def refuse_launcher(config: RunConfig, script: str = "") -> None:
 def _joins_nodes(found: Launch) -> bool:
     """Whether the launcher makes one world of all nodes itself: it is started once on each."""
     nodes = next((found.options[name] for name in _NODES if name in found.options), "1")
-    return nodes != "1" and found.name in ("torchrun", "accelerate launch")
+    return nodes != "1" and found.name in ("torchrun", "accelerate launch", "tune run")
 
 
 def _instead(found: Launch, config: RunConfig) -> str:
@@ -160,36 +160,74 @@ def _instead(found: Launch, config: RunConfig) -> str:
 
 
 def _launch(command: Sequence[str]) -> Launch | None:
-    """Return the launcher at the start of these words, after wrappers such as `env X=Y`; None for other programs."""
-    words = _strip_wrappers(list(command))
-    if not words:
+    """Return the launcher among these words, behind whatever programs start it; None without one.
+
+    What stands after a script is an argument. So is a launcher's name before a script, unless it would start that.
+    """
+    if not command or command[0] in _LAST_WORDS | _FILTERS:
         return None
+    found = _launch_at(command)
+    if found is not None and not _is_mere_name(found, command):
+        return found
+    for at in range(1, _script_at(command) + 1):
+        found = _launch_at(command[at:])
+        if found is not None and _is_started(found, command[at:], is_value=command[at - 1].startswith("-")):
+            return found
+    return None
+
+
+def _script_at(words: Sequence[str]) -> int:
+    """Return the place of the first script, or of the Python or shell that is given one; that of the last word else."""
+    for at, (word, after) in enumerate(pairwise(words)):
+        if word.endswith((".py", ".sh")) or SHELL.fullmatch(word):
+            return at
+        if _PYTHON.fullmatch(word) and (after.startswith("-") or after.endswith(".py")):
+            return at
+    return len(words) - 1
+
+
+def _is_started(found: Launch, words: Sequence[str], *, is_value: bool) -> bool:
+    """Whether words in the middle of a command are a launcher, and not merely its name, as of an environment."""
+    if _PYTHON.fullmatch(words[0]):  # `python -m`
+        return True
+    if found.name == "tune run":
+        return True
+    given = found.program[:1]
+    if found.name not in _OF_PYTHON or "no-python" in found.options:
+        return bool(given) and (not is_value or _is_program(given[0]) or "/" in given[0])
+    return given == ("python",) and not _is_mere_name(found, words)
+
+
+def _is_mere_name(found: Launch, words: Sequence[str]) -> bool:
+    """Whether Python is started after it: `torchrun python x.py` would start a file named `python`."""
+    return found.name in _OF_PYTHON and words[0].rpartition("/")[2] == found.name and bool(
+        len(words) > 1 and _PYTHON.fullmatch(words[1])
+    )  # fmt: skip
+
+
+def _from_shell(command: Sequence[str]) -> Sequence[str]:
+    """Return the words from the shell on that the command starts; none where it starts no shell."""
+    at = _script_at(command)
+    return command[at:] if SHELL.fullmatch(command[at]) else ()
+
+
+def _launch_at(words: Sequence[str]) -> Launch | None:
+    """Return the launcher that these words begin with."""
     program = words[0].rpartition("/")[2]
     if _PYTHON.fullmatch(words[0]) and "-m" in words and (at := words.index("-m")) + 1 < len(words):
         is_module = all(word.startswith("-") for word in words[1:at])
         name, rest = _MODULES.get(words[at + 1], "") if is_module else "", words[at + 2 :]
-        rest = rest[1:] if rest[:1] == ["launch"] else rest
+        rest = rest[1:] if rest[:1] and rest[0] in ("launch", "run") else rest
     elif _VERBS.get(program) in words[1:2]:
-        name, rest = f"{program} {words[1]}", words[2:]
+        name, rest = f"{program} {words[1]}", words[3 if "model" in words[2:3] else 2 :]  # `lightning run model`
     else:
         name, rest = _PROGRAMS.get(program, ""), words[1:]
-    return _read(name, rest) if name else None
-
-
-def _strip_wrappers(words: list[str]) -> list[str]:
-    while words and (words[0].rpartition("/")[2] in _WRAPPERS or re.match(r"[A-Za-z_]\w*=", words[0])):
-        words, option = words[1 + _WRAPPERS.get(words[0].rpartition("/")[2], 0) :], False
-        while words and (_WRAPPERS_OWN.fullmatch(words[0]) or (option and not _may_start(words[0]))):
-            option = words[0].startswith("-") and "=" not in words[0]
-            words = words[1:]
-    return words
-
-
-def _may_start(word: str) -> bool:
-    """Whether this word is a program that matters here, and not the value of an option before it."""
-    name = word.rpartition("/")[2]
-    known = {*_PROGRAMS, *_VERBS, *_WRAPPERS}
-    return name in known or any(form.fullmatch(word) for form in (_PYTHON, SHELL))
+    found = _read(name, list(rest)) if name else None
+    if found is None or found.name != "tune run":
+        return found
+    # torchtune runs a recipe of its own, with torchrun only if it is told how many ranks.
+    ranks = any(option in found.options for option in (*_PER_NODE, *_NODES))
+    return replace(found, program=()) if ranks else None
 
 
 def _read(name: str, words: list[str]) -> Launch:
@@ -280,7 +318,7 @@ _LARGEST_SCRIPT = 1 << 20
 
 def _shell_text(command: tuple[str, ...], beside: Path) -> str:
     """Return the text of the shell script that the command starts; empty if none is readable here."""
-    script = _script(command)
+    script = _script(tuple(_from_shell(command)) or command)
     try:
         path = beside / (script or "")
         if script is None or path.suffix != ".sh" or not path.is_file() or path.stat().st_size > _LARGEST_SCRIPT:

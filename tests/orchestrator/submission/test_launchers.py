@@ -37,6 +37,12 @@ DOUBLED = [
     ("env -u A OMP_NUM_THREADS=1 torchrun train.py", "'command=[python, train.py]'"),
     ("nice -n 5 uv run torchrun train.py", "'command=[python, train.py]'"),
     ("srun", "'command=[python, YOUR_SCRIPT.py]'"),
+    ("lightning run model --devices 2 train.py", "'command=[python, train.py]'"),
+    ("python -m lightning.fabric.cli run train.py", "'command=[python, train.py]'"),
+    (
+        "conda run -n a tune run --nproc_per_node 2 recipe",
+        "'command=[python, YOUR_SCRIPT.py]' cluster.ranks_per_node=2",
+    ),
 ]
 
 
@@ -66,7 +72,59 @@ def test_one_rank_may_start_the_others_itself() -> None:
     assert refused.value.hint.endswith("cluster.ranks_per_node=4 cluster.gpus_per_node=4")
 
 
+BEHIND = [
+    "prlimit --core=0 torchrun --standalone --nproc_per_node=2 train.py",
+    "conda run -n env torchrun train.py",
+    "conda run --no-capture-output -n deepspeed torchrun train.py",
+    "mamba run -p /envs/a torchrun -m pkg.train",
+    "micromamba run -n env accelerate launch train.py",
+    "poetry run deepspeed --num_gpus 8 train.py",
+    "nsys profile -t cuda,nvtx -o out torchrun --nproc_per_node 2 train.py",
+    "apptainer exec --nv img.sif torchrun train.py",
+    "singularity exec img.sif python -m torch.distributed.run train.py",
+    "xvfb-run -a torchrun train.py",
+    "flock /tmp/lock mpirun -np 2 ./solver",
+    "numactl --cpunodebind=0 torchrun train.py",
+    "timeout 30m nice torchrun train.py",
+    "tune run --nproc_per_node 2 full_finetune_distributed --config a",
+    "conda run -n env tune run --nproc_per_node 2 full_finetune_distributed --config a",
+    "lightning run model --devices 2 train.py",
+    "python -m composer.cli.launcher -n 2 train.py",
+    "python -m horovod.runner.launch -np 2 python train.py",
+    "python -m lightning.fabric.cli run train.py",
+]
+
+
+@pytest.mark.parametrize("command", BEHIND)
+def test_a_launcher_behind_any_other_program_is_refused(command: str) -> None:
+    with pytest.raises(ConfigError, match="would train a model of its own"):
+        check(tuple(command.split()))
+    check(tuple(command.split()), nodes=1)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "flock /tmp/torchrun python train.py",
+        "conda run -n deepspeed python train.py",
+        "conda run -n torchrun python -m pkg.train",
+        "uv run --with deepspeed python train.py",
+        "nsys profile -o torchrun python train.py",
+        "axolotl train --launcher torchrun config.yml",
+        "my-trainer --backend deepspeed --config ds.json",
+        "my-trainer deepspeed config.yaml",
+        "prlimit --core=0 python train.py torchrun train.py",
+        "tune run full_finetune_distributed --config a",
+        "prlimit --core=0 bash -c ls",
+    ],
+)
+def test_the_mere_name_of_a_launcher_passes(command: str) -> None:
+    check(tuple(command.split()))
+
+
 SHELL = [
+    ("grep torchrun train.py", False),
+    ("conda run -n env torchrun train.py", True),
     ("cd x && torchrun --nproc_per_node=2 train.py", True),
     ("A=1 torchrun \\\n  train.py", True),
     ("for i in 1 2; do srun python train.py; done", True),
@@ -83,7 +141,8 @@ SHELL = [
 def test_the_text_of_a_shell_is_read_too(text: str, refused: bool, here: Path) -> None:
     (here / "go.sh").write_text(f"#!/bin/bash\n{text}\n")
     (here / "go.sh").chmod(0o755)
-    for command in (("bash", "-c", text), ("bash", "go.sh"), ("./go.sh", "1")):
+    behind = (("prlimit", "--core=0", "bash", "-c", text), ("xvfb-run", "-a", "bash", "go.sh"))
+    for command in (("bash", "-c", text), ("bash", "go.sh"), ("./go.sh", "1"), *behind):
         if refused:
             with pytest.raises(ConfigError, match="would train a model of its own"):
                 check(command)

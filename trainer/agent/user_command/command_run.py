@@ -170,7 +170,7 @@ class CommandRun:
         if not self._on:
             return None
         newest = self._command_progress.began_from if self._command_progress else None
-        torn = self._command_progress.torn() if self._command_progress else None
+        torn = self._command_progress.torn if self._command_progress else None
         aside, older = self._memory.aside, self._command_progress.older() if self._command_progress else None
         return CommandPast(
             failures=tuple(self._memory.failures), newest=_describe(newest), saved=self._saved(), trained=self._trained,
@@ -315,7 +315,7 @@ class CommandRun:
     async def _set_aside(self, reason: str, generation: int) -> None:
         assert self._command_progress is not None
         newest, older = self._command_progress.began_from, self._command_progress.older()
-        if (torn := self._command_progress.torn()) is not None:
+        if (torn := self._command_progress.torn) is not None:
             newest, older = torn, self._command_progress.older(torn) or newest
         assert newest is not None
         target = await run_bounded(partial(find_target, newest, self._run, self._attempt.number, generation))

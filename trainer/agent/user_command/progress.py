@@ -51,6 +51,7 @@ class CommandProgress:
         self._counts_steps = counts_steps
         self._folder, self._config, self._events, self._progress = folder, config, events, progress
         self.began_from: CommandCheckpoint | None = None
+        self.torn: CommandCheckpoint | None = None
         self.earlier: Stamps = {}
         self.saved_after = 0.0
         """Seconds from the start of this generation to its newest whole checkpoint, whatever its step; 0: none."""
@@ -75,6 +76,7 @@ class CommandProgress:
         self._states = {identity: {} for identity in self._there} | {one.identity: one.files for one in self._latest}
         self._started, self.saved_after = time.monotonic(), 0.0
         self.began_from = self._latest[0] if self._latest else None
+        self.torn = self._find_torn()
         self._highest = max([self._highest, *(one.step for one in (*left, *self._latest) if not one.earlier)])
         self._first = False
 
@@ -108,7 +110,7 @@ class CommandProgress:
         own = [one for one in self._latest if not one.earlier]
         return any(one.step > (self._highest if one.damage else step) for one in own)
 
-    def torn(self) -> CommandCheckpoint | None:
+    def _find_torn(self) -> CommandCheckpoint | None:
         """The newest older one that cannot be whole, if what the program started from has no sign of damage."""
         began = self.began_from
         if began is None or began.damage:

@@ -21,7 +21,7 @@ import click
 from checkpointing.storage.storage_errors import error_words
 from orchestrator.cli.access.registry import open_store
 from orchestrator.cli.access.run_folder import START, warn_of_missing
-from orchestrator.cli.checkpoints.tiers import Tier, missing_files, tiers_of
+from orchestrator.cli.checkpoints.tiers import Tier, missing_files, own_and_others, own_checkpoints, tiers_of
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Column, Screen, count, size
 from orchestrator.errors import ConfigError, Precondition
@@ -166,7 +166,8 @@ def _corrupt(store: "Store", run: "Run", tier: Tier, refused: bool) -> Iterator[
     from checkpointing.retention.garbage import pinned_names
     from checkpointing.verification.verdicts import known_bad
 
-    own = tiers_of(RunDir(Path(run.run_dir)))[0].storage
+    place = RunDir(Path(run.run_dir))
+    own = tiers_of(place)[0].storage
     bad = known_bad(own, tier.catalog.place, tier.storage)
     bad.update({row.name: row.reason for row in store.checkpoints(run.name) if row.trust is Trust.CORRUPT})
     if not bad:
@@ -174,7 +175,7 @@ def _corrupt(store: "Store", run: "Run", tier: Tier, refused: bool) -> Iterator[
     attempts = store.attempts(run.name)
     busy = "an attempt of the run has not ended" if _may_live(run, attempts) else _other_registry(store, run, attempts)
     pinned = pinned_names(own)
-    for entry in tier.catalog.committed():
+    for entry in own_and_others(tier, place, own_checkpoints(store, run))[0]:
         if entry.name not in bad:
             continue
         if entry.name in pinned:
@@ -308,11 +309,14 @@ def _rows(screen: Screen, store: "Store", run: "Run") -> Iterator[dict[str, Any]
     """One row for each tier and trust, and one for what is no checkpoint."""
     warn_of_missing(screen, run.name, run.run_dir)
     trust = {row.name: str(row.trust) for row in store.checkpoints(run.name)}
-    for tier in tiers_of(RunDir(Path(run.run_dir))):
+    place, own = RunDir(Path(run.run_dir)), own_checkpoints(store, run)
+    for tier in tiers_of(place):
         sums: dict[str, dict[str, Any]] = {}
         try:
             committed = {entry.name for entry in tier.catalog.committed()}
             for name in tier.catalog.names():
+                if name not in own and not tier.is_within(place):
+                    continue  # of another run with this name
                 kind = trust.get(name, "COMMITTED") if name in committed else DEBRIS
                 empty = {"run": run.name, "tier": tier.label, "trust": kind, "count": 0, "bytes": 0, "collectable": 0}
                 row = sums.setdefault(kind, empty)

@@ -12,7 +12,14 @@ from orchestrator.cli.access.registry import open_store
 from orchestrator.cli.access.run_folder import existing_folder, warn_of_missing
 from orchestrator.cli.checkpoints.target import Target, best_checkpoints, find, is_location, known_run, target_at
 from orchestrator.cli.checkpoints.tested_layouts import BY_A_TEST, by_checkpoint, layouts_in_words, reason_beside_tests
-from orchestrator.cli.checkpoints.tiers import Tier, is_command, keeps_on_nodes, tiers_of
+from orchestrator.cli.checkpoints.tiers import (
+    Tier,
+    is_command,
+    keeps_on_nodes,
+    own_and_others,
+    own_checkpoints,
+    tiers_of,
+)
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Column, Screen, count, decimal, iso, size, span
 from orchestrator.errors import ConfigError, NotFound
@@ -21,6 +28,7 @@ from trainer.contract.run_dir import RunDir
 
 if TYPE_CHECKING:
     from checkpointing.storage.backends import Storage
+    from orchestrator.controller.run_dirs.inheritable_checkpoints import OwnCheckpoints
 
 
 @click.command("pin", cls=Verb)
@@ -116,18 +124,20 @@ def ls(screen: Screen, run: str, everything: bool) -> None:
     with open_store(readonly=True) as store:
         rows = {row.name: _row(row, now) for row in store.checkpoints(found.name)}
         tests = by_checkpoint(store.restore_tests(found.name))
+        own = own_checkpoints(store, found)
+    place = RunDir(Path(found.run_dir))
     warn_of_missing(screen, found.name, found.run_dir)
-    tiers = tiers_of(RunDir(Path(found.run_dir)))
+    tiers = tiers_of(place)
     visible = Path(found.run_dir).is_dir()  # else the warning above has said it, and nothing is known of what was in it
-    of_command = is_command(RunDir(Path(found.run_dir)))
+    of_command = is_command(place)
     if of_command:
         _add_own_places(rows)
-    if _add_places(screen, rows, tiers, now) and visible and not keeps_on_nodes(RunDir(Path(found.run_dir))):
+    if _add_places(screen, rows, place, own) and visible and not keeps_on_nodes(place):
         _mark_gone(screen, found.name, rows, of_command=of_command)
     _add_verdicts(rows, tiers)
     pins = read_pins(tiers[0].storage)
     bad = [name for name, row in rows.items() if row["trust"] in ("CORRUPT", "SUSPECT")]
-    best = best_checkpoints(RunDir(Path(found.run_dir)), tiers, bad)
+    best = best_checkpoints(place, tiers, own, bad)
     for name, row in rows.items():
         row["pin"] = pins[name].note if name in pins else None
         row["pinned"] = name in pins
@@ -150,15 +160,15 @@ def _row(row: Any, now: float) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _add_places(screen: Screen, rows: dict[str, dict[str, Any]], tiers: list[Tier], now: float) -> bool:
+def _add_places(screen: Screen, rows: dict[str, dict[str, Any]], place: RunDir, own: "OwnCheckpoints") -> bool:
     """Where each checkpoint lies, and those on disk that no controller has read into the registry yet.
 
-    Returns whether every tier could be read.
+    Returns whether every tier could be read. Checkpoints of another run with this name are only counted.
     """
-    answered = True
-    for tier in tiers:
+    now, answered = time.time(), True
+    for tier in tiers_of(place):
         try:
-            entries = tier.catalog.committed()
+            entries, others = own_and_others(tier, place, own)
         except OSError as error:
             screen.warn("TierUnreadable", f"tier {tier.label} cannot be read: {error_words(error)}")
             answered = False
@@ -171,6 +181,8 @@ def _add_places(screen: Screen, rows: dict[str, dict[str, Any]], tiers: list[Tie
                 "verified": [], "age": now - entry.committed_at,
             }  # fmt: skip
             rows.setdefault(entry.name, fresh)["tiers"].append(tier.label)
+        if others:
+            screen.note(f"{tier.label}: left out, {len(others)} of another run with the name {place.name}")
     return answered
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from checkpointing.storage.storage_errors import error_words
 from orchestrator.cli.access.registry import open_store
 from orchestrator.cli.access.run_folder import existing_folder
-from orchestrator.cli.checkpoints.tiers import Tier, read_config, tiers_of
+from orchestrator.cli.checkpoints.tiers import Tier, own_and_others, own_checkpoints, read_config, tiers_of
 from orchestrator.cli.runs.status import restore_test_again
 from orchestrator.errors import ConfigError, NotFound
 from orchestrator.states import Trust
@@ -20,6 +20,7 @@ from trainer.contract.run_dir import RunDir
 
 if TYPE_CHECKING:
     from checkpointing.tiers.catalog import Entry
+    from orchestrator.controller.run_dirs.inheritable_checkpoints import OwnCheckpoints
     from orchestrator.registry.records import Run
 
 
@@ -32,8 +33,10 @@ class BestCheckpoints:
     names: tuple[str, ...] = ()
 
 
-def best_checkpoints(place: RunDir, tiers: Collection[Tier], bad: Collection[str] = ()) -> BestCheckpoints:
-    """Read the manifests of all checkpoints that can be read here; `bad` ones are never the best.
+def best_checkpoints(
+    place: RunDir, tiers: Collection[Tier], checkpoints: "OwnCheckpoints", bad: Collection[str] = ()
+) -> BestCheckpoints:
+    """Read the manifests of all checkpoints of the run that can be read here; `bad` ones are never the best.
 
     Nothing is read of a run that has no `checkpoint.best.metric`.
     """
@@ -51,7 +54,7 @@ def best_checkpoints(place: RunDir, tiers: Collection[Tier], bad: Collection[str
     for tier in tiers:
         try:
             refused.update(known_bad(own, tier.catalog.place, tier.storage))
-            for entry in tier.catalog.committed():
+            for entry in own_and_others(tier, place, checkpoints)[0]:
                 entries.setdefault(entry.name, entry)
                 if entry.name not in numbers and (number := _number(tier, entry.name, policy.metric)) is not None:
                     numbers[entry.name] = number
@@ -74,7 +77,8 @@ def name_of_best(run: "Run") -> str:
     place = RunDir(Path(run.run_dir))
     with open_store(readonly=True) as store:
         bad = [row.name for row in store.checkpoints(run.name) if row.trust in (Trust.CORRUPT, Trust.SUSPECT)]
-    found = best_checkpoints(place, tiers_of(place), bad)
+        own = own_checkpoints(store, run)
+    found = best_checkpoints(place, tiers_of(place), own, bad)
     if not found.metric:
         raise ConfigError(
             f"{run.name} has no checkpoint.best.metric: nobody says which checkpoint is the best",
@@ -173,7 +177,7 @@ def find(words: str, warn: Warn) -> list[Target]:
             where=f"it restores {order['run']}@{order['step']}",
             hint=f"write {order['run']}@{order['step']}; to restore it again: {restore_test_again(order)}",
         )
-    listed = listing(existing_folder(run.name, run.run_dir), run.name, warn)
+    listed = listing(run, existing_folder(run.name, run.run_dir), warn)
     if not listed:
         raise NotFound(f"{run.name} has no committed checkpoint", where=run.run_dir, hint=f"orch show {run.name}")
     if step == "all":
@@ -267,23 +271,28 @@ def _run_above(folder: Path) -> RunDir | None:
     return place if folder.parent == place.checkpoints and place.config.exists() else None
 
 
-def listing(place: RunDir, run: str, warn: Warn) -> list[Target]:
-    """All committed checkpoints of a run, newest first; copies together, the nearest complete one first."""
+def listing(run: "Run", place: RunDir, warn: Warn) -> list[Target]:
+    """All committed checkpoints of a run, newest first; copies together, the nearest complete one first.
+
+    Another run with its name in a shared tier has none of them.
+    """
     from checkpointing.format.commit import parse_name
 
+    with open_store(readonly=True) as store:
+        own = own_checkpoints(store, run)
     found: dict[str, list[Target]] = {}
     unread: OSError | None = None
     # Shared tiers first: what a node has of its own may be a part.
     for tier in sorted(tiers_of(place), key=lambda tier: not tier.shared):
         try:
-            entries = tier.catalog.committed()
+            entries, _ = own_and_others(tier, place, own)
         except OSError as error:
             unread = unread or error
-            warn("TierUnreadable", f"{run}: tier {tier.label} cannot be read: {error_words(error)}")
+            warn("TierUnreadable", f"{run.name}: tier {tier.label} cannot be read: {error_words(error)}")
             continue
         for entry in entries:
             path = f"{tier.catalog.place}/{entry.name}"
-            target = Target(tier.storage, entry.name, path, tier.label, tier.shared, run, place)
+            target = Target(tier.storage, entry.name, path, tier.label, tier.shared, run.name, place)
             found.setdefault(entry.name, []).append(target)
     if unread is not None and not found:
         raise unread

@@ -13,8 +13,11 @@ from trainer.contract.run_dir import RunDir
 if TYPE_CHECKING:
     from checkpointing.config import TierConfig
     from checkpointing.storage.backends import Storage
-    from checkpointing.tiers.catalog import Catalog
+    from checkpointing.tiers.catalog import Catalog, Entry
     from checkpointing.tiers.tier import ResolvedTier
+    from orchestrator.controller.run_dirs.inheritable_checkpoints import OwnCheckpoints
+    from orchestrator.registry.records import Run
+    from orchestrator.registry.store import Store
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,10 @@ class Tier:
     @property
     def storage(self) -> "Storage":
         return self.catalog.storage
+
+    def is_within(self, place: RunDir) -> bool:
+        """Whether it lies in the run's folder, where no other run has checkpoints."""
+        return self.catalog.root.is_relative_to(place.path)
 
 
 class UnreachableStorage:
@@ -97,6 +104,21 @@ def tiers_of(place: RunDir) -> list[Tier]:
         if tier.path != RUN:
             found += _configured(place, tier, is_copy_target=number > 0)
     return found
+
+
+def own_checkpoints(store: "Store", run: "Run") -> "OwnCheckpoints":
+    """Which names are of this run's checkpoints, by its attempts in the registry."""
+    from orchestrator.controller.run_dirs.inheritable_checkpoints import OwnCheckpoints
+
+    return OwnCheckpoints.from_rows(run, store.attempts(run.name))
+
+
+def own_and_others(tier: Tier, place: RunDir, own: "OwnCheckpoints") -> "tuple[list[Entry], list[Entry]]":
+    """Committed checkpoints of the run in this tier, and those of other runs with its name; raises OSError."""
+    entries = tier.catalog.committed()
+    if tier.is_within(place):
+        return entries, []
+    return [entry for entry in entries if entry.name in own], [entry for entry in entries if entry.name not in own]
 
 
 def _configured(place: RunDir, said: "TierConfig", *, is_copy_target: bool) -> list[Tier]:

@@ -10,7 +10,6 @@ import shutil
 import stat
 import sys
 import time
-from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Screen, size
 from orchestrator.controller import failpoints
 from orchestrator.controller.reconciler.ownership import never_submitted
+from orchestrator.controller.run_dirs.inheritable_checkpoints import OwnCheckpoints
 from orchestrator.controller.run_dirs.other_registry import find_other_registry
 from orchestrator.errors import ConfigError, NotFound, OrchError, Precondition
 from orchestrator.registry.operations.removal_writes import Removal, require_removable
@@ -35,8 +35,6 @@ from orchestrator.registry.records import Attempt, Run
 from orchestrator.registry.store import Store
 from orchestrator.states import Trust
 from trainer.contract.run_dir import RunDir
-
-AttemptId = tuple[int, str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,18 +51,18 @@ class TierCopies:
         return self.tier.catalog.place
 
 
-def find_copies(folder: RunDir, attempts: Collection[AttemptId], *, keep: bool) -> list[TierCopies]:
-    """What a run with these attempts has in tiers outside its folder; with `keep`, all of it stays."""
-    outside = [tier for tier in tiers_of(folder) if not tier.catalog.root.is_relative_to(folder.path)]
-    return [_found(tier, attempts, keep) for tier in outside]
+def find_copies(folder: RunDir, own: OwnCheckpoints, *, keep: bool) -> list[TierCopies]:
+    """What a run has in tiers outside its folder; with `keep`, all of it stays."""
+    outside = [tier for tier in tiers_of(folder) if not tier.is_within(folder)]
+    return [_found(tier, own, keep) for tier in outside]
 
 
-def _found(tier: Tier, attempts: Collection[AttemptId], keep: bool) -> TierCopies:
+def _found(tier: Tier, checkpoints: OwnCheckpoints, keep: bool) -> TierCopies:
     try:
         names = tier.catalog.names()
         if keep:
             return TierCopies(tier=tier, left=f"{len(names)} checkpoints (--keep-copies)" if names else "")
-        own = tuple(name for name in names if _is_own(tier, name, attempts))
+        own = tuple(name for name in names if _is_deletable(tier, name, checkpoints))
         size = sum(length or 0 for name in own for length in tier.storage.list(name).values())
     except OSError as error:
         return TierCopies(tier=tier, left=f"it cannot be read from here: {error_words(error)}")
@@ -73,10 +71,9 @@ def _found(tier: Tier, attempts: Collection[AttemptId], keep: bool) -> TierCopie
     return TierCopies(tier=tier, names=own, bytes=size, left="; ".join(filter(None, (others, apart))))
 
 
-def _is_own(tier: Tier, name: str, attempts: Collection[AttemptId]) -> bool:
-    """By the nonce in its name: a run of another registry may bear the same name. A link is nobody's."""
-    parts = parse_name(name)
-    if parts is None or (parts.attempt, parts.nonce) not in attempts:
+def _is_deletable(tier: Tier, name: str, own: OwnCheckpoints) -> bool:
+    """Whether the run's own attempts have written it; what it began with may be another run's. A link stays."""
+    if not own.has_written(name):
         return False
     local = isinstance(tier.storage, LocalStorage)
     return not (local and any(os.path.islink(place) for place in (tier.catalog.root, tier.catalog.root / name)))
@@ -235,8 +232,8 @@ def plan_removal(store: Store, run: Run, choice: Choice) -> Plan:
         if (other := find_other_registry(run, attempts, store.path)) is not None:
             raise foreign_folder(run, other.what, other.hint)
         _refuse_pins(run, RunDir(folder))
-        mine = {(attempt.number, attempt.nonce) for attempt in attempts}
-        copies = tuple(find_copies(RunDir(folder), mine, keep=choice.keep_copies))
+        own = OwnCheckpoints.from_rows(run, attempts)
+        copies = tuple(find_copies(RunDir(folder), own, keep=choice.keep_copies))
     left = [f"{item.place}: {item.left}" for item in copies if item.left]
     return Plan(
         run=run,

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import PurePath
 
 from checkpointing.config import CheckpointConfig
+from checkpointing.format.commit import parse_name
 from checkpointing.tiers.catalog import Catalog, Entry
 from checkpointing.tiers.tier import ResolvedTier, resolve_tiers
 from orchestrator.registry.records import Attempt, Checkpoint, Copy, Run
@@ -35,15 +36,35 @@ def committed(config: CheckpointConfig, folder: RunDir) -> list[Entry]:
     return sorted(found.values(), key=lambda entry: (entry.step, entry.attempt, entry.name), reverse=True)
 
 
-def of_run(seen: Iterable[Entry], run: Run, attempts: Iterable[Attempt]) -> list[Entry]:
-    """Those that this run's attempts have written, and what it began with, as of an attempt before its first.
+@dataclass(frozen=True, kw_only=True)
+class OwnCheckpoints:
+    """Names of a run's checkpoints: those that its attempts have written, and the one that it began with.
 
     A tier outside the run's folder may hold checkpoints of another run that has the same name in another registry.
     """
-    writers = {(attempt.number, attempt.nonce) for attempt in attempts}
-    begun = PurePath(str((run.identity.get("imported") or {}).get("checkpoint", ""))).name
-    own = [entry for entry in seen if (entry.attempt, entry.nonce) in writers]
-    return own + [replace(entry, attempt=0) for entry in seen if entry.name == begun]
+
+    writers: frozenset[tuple[int, str]]
+    begun: str = ""
+
+    @classmethod
+    def from_rows(cls, run: Run, attempts: Iterable[Attempt]) -> "OwnCheckpoints":
+        begun = PurePath(str((run.identity.get("imported") or {}).get("checkpoint", ""))).name
+        return cls(writers=frozenset((attempt.number, attempt.nonce) for attempt in attempts), begun=begun)
+
+    def has_written(self, name: str) -> bool:
+        parts = parse_name(name)
+        return parts is not None and (parts.attempt, parts.nonce) in self.writers
+
+    def __contains__(self, name: str) -> bool:
+        return name == self.begun or self.has_written(name)
+
+
+def of_run(seen: Iterable[Entry], run: Run, attempts: Iterable[Attempt]) -> list[Entry]:
+    """Entries of this run's checkpoints; the one that it began with counts as of an attempt before its first."""
+    own = OwnCheckpoints.from_rows(run, attempts)
+    seen = list(seen)
+    written = [entry for entry in seen if own.has_written(entry.name)]
+    return written + [replace(entry, attempt=0) for entry in seen if entry.name == own.begun]
 
 
 def expected(places: Iterable[ResolvedTier], known: Iterable[Checkpoint], copies: Iterable[Copy]) -> set[str]:

@@ -74,6 +74,7 @@ class Built:
     extra: dict[str, Any] = field(default_factory=dict)
     world: dict[str, Any] = field(default_factory=lambda: {"ranks": 1})
     indexed: bool = True
+    nonce: str = NONCE
 
     def pieces(self, change: Callable[[Piece], Piece | None]) -> None:
         """Change what the index says of shards; None leaves one out."""
@@ -81,7 +82,7 @@ class Built:
 
     def write(self, root: Path, step: int = 5) -> Path:
         """Seal it as it is; returns its folder."""
-        storage, name, entries = LocalStorage(root), checkpoint_name(step, 1, NONCE), []
+        storage, name, entries = LocalStorage(root), checkpoint_name(step, 1, self.nonce), []
         files = {**self.files, METADATA: pickle.dumps(self.metadata)}
         if self.indexed:
             files[INDEX] = self.index.encode()
@@ -91,8 +92,8 @@ class Built:
             sink = write_file(storage, name, file, data)
             entries.append(FileEntry(name=file, size=sink.size, chunks=sink.chunks))
         manifest = Manifest(
-            name=name, step=step, attempt=1, nonce=NONCE, created_at=1000.0, torch=torch.__version__, world=self.world,
-            files=tuple(entries), extra=self.extra,
+            name=name, step=step, attempt=1, nonce=self.nonce, created_at=1000.0, torch=torch.__version__,
+            world=self.world, files=tuple(entries), extra=self.extra,
         )  # fmt: skip
         seal(storage, manifest, lambda: True, 1000.0)
         return root / name

@@ -33,6 +33,7 @@ def store(seeds: Seeds, s3_url: str, tmp_path: Path) -> Storage:
         built = build({"model/w": WEIGHT * step, "optimizer/w/step": torch.tensor(float(step))})
         built.extra = {"step": step, "consumed": step * 8}
         built.world = {"ranks": 0}
+        built.nonce = seeds.store.attempts(run)[0].nonce
         send(built.write(seeds.root / run / "checkpoints" if step == 100 else tmp_path, step), storage)
     tiers = [{"path": "run"}, {"path": s3_url}]
     config = {"train": {"batch_size": 8}, "checkpoint": {"tiers": tiers}}

@@ -4,6 +4,7 @@ import errno
 import shutil
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -13,7 +14,9 @@ from checkpointing.retention import garbage
 from checkpointing.storage.backends import FsspecStorage, LocalStorage, Storage, storage_at
 from checkpointing.storage.durable import dump_line
 from checkpointing.tiers import tier
+from checkpointing.verification.verdicts import Verdict, manifest_of, record
 from orchestrator.cli.main import redacted
+from orchestrator.errors import NotFound
 from orchestrator.states import AttemptState, RunState, Trust
 from tests.checkpointing.made_checkpoint import make
 from tests.orchestrator.cli.conftest import Seeds, Type
@@ -66,6 +69,82 @@ def left(orch: Type, run: str, *words: str) -> dict[str, tuple[str, str]]:
     """What `orch ckpt gc` did with what, and why, by tier."""
     rows = orch("ckpt", "gc", run, "--json", *words).data
     return {row["tier"]: (row["done"], row["reason"]) for row in rows}
+
+
+# -- another run with the same name in the same tier
+
+
+@pytest.fixture
+def other(seeds: Seeds, run: str, tmp_path: Path) -> Path:
+    """The tier's folder of the name: step 50 of this run, and of another registry's run steps 50 and 80."""
+    tier = tmp_path / "scratch"
+    config = {"tiers": [{"path": str(tier)}, {"path": "run"}], "best": {"metric": "loss"}}
+    (seeds.root / run / "config.json").write_text(dump_line({"checkpoint": config}))
+    (tier / run).mkdir(parents=True)
+    make(LocalStorage(tier / run), 50, nonce=NONCE, now=time.time(), extra={"loss": 3.0})
+    for step in (50, 80):
+        make(LocalStorage(tier / run), step, nonce="feedface", now=time.time(), extra={"loss": 1.0})
+    return tier / run
+
+
+@pytest.mark.parametrize("words", ["{}", "{}@50", "{}@best", "{}@latest", "{}@all"])
+def test_no_word_means_a_checkpoint_of_another_run_with_the_name(orch: Type, run: str, other: Path, words: str) -> None:
+    done = orch("ckpt", "verify", words.format(run), "--json")
+    assert (done.code, {Path(row["path"]).name for row in done.data}) == (0, {NAME}), done.err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("ckpt", "export", "{}@80", "out"),
+        ("ckpt", "pin", "{}@80"),
+        ("ckpt", "verify", "{}@80"),
+        ("ckpt", "restore-test", "{}@80", "--no-controller"),
+        ("submit", "--from", "{}@80", "--no-controller"),
+    ],
+)
+def test_a_step_that_only_another_run_with_the_name_has_is_not_found(
+    orch: Type, run: str, other: Path, words: tuple[str, ...]
+) -> None:
+    done = orch(*(word.format(run) for word in words), "--json")
+    assert done.code == NotFound.exit_code
+    assert f"{run} has no checkpoint of step 80" in done.err + done.out
+    assert "there are: 50" in done.err + done.out
+
+
+def test_ls_and_du_leave_out_another_run_with_the_name(orch: Type, seeds: Seeds, run: str, other: Path) -> None:
+    assert [row["name"] for row in orch("ckpt", "ls", run, "--json").data] == [NAME]
+    told = orch("ckpt", "ls", run)
+    assert f"{other.parent}: left out, 2 of another run with the name {run}" in told.err + told.out
+    assert {row["count"] for row in orch("ckpt", "du", run, "--json").data} == {1}
+
+
+def test_gc_keeps_what_another_run_with_the_name_has_refused(orch: Type, seeds: Seeds, run: str, other: Path) -> None:
+    """A command of an older orch may have recorded its verdict here."""
+    found = Verdict(
+        name="step-00000080.001-feedface", place=str(other), ok=False, level=2, at=time.time(), reason="torn",
+        manifest=manifest_of(LocalStorage(other), "step-00000080.001-feedface"),
+    )  # fmt: skip
+    record(LocalStorage(folder(seeds, run)), found)
+    over(seeds, run)
+    drop_lease(seeds)
+    orch("ckpt", "gc", run, "--refused")
+    assert (other / "step-00000080.001-feedface" / "COMMIT").exists()
+
+
+def test_the_checkpoint_that_the_run_began_with_is_found_in_every_tier(
+    orch: Type, seeds: Seeds, tmp_path: Path
+) -> None:
+    begun = "step-00000030.002-89ab4567"
+    new = replace(seeds.new("fork"), identity={"imported": {"checkpoint": f"/runs/tiny-1/checkpoints/{begun}"}})
+    fork = seeds.store.create_run(new, now=time.time(), nonce=NONCE)[0].name
+    folder(seeds, fork).mkdir(parents=True)
+    tiered(seeds, fork, {"path": str(tmp_path / "scratch")}, {"path": "run"})
+    for place in (folder(seeds, fork), tmp_path / "scratch" / fork):
+        place.mkdir(parents=True, exist_ok=True)
+        make(LocalStorage(place), 30, attempt=2, nonce="89ab4567", now=time.time())
+    (row,) = orch("ckpt", "ls", fork, "--json").data
+    assert (row["name"], row["tiers"]) == (begun, ["run", str(tmp_path / "scratch")])
 
 
 # -- what is being copied

@@ -46,6 +46,7 @@ class Pool:
 
     size: int | None
     needed: int
+    in_service: int | None = None  # where the job waits for want of nodes: those that people let it use, busy ones too
     known: tuple[NodeRecord, ...] = ()
     node_days: float = 64.0  # of a node between two failures, before anything is known (checkpoint.auto.node_days)
 
@@ -57,6 +58,8 @@ class Pool:
     @property
     def excludable(self) -> int:
         """Nodes that orch itself can spare without making the job impossible."""
+        if self.in_service is not None:
+            return max(0, self.in_service - self.needed)
         size = self.size if self.size is not None else len(self.known)
         return max(0, size - self.needed - len(self.by_persons))
 

@@ -9,6 +9,7 @@ import pytest
 
 from orchestrator.controller import failpoints
 from orchestrator.errors import SlurmUnreachable
+from orchestrator.registry.records import BY_PERSON
 from orchestrator.scheduler.interface import JobSpec
 from orchestrator.scheduler.slurm.refusals import submit_error
 from orchestrator.states import RunState
@@ -184,6 +185,45 @@ def test_an_excluded_node_is_no_node_to_grow_back_to(tmp_path: Path) -> None:
     assert asked(world) == [4, 4, 3, 3]
     assert intents(world)[3] == "next attempt on 3 of 4 nodes: 1 node is still missing"
     assert world.attempts[3].excluded == (gone,)
+
+
+def exclude(world: World, *nodes: str) -> None:
+    until = world.clock.now + 24 * 3600
+    for node in nodes:
+        world.store.exclude_node(node, "slurm", until, "node_lost", epoch=world.lease.epoch, now=world.clock.now)
+
+
+@pytest.mark.parametrize(("least", "avoids"), [(3, False), (2, True)])
+def test_what_orch_excludes_gives_way_before_the_fewest_nodes_are_missed(
+    least: int, avoids: bool, tmp_path: Path
+) -> None:
+    """One of four nodes is excluded and works, another one dies."""
+    data = elastic()
+    data["cluster"]["min_nodes"] = least
+    world = World(tmp_path, data=data)
+    world.controller.pool_size = lambda _: 4
+    training(world, 12)
+    (job,) = world.slurm.running()
+    excluded = "n1" if job.nodes[0] != "n1" else "n2"
+    exclude(world, excluded)
+    lose_a_node(world)
+    until_smaller(world)
+    assert asked(world) == [4, 4, least]
+    assert world.attempts[2].excluded == ((excluded,) if avoids else ())
+
+
+def test_what_a_person_excludes_gives_way_to_nothing(tmp_path: Path) -> None:
+    data = elastic()
+    data["cluster"]["min_nodes"] = 3
+    world = World(tmp_path, data=data)
+    world.controller.pool_size = lambda _: 4
+    world.slurm.down = {"n4"}
+    world.turns(3)
+    world.store.exclude_node(
+        "n3", "slurm", world.clock.now + 24 * 3600, BY_PERSON, epoch=world.lease.epoch, now=world.clock.now
+    )
+    world.turns(100, 5.0)
+    assert asked(world) == [4]
 
 
 def test_a_person_who_resumes_the_run_gets_all_its_nodes_again(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from random import Random
 
 from orchestrator.config.run_config import RunConfig
 from orchestrator.controller import failpoints
+from orchestrator.controller.jobs.job_spec import job_spec
 from orchestrator.controller.reconciler.actor import Actor
 from orchestrator.controller.run_dirs.bounded_files import RunDirHangs
 from orchestrator.controller.run_dirs.collect_evidence import forget
@@ -14,12 +15,14 @@ from orchestrator.controller.run_dirs.run_folder import hidden
 from orchestrator.controller.run_view import RunView
 from orchestrator.recovery import node_failure_rate
 from orchestrator.recovery.classify_failure import End, Verdict
+from orchestrator.recovery.elastic_policy import world_sizes
 from orchestrator.recovery.node_exclusion import (
     REMEMBERED,
     Blame,
     NodeRecord,
     Pool,
     avoided,
+    excluded,
     faulty,
     hangs,
     nodes_to_exclude,
@@ -39,12 +42,18 @@ from orchestrator.recovery.retry_policy import (
 )
 from orchestrator.registry.records import PERSON, Attempt, Run
 from orchestrator.registry.store import Store
+from orchestrator.scheduler.interface import Resources
 from orchestrator.states import AttemptState, RunState, Trust
 from trainer.contract.config_sections.scheduler_kinds import traits
 from trainer.contract.events import EventKind
 from trainer.contract.failures.outcome import Failure
 
 PoolSize = Callable[[RunConfig], int | None]
+UsableNodes = Callable[[Resources, frozenset[str]], int | None]
+"""How many nodes are in service that could hold a job with these resources, busy ones too, but none of these names.
+
+None where the scheduler cannot tell; raises SlurmUnreachable when it gives no answer.
+"""
 
 _RUN_AFTER = {
     Action.SUCCEED: RunState.SUCCEEDED,
@@ -279,9 +288,30 @@ def pool_of(store: Store, view: RunView, now: float, pool_size: PoolSize, gone: 
     )  # fmt: skip
 
 
-def to_avoid(store: Store, view: RunView, now: float, pool_size: PoolSize) -> tuple[str, ...]:
-    """Nodes that the next job of this run must not get."""
+def to_avoid(
+    actor: Actor, view: RunView, pool_size: PoolSize, usable_nodes: UsableNodes, needed: int | None = None
+) -> tuple[str, ...]:
+    """Nodes that the next job of this run must not get, if it asks for `needed` nodes (by default as configured).
+
+    What orch excludes gives way where a run with `cluster.min_nodes` could have no size without it. Raises
+    SlurmUnreachable.
+    """
+    store, now = actor.store, actor.clock.wall()
     # Most often there is none, and Slurm need not be asked for the partition's size.
     if not any(node.excluded_until > now for node in store.nodes() if node.cluster == view.run.domain):
         return ()
-    return avoided(pool_of(store, view, now, pool_size), view.config.recovery, now)
+    pool = pool_of(store, view, now, pool_size)
+    pool = replace(pool, needed=needed or pool.needed)
+    if view.config.cluster.min_nodes:
+        actor.renew_lease_if_due()
+        pool = replace(pool, in_service=_in_service(view, pool, now, usable_nodes))
+    return avoided(pool, view.config.recovery, now)
+
+
+def _in_service(view: RunView, pool: Pool, now: float, usable_nodes: UsableNodes) -> int | None:
+    """Nodes that people let the job use, where too few for its smallest size are left without all excluded ones."""
+    resources = job_spec(view.run, view.last, view.config).resources
+    left = usable_nodes(resources, frozenset(excluded(pool.known, now)) | pool.by_persons)
+    if left is None or left >= world_sizes(view.config)[-1].all_nodes:
+        return None
+    return usable_nodes(resources, pool.by_persons)

@@ -18,7 +18,7 @@ from orchestrator.controller.jobs.scheduler_snapshot import UNREACHABLE, Records
 from orchestrator.controller.leasing.observed_since import Clock, ObservedSince
 from orchestrator.controller.reconciler import user_requests
 from orchestrator.controller.reconciler.actor import SUBMIT_WITHIN, Actor, code_note
-from orchestrator.controller.reconciler.conclude import PoolSize, conclude, to_avoid
+from orchestrator.controller.reconciler.conclude import PoolSize, UsableNodes, conclude, to_avoid
 from orchestrator.controller.reconciler.ownership import Domain, never_submitted, sweep_orphans
 from orchestrator.controller.reconciler.running_jobs import (
     end_judged_job,
@@ -29,7 +29,7 @@ from orchestrator.controller.reconciler.running_jobs import (
     wait_for_room,
     with_exclusions,
 )
-from orchestrator.controller.reconciler.world_size import UsableNodes, give_up_long_wait, next_world, size_note
+from orchestrator.controller.reconciler.world_size import give_up_long_wait, next_world, size_note
 from orchestrator.controller.run_dirs.bounded_files import DirectFiles, Files, RunDirHangs
 from orchestrator.controller.run_dirs.collect_evidence import collect_evidence
 from orchestrator.controller.run_dirs.ingest import ingest
@@ -264,7 +264,7 @@ class Controller:
             self._refuse_other_registry(view)
             if wait_for_room(self.actor, view):
                 return False
-            view = with_exclusions(self.actor, view, self.pool_size)
+            view = with_exclusions(self.actor, view, self.pool_size, self.usable_nodes)
         failure = self.actor.launch(view, snapshot)
         if failure is not None:
             self._conclude(view, Verdict(end=End.FAILED, reason=failure.reason, failure=failure))
@@ -304,10 +304,10 @@ class Controller:
         if job is not None and is_live(job):
             self._note_job(view, job, evidence)
             maintain_job(self.actor, view, job)
-            update_exclusions(self.actor, view, job, self.pool_size)
+            update_exclusions(self.actor, view, job, self.pool_size, self.usable_nodes)
             end_silent_job(self.actor, view, job, evidence)
             full = self._config(view.run.config_digest)
-            give_up_long_wait(self.actor, view, full, job, evidence, self.usable_nodes)
+            give_up_long_wait(self.actor, view, full, job, evidence, self.pool_size, self.usable_nodes)
         if view.cancel is not None:
             user_requests.advance_cancel(self.actor, view, snapshot)
         verdict = judge(evidence)
@@ -391,8 +391,8 @@ class Controller:
         if wait_for_room(self.actor, view):
             return False
         failpoints.reach("before_next_intent")
-        avoid = to_avoid(self.store, view, self.clock.wall(), self.pool_size)
-        changes = next_world(self.actor, view, self.usable_nodes)
+        avoid = to_avoid(self.actor, view, self.pool_size, self.usable_nodes)
+        changes = next_world(self.actor, view, self.pool_size, self.usable_nodes)
         attempt = self.store.add_attempt(run.name, nonce=token_hex(4), excluded=avoid, **changes, **self.actor.stamp())
         failpoints.reach("after_next_intent")
         self.actor.make_attempt_dir(view, attempt)

@@ -8,11 +8,11 @@ from checkpointing.config import RUN
 from checkpointing.storage.storage_errors import is_disk_error
 from orchestrator.controller.jobs.job_spec import job_spec
 from orchestrator.controller.reconciler.actor import SUBMIT_WITHIN, Actor
-from orchestrator.controller.reconciler.conclude import PoolSize, apply, to_avoid
+from orchestrator.controller.reconciler.conclude import PoolSize, UsableNodes, apply, to_avoid
 from orchestrator.controller.run_dirs.collect_evidence import REQUEUED, SILENCED
 from orchestrator.controller.run_dirs.run_folder import missing_room
 from orchestrator.controller.run_view import RunView
-from orchestrator.errors import SubmitRejected
+from orchestrator.errors import SlurmUnreachable, SubmitRejected
 from orchestrator.recovery.evidence import Evidence
 from orchestrator.recovery.retry_policy import Action, Decision
 from orchestrator.recovery.silent_coordinator import Escalation, judge_silence
@@ -42,20 +42,25 @@ def wait_for_room(actor: Actor, view: RunView) -> bool:
     return True
 
 
-def with_exclusions(actor: Actor, view: RunView, pool_size: PoolSize) -> RunView:
+def with_exclusions(actor: Actor, view: RunView, pool_size: PoolSize, usable_nodes: UsableNodes) -> RunView:
     """The run with the nodes that its next job must not get, as they are known now: its intent may be old."""
-    avoid = to_avoid(actor.store, view, actor.clock.wall(), pool_size)
+    avoid = to_avoid(actor, view, pool_size, usable_nodes)
     if avoid == view.last.excluded:
         return view
     actor.store.note_attempt(view.run.name, view.last.number, epoch=actor.epoch, excluded=avoid)
     return _avoiding(view, avoid)
 
 
-def update_exclusions(actor: Actor, view: RunView, job: JobStatus, pool_size: PoolSize) -> None:
+def update_exclusions(
+    actor: Actor, view: RunView, job: JobStatus, pool_size: PoolSize, usable_nodes: UsableNodes
+) -> None:
     """Keep a job that waits off the nodes that are excluded by now, and no longer off those that are not."""
     if job.held or job.state not in QUEUED_STATES or view.cancel is not None:
         return
-    fresh = _avoiding(view, to_avoid(actor.store, view, actor.clock.wall(), pool_size))
+    try:
+        fresh = _avoiding(view, to_avoid(actor, view, pool_size, usable_nodes))
+    except SlurmUnreachable:  # as it is, until it answers
+        return
     attempt, refused = fresh.last, f"avoid:{view.run.name}/{view.last.number}"
     if attempt.excluded == view.last.excluded or actor.observed.value(refused) == str(attempt.excluded):
         return

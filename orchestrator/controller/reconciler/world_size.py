@@ -4,12 +4,13 @@ What is decided is written down before anything is done: the request to stop bef
 attempt with its intent.
 """
 
-from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from orchestrator.config.run_config import RunConfig
 from orchestrator.controller.jobs.job_spec import job_spec
 from orchestrator.controller.reconciler.actor import Actor
+from orchestrator.controller.reconciler.conclude import PoolSize, UsableNodes, to_avoid
 from orchestrator.controller.reconciler.running_jobs import end_job
 from orchestrator.controller.run_dirs.collect_evidence import GAVE_UP
 from orchestrator.controller.run_view import RunView, stored_config
@@ -27,21 +28,16 @@ from orchestrator.recovery.elastic_policy import (
     world_sizes,
 )
 from orchestrator.recovery.evidence import Evidence
-from orchestrator.scheduler.interface import LEAVING_STATES, JobStatus, Resources
+from orchestrator.scheduler.interface import LEAVING_STATES, JobStatus
 from orchestrator.scheduler.slurm.refusals import waits_for_nodes
 from trainer.contract.failures.outcome import FailureKind
 from trainer.contract.time_spans import span
 
-UsableNodes = Callable[[Resources, frozenset[str]], int | None]
-"""How many nodes are in service that could hold a job with these resources, busy ones too, but none of these names.
-
-None where the scheduler cannot tell; raises SlurmUnreachable when it gives no answer.
-"""
-
 
 def give_up_long_wait(
-    actor: Actor, view: RunView, full: RunConfig, job: JobStatus, evidence: Evidence, usable_nodes: UsableNodes
-) -> None:
+    actor: Actor, view: RunView, full: RunConfig, job: JobStatus, evidence: Evidence, pool_size: PoolSize,
+    usable_nodes: UsableNodes,
+) -> None:  # fmt: skip
     """End a job that has waited for its nodes for longer than `recovery.patience`, where a smaller one could start.
 
     `full`: the run's own config, of which the attempt's may be a smaller one.
@@ -59,7 +55,7 @@ def give_up_long_wait(
     if not waits or waited < patience:
         return
     try:
-        usable = _usable(actor, view, usable_nodes)
+        usable = _usable(actor, view, full, pool_size, usable_nodes)
     except SlurmUnreachable:  # no answer is no evidence
         return
     why = give_up_waiting(world_sizes(full), view.config.cluster.all_nodes, waited, patience, usable)
@@ -77,7 +73,7 @@ def size_note(view: RunView, full: RunConfig, job: JobStatus) -> str:
     return "; ".join(words)
 
 
-def next_world(actor: Actor, view: RunView, usable_nodes: UsableNodes) -> dict[str, Any]:
+def next_world(actor: Actor, view: RunView, pool_size: PoolSize, usable_nodes: UsableNodes) -> dict[str, Any]:
     """What the run's next attempt has otherwise than the run, with the reason: changes for `add_attempt`.
 
     Its config is stored. Raises SlurmUnreachable.
@@ -86,7 +82,8 @@ def next_world(actor: Actor, view: RunView, usable_nodes: UsableNodes) -> dict[s
     last = _last(view, full.all_nodes, actor.clock.wall())
     if not needs_choice(sizes, last):
         return {}
-    choice = next_size(sizes, last, _usable(actor, view, usable_nodes), view.config.recovery.patience)
+    usable = _usable(actor, view, view.config, pool_size, usable_nodes)
+    choice = next_size(sizes, last, usable, view.config.recovery.patience)
     if choice.size.all_nodes == full.all_nodes:
         return {"reason": f"next attempt on {choice.reason}"} if choice.reason else {}
     base = stored_config(actor.store, view.run.config_digest)
@@ -125,10 +122,9 @@ def _refused_since(view: RunView, now: float) -> float:
     return since
 
 
-def _usable(actor: Actor, view: RunView, usable_nodes: UsableNodes) -> int | None:
-    now = actor.clock.wall()
-    excluded = {
-        node.name for node in actor.store.nodes() if node.cluster == view.run.domain and node.excluded_until > now
-    }
+def _usable(actor: Actor, view: RunView, full: RunConfig, pool_size: PoolSize, usable_nodes: UsableNodes) -> int | None:
+    """Nodes in service but for those that the run's smallest job would avoid; a larger one avoids no others."""
+    smallest = world_sizes(full)[-1].all_nodes
+    avoid = to_avoid(actor, replace(view, config=full), pool_size, usable_nodes, smallest)
     actor.renew_lease_if_due()
-    return usable_nodes(job_spec(view.run, view.last, view.config).resources, frozenset(excluded))
+    return usable_nodes(job_spec(view.run, view.last, view.config).resources, frozenset(avoid))

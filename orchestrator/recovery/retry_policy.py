@@ -147,8 +147,8 @@ class Decision:
 SCRIPT_HINT = "; the job's log (attempts/*/submission/*.out, *.err) tells why: see cluster.python and cluster.templates"
 
 ANEW_HINT = (
-    "; checkpoints were written under steps that are not higher, which counts half an hour after a start: name them by "
-    "the step, or set progress.pattern"
+    "; checkpoints were written under steps that are not higher, which counts half an hour after a start "
+    "(preempted: five minutes): name them by the step, or set progress.pattern"
 )
 
 LONGEST_GAP = 2 * 3600.0

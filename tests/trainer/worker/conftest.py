@@ -165,7 +165,7 @@ def text_tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def new_run(ranks: Ranks, folder: Path, tokens: Path, world: int, over: dict[str, Any]) -> Run:
     config = merged({**TINY, "data": {"path": str(tokens)}}, over)
-    config["cluster"] = {**config["cluster"], **ranks_of_node(world)}
+    config["cluster"] = {**ranks_of_node(world), **config["cluster"]}
     run = RunDir(folder)
     run.make()
     run.config.write_bytes(canonical(config))

@@ -10,6 +10,13 @@ from checkpointing.storage.trusted_path import check_unshared
 from orchestrator.errors import ConfigError, RegistryError
 
 
+def expand_home(text: str) -> str:
+    """The path with ~ replaced; raises RuntimeError where the home folder is not known, `os.path` would leave the ~."""
+    if text == "~" or text.startswith("~/"):
+        Path.home()
+    return os.path.expanduser(text)
+
+
 def state_home(environ: Mapping[str, str] = os.environ) -> Path:
     """`ORCH_HOME`, or `orch` below the XDG state folder; made private to the user on first use.
 

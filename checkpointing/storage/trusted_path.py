@@ -5,6 +5,7 @@ not. So a private folder below a shared one is found by its owner, and held by a
 """
 
 import errno
+import getpass
 import grp
 import os
 import pwd
@@ -83,6 +84,14 @@ def user_name(uid: int) -> str:
         return pwd.getpwuid(uid).pw_name
     except KeyError:
         return f"uid {uid}"
+
+
+def own_name() -> str:
+    """Who runs this, as login variables or the account name them; the uid as text where neither does."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError, ImportError):  # by Python's version
+        return str(os.getuid())
 
 
 @contextmanager

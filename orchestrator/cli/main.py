@@ -6,6 +6,8 @@ import shlex
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 
 import click
 
@@ -141,6 +143,15 @@ def _report_error(screen: Screen, error: OrchError) -> int:
     return error.exit_code
 
 
+def _without_home() -> Precondition:
+    """What pathlib raises a RuntimeError for, at ~ in a path and at the user's own configuration."""
+    with suppress(RuntimeError):
+        Path.home()
+        return Precondition("a path begins with ~NAME, and NAME has no account here", hint="type the whole path")
+    what = f"your home folder is not known: HOME is not set, and uid {os.getuid()} has no account here"
+    return Precondition(what, where="$HOME", hint="set HOME: `export HOME=FOLDER`")
+
+
 def _of_the_system(error: OSError) -> Precondition:
     if isinstance(error, FileNotFoundError) and not error.filename and not _has_current_folder():
         where = os.environ.get("PWD", "")
@@ -208,6 +219,8 @@ def _internal(screen: Screen, error: Exception, words: Sequence[str]) -> int:
     from orchestrator.cli.terminal.shadowed_modules import shadowed
     from orchestrator.home import state_home
 
+    if isinstance(error, RuntimeError) and "home directory" in str(error):
+        return _report_error(screen, _without_home())
     if found := shadowed():
         what = f"PYTHONPATH has another `{found[0]}` than orch needs ({type(error).__name__}: {error})"
         hint = "`unset PYTHONPATH`, or rename that file"
@@ -238,7 +251,7 @@ def _complete(line: str) -> int:
     try:
         for candidate in answer(orch, line):
             screen.raw(candidate)
-    except (OSError, OrchError):
+    except (OSError, OrchError, RuntimeError):
         return 1  # a state folder that cannot be: the verb itself says so, a Tab says nothing
     return 0
 

@@ -17,6 +17,7 @@ from orchestrator.config.layers import Assignment
 from orchestrator.config.run_config import RunConfig
 from orchestrator.config.validation import refuse_ineffective
 from orchestrator.errors import ConfigError
+from orchestrator.home import expand_home
 from trainer.contract.config import build, digest_of
 from trainer.contract.config_sections.fault_detection_config import DrillEvent
 from trainer.contract.layout.fixes import MayChange
@@ -375,7 +376,7 @@ def _absolute(
             raise ConfigError(
                 what, where=_where(key, origins), hint=f"~{keys.dotted(key)} takes its default; . is {here}"
             )
-        return os.path.abspath(os.path.join(folders.get(key, ""), os.path.expanduser(written)))
+        return os.path.abspath(os.path.join(folders.get(key, ""), expand_home(written)))
 
     for path, is_folder in _FOLDERS.items():
         branch = _branch(data, path)

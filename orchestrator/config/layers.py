@@ -50,18 +50,26 @@ class Assignment:
 
 def standing_files(environ: Mapping[str, str]) -> list[Path]:
     """The site's and the user's config, where there are such; one named by the environment must exist."""
-    home = Path(environ["HOME"]) if environ.get("HOME") else Path.home()
-    user = Path(environ.get("XDG_CONFIG_HOME") or home / ".config") / "orch" / "config.yaml"
     found = []
-    for variable, usual in (("ORCH_SITE_CONFIG", Path("/etc/orch/site.yaml")), ("ORCH_USER_CONFIG", user)):
+    for variable in ("ORCH_SITE_CONFIG", "ORCH_USER_CONFIG"):
         named = environ.get(variable)
-        path = Path(named).expanduser() if named else usual
+        path = Path(named).expanduser() if named else _usual_file(variable, environ)
         if named and not path.is_file():
             what = f"no such file: {path}" if not path.exists() else f"{path} {_no_file(path)}"
             raise ConfigError(what, where=f"${variable}", hint=f"unset {variable}, or name a file there")
         if path.is_file():
             found.append(path)
     return found
+
+
+def _usual_file(variable: str, environ: Mapping[str, str]) -> Path:
+    """The file where the variable is not set; raises RuntimeError where the user's home is asked for and not known."""
+    if variable == "ORCH_SITE_CONFIG":
+        return Path("/etc/orch/site.yaml")
+    folder = environ.get("XDG_CONFIG_HOME")
+    home = environ.get("HOME")
+    config = Path(folder) if folder else (Path(home) if home else Path.home()) / ".config"
+    return config / "orch" / "config.yaml"
 
 
 def locate(source: str, beside: Path, where: str) -> Path:

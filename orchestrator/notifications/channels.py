@@ -20,10 +20,10 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from email.message import EmailMessage
-from getpass import getuser
 from pathlib import Path
 from typing import Any
 
+from checkpointing.storage.trusted_path import own_name
 from orchestrator.config.redaction import redacted_url
 from orchestrator.registry.records import Run, Transition
 from orchestrator.scheduler.job_environment import package_root
@@ -189,7 +189,7 @@ def post(url: str, payload: Mapping[str, Any]) -> str:
 def mail(addresses: Sequence[str], payload: Mapping[str, Any], smtp: tuple[str, int] = SMTP) -> str:
     """Send a mail by `sendmail` where there is one, else by SMTP."""
     letter = EmailMessage()
-    letter["From"] = f"orch <{getuser()}@{socket.getfqdn()}>"
+    letter["From"] = f"orch <{own_name()}@{socket.getfqdn()}>"
     letter["To"] = ", ".join(addresses)
     letter["Subject"] = f"{payload['run']} is {payload['state']}"
     letter["Auto-Submitted"] = "auto-generated"

@@ -15,7 +15,6 @@ A fragment is shell with a YAML head between two `#---` lines, every line of it 
 Placeholders are quoted for the shell. Besides its own arguments a fragment knows `run_dir`, `gpus` and `python`.
 """
 
-import os
 import re
 import shlex
 from collections.abc import Mapping
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.errors import ConfigError
+from orchestrator.home import expand_home
 from orchestrator.near_words import did_you_mean, nearest
 from orchestrator.scheduler.interface import JobSpec
 from orchestrator.scheduler.slurm.sbatch_values import check_text
@@ -69,7 +69,7 @@ def prepare(spec: JobSpec, folder: Path | None = None) -> Prepared:
     fragments = [load(name, folder) for name in spec.templates]
     given = {name: check_text(f"cluster.template_args.{name}", value) for name, value in spec.template_args.items()}
     _refuse_unused(fragments, given)
-    chosen = check_text("cluster.python", os.path.expanduser(spec.python))
+    chosen = check_text("cluster.python", expand_home(spec.python))
     pythons = [fragment for fragment in fragments if fragment.python]
     if len(pythons) > 1:
         names = " and ".join(fragment.name for fragment in pythons)
@@ -199,7 +199,7 @@ def _values(fragment: Fragment, given: Mapping[str, str]) -> dict[str, Any]:
                 check_text(f"cluster.template_args.{name}", word)
             values[name] = tuple(words)
         else:
-            values[name] = os.path.expanduser(value) if argument.kind == "path" else value
+            values[name] = expand_home(value) if argument.kind == "path" else value
     return values
 
 

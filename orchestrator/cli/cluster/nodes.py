@@ -1,12 +1,12 @@
 """`orch nodes`: the nodes that runs have used, and those that jobs are kept away from."""
 
-import getpass
 import socket
 import time
 from typing import Any
 
 import click
 
+from checkpointing.storage.trusted_path import own_name
 from orchestrator.cli.access.registry import open_store, wake_controller
 from orchestrator.cli.access.run_folder import locate_run
 from orchestrator.cli.runs.cancel_resume import NO_CONTROLLER, any_silent, await_answers
@@ -89,7 +89,7 @@ def exclude(screen: Screen, names: tuple[str, ...], period: str | None, why: str
     NODE is a name or a host list (gpu[003,017]). Jobs that are queued or run already keep their nodes.
     """
     until = UNTIL_RELEASED if period is None else time.time() + _seconds(period)
-    by = f"{getpass.getuser()}@{socket.gethostname()}"
+    by = f"{own_name()}@{socket.gethostname()}"
     args = {"until": until, "why": f"{by}: {' '.join(why.split())[:_LONGEST_WHY]}" if why.split() else by}
     return _request_each(screen, EXCLUDE, _expanded(names), args, no_controller)
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import pwd
 import subprocess
 import sys
 from collections.abc import Callable
@@ -175,6 +176,46 @@ def test_a_synonym_names_verbs_that_there_are() -> None:
     names = {word for verb in main.verbs() for word in verb.split()}
     assert not [word for word, meant in SYNONYMS.items() if not names & set(meant)]
     assert not names & set(SYNONYMS) & {verb.partition(" ")[0] for verb in main.verbs()}
+
+
+@pytest.fixture
+def no_account(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container whose uid has no entry in passwd, and no HOME."""
+    for name in ("LOGNAME", "USER", "LNAME", "USERNAME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+
+    def unknown(uid: int) -> None:
+        raise KeyError(f"getpwuid(): uid not found: {uid}")
+
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+
+
+@pytest.mark.usefixtures("no_account")
+def test_a_user_without_a_home_is_asked_to_set_it_only_where_it_is_needed(
+    orch: Type, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    named = tmp_path / "none.yaml"
+    named.write_text("")
+    show = ("config", "show", "tiny-gpt", f"cluster.root={tmp_path}")
+    assert orch(*show).code == 0, "XDG_CONFIG_HOME names the folder"
+    monkeypatch.delenv("XDG_CONFIG_HOME")
+    monkeypatch.setenv("ORCH_USER_CONFIG", str(named))
+    assert orch(*show).code == 0
+    refusals = [orch("config", "show", "tiny-gpt", "cluster.root=~/runs"), orch("config", "show", "~/mine.yaml")]
+    monkeypatch.delenv("ORCH_USER_CONFIG")
+    refusals.append(orch(*show))
+    monkeypatch.delenv("ORCH_HOME")
+    refusals.append(orch("status"))
+    for refused in refusals:
+        assert refused.code == 4, refused.err
+        assert "your home folder is not known: HOME is not set, and uid" in refused.err
+        assert "set HOME" in refused.err
+
+
+def test_a_home_of_nobody_is_no_defect_of_orch(orch: Type) -> None:
+    refused = orch("config", "show", "~no-such-account/mine.yaml")
+    assert refused.code == 4
+    assert "a path begins with ~NAME, and NAME has no account here" in refused.err
 
 
 def test_an_internal_error_keeps_its_traceback_in_a_file(

@@ -1,6 +1,7 @@
 """Webhook, mail and command: what arrives, and why something does not."""
 
 import os
+import pwd
 import socket
 import socketserver
 import threading
@@ -81,6 +82,22 @@ def test_without_sendmail_a_mail_goes_by_smtp(smtp: Any) -> None:
     (letter,) = smtp.letters
     assert "To: ann@here, bob@here" in letter
     assert "Subject: tiny-1 is FAILED" in letter
+
+
+def test_a_user_without_an_account_is_named_by_number(smtp: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    without_account(monkeypatch)
+    assert channels.mail(["ann@here"], PAYLOAD, smtp.server_address) == ""
+    assert f"From: orch <{os.getuid()}@" in str(smtp.letters)
+
+
+def without_account(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
+        monkeypatch.delenv(name, raising=False)
+
+    def unknown(uid: int) -> None:
+        raise KeyError(f"getpwuid(): uid not found: {uid}")
+
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
 
 
 def test_a_mail_that_is_refused_says_so(smtp: Any) -> None:

@@ -1,5 +1,7 @@
 """`orch nodes exclude` and what `orch nodes ls` says of it."""
 
+import os
+import pwd
 import time
 from subprocess import CompletedProcess
 from typing import Any
@@ -47,7 +49,7 @@ def test_a_node_is_excluded_for_a_while_and_the_list_says_by_whom_and_why(
     orch: Type, seeds: Seeds, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     used(seeds, "n1", "n2")
-    monkeypatch.setattr(nodes.getpass, "getuser", lambda: "ada")
+    monkeypatch.setattr(nodes, "own_name", lambda: "ada")
     monkeypatch.setattr(nodes.socket, "gethostname", lambda: "login1")
     began = time.time()
     said = orch("nodes", "exclude", "n2", "--for", "2h", "--why", "its  InfiniBand\tdrops", "--json")
@@ -151,3 +153,19 @@ def test_a_cluster_without_a_run_cannot_be_told_of_a_node(
     said = orch("nodes", "exclude", "n9")
     assert said.code == 4
     assert "cluster.exclude=n9 in a configuration" in said.err
+
+
+def test_a_person_without_an_account_is_named_by_number(
+    orch: Type, seeds: Seeds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used(seeds, "n2")
+    for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
+        monkeypatch.delenv(name, raising=False)
+
+    def unknown(uid: int) -> None:
+        raise KeyError(f"getpwuid(): uid not found: {uid}")
+
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    assert orch("nodes", "exclude", "n2", "--json").code == 0
+    (row,) = orch("nodes", "ls", "--json").data
+    assert row["reason"].startswith(f"excluded by {os.getuid()}@")

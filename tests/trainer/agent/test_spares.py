@@ -207,6 +207,22 @@ def test_a_workload_that_nobody_could_import_is_the_users_error_and_uses_no_spar
     led(tmp_path, script)
 
 
+def test_a_workload_that_needs_more_threads_than_the_node_starts_is_no_error_of_the_user(tmp_path):
+    async def script(scene: Scene) -> None:
+        peers = [await scene.join(node, ready=False) for node in (0, 1, 2)]
+        await hear(peers[1], agents.NodeRank)
+        for node in (2, 1):
+            peers[node].send(agents.Unloadable(exception="RuntimeError", message="can't start new thread"))
+            while node == 2 and not scene.state.roster.members[2].excluded:
+                await hear(peers[0], agents.Ping)
+        assert await asyncio.wait_for(scene.leading, 15) == 75
+        failure = AttemptOutcome.read(scene.attempt.outcome).failure
+        assert failure.kind == "unknown"
+        assert "pids.max" in failure.reason
+
+    led(tmp_path, script)
+
+
 def test_a_node_whose_clock_is_off_is_left_out_and_that_is_told(tmp_path):
     async def script(scene: Scene) -> None:
         peers = [await scene.join(node, fit=False) for node in (0, 1, 2)]

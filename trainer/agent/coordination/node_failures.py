@@ -2,7 +2,9 @@
 
 from trainer.agent.attempt_state.attempt_state import AttemptState
 from trainer.agent.control.control_server import AgentRefused
+from trainer.agent.watch.root_cause import LIMITS
 from trainer.contract.events import EventKind
+from trainer.contract.failures.failure_patterns import Meaning, error_says
 from trainer.contract.failures.outcome import Failure, FailureKind
 from trainer.contract.messages.agents import Unloadable
 
@@ -46,6 +48,8 @@ class NodeFailures:
         if others:
             reason = f"{member.name}: {member.excluded}, while {others[0].name} can import it"
             self._fail(FailureKind.NODE_SUSPECT, node, reason)
+        elif error_says(member.excluded, Meaning.NO_PROCESSES):
+            self._fail(FailureKind.UNKNOWN, node, f"{member.name}: {member.excluded}; {LIMITS}")
         else:
             self._fail(FailureKind.USER_ERROR, node, member.excluded)
 

@@ -16,7 +16,16 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 
 from trainer.agent.ranks.last_output import RANK_PREFIX, TRACEBACK
-from trainer.agent.watch.root_cause import VARYING, Cause, CommandFailure, RankEnd, find_cause, is_outside, root_of
+from trainer.agent.watch.root_cause import (
+    LIMITS,
+    VARYING,
+    Cause,
+    CommandFailure,
+    RankEnd,
+    find_cause,
+    is_outside,
+    root_of,
+)
 from trainer.contract.failures.failure_patterns import Meaning, error_says
 from trainer.contract.failures.outcome import FailureKind, kinds_with
 from trainer.contract.user_command.command_progress import PROGRESS_SECONDS
@@ -168,10 +177,13 @@ def command_cause(ends: Sequence[RankEnd], past: CommandPast, seconds: float) ->
     if early is not None:
         reason = f"rank {early.rank} on {early.node} ended with exit code 0 before the others: {failure.reason}"
         failure = replace(failure, rank=early.rank, node=early.node, reason=reason)
-    outside = is_outside(_said(root))
+    limited = error_says(_said(root), Meaning.NO_PROCESSES)
+    outside = limited or is_outside(_said(root))
     own = early is not None or (raised and not outside)
     if cause.failure.kind is FailureKind.EXCEPTION:  # most programs turn every error into one
         failure = replace(failure, kind=FailureKind.UNKNOWN)
+    if limited and LIMITS not in failure.reason:
+        failure = replace(failure, reason=f"{failure.reason}; {LIMITS}")
     cause = replace(cause, failure=failure, mark="", outside=outside)
     # What it wrote of its end may be lost for the same reason.
     if own and past.disk:

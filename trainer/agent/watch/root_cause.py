@@ -33,6 +33,7 @@ _LESS_OF_A_GPU = (
     "ranks (parallel.dp_shard, parallel.tp, parallel.cp)"
 )
 _OF_A_COMMAND = "give the job more (cluster.mem), or let the program use less, as with smaller batches"
+LIMITS = "`ulimit -u`, and pids.max of the job's cgroup, bound the threads and processes of a user there"
 VARYING = re.compile(r"0x[0-9a-f]+|\d+", re.IGNORECASE)
 """What differs between two messages of the same error."""
 GOOD = (ExitCode.FINISHED, ExitCode.STOPPED_AFTER_SAVE)
@@ -120,6 +121,7 @@ def find_cause(ends: Sequence[RankEnd], *, trained: bool, last_mark: str = "") -
     mark = f"{words or root.signal or root.exit_code}@{root.step}"
     # A run that has trained has shown that its code works.
     outside = kind is FailureKind.EXCEPTION and trained and root.exception not in _OF_CODE and is_outside(said)
+    outside = outside or (kind is FailureKind.UNKNOWN and _meets_limit(root, said))  # it may be over in a while, too
     kind = FailureKind.UNKNOWN if outside else kind
     own_exception = kind in (FailureKind.EXCEPTION, FailureKind.OUT_OF_MEMORY)
     # Nothing worked yet, so nothing suggests that it would work the next time.
@@ -148,6 +150,11 @@ def find_cause(ends: Sequence[RankEnd], *, trained: bool, last_mark: str = "") -
 def is_outside(said: str) -> bool:
     """Whether an error says that the network, a server or a process beside the program failed."""
     return error_says(said, Meaning.OUTSIDE)
+
+
+def _meets_limit(end: RankEnd, said: str) -> bool:
+    """Whether the node started no thread or process: that says nothing of the code, before the first step either."""
+    return error_says(said, Meaning.NO_PROCESSES) and end.exception not in _OF_CODE and not end.secondary
 
 
 def root_of(ends: Sequence[RankEnd]) -> RankEnd:
@@ -200,6 +207,8 @@ def _classify(end: RankEnd) -> tuple[FailureKind, bool, str]:
         return FailureKind.STORAGE, False, f"could not use its storage (exit code 74){_after(said)}"
     if error_says(said, Meaning.MEMORY, Meaning.GPU_MEMORY) and not end.secondary:
         return FailureKind.OUT_OF_MEMORY, True, f"ran out of memory: {_short(said)}; {_memory_hint(end)}"
+    if _meets_limit(end, said):
+        return FailureKind.UNKNOWN, True, f"met a limit of its node: {_short(said)}; {LIMITS}"
     if error_says(said, Meaning.STORAGE) and end.exception not in _OF_CODE:
         return FailureKind.STORAGE, False, f"could not use its storage: {_short(said)}"
     if error_says(said, Meaning.VARIABLE) and not end.secondary:

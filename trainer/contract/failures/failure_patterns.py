@@ -21,6 +21,7 @@ class Meaning(StrEnum):
     NO_RENDEZVOUS = "no_rendezvous"  # ranks did not meet
     MISMATCH = "mismatch"  # ranks called different collectives
     OUTSIDE = "outside"  # what a program only meets: the network, a file server, the end of a process beside it
+    NO_PROCESSES = "no_processes"  # the node starts no thread or process now
     UNREADABLE = "unreadable"  # what only the bytes of a file of weights or state cause
     CUT_OFF = "cut_off"  # what a file that was cut off raises where it is read, and also an answer of a server
     BROKEN = "broken"  # what the bytes of any file cause, and other things too
@@ -128,6 +129,8 @@ TABLE = tuple(
         (Meaning.OUTSIDE, _ERROR, r"DataLoader worker .{0,200}(killed|exited unexpectedly)"),
         # Network file systems: a client that Lustre has evicted, CIFS, FUSE, an expired key of Kerberos or AFS
         (Meaning.OUTSIDE, _ERROR, r"\[Errno (6[47]|7[01]|10[0-478]|11[0-36]|12[16-9])\]"),
+        (Meaning.NO_PROCESSES, _ERROR, r"can't start new thread|Resource temporarily unavailable|\[Errno 11\]"),
+        (Meaning.NO_PROCESSES, _ERROR, r"pthread_create.{0,40} failed|Thread creation failed"),
         (Meaning.UNREADABLE, _ERROR, r"SafetensorError|deserializing header|central directory"),
         # but for what the system refused it
         (Meaning.UNREADABLE, _ERROR, r"PytorchStreamReader(?!.{0,200}: (file \w+|allocation) failed)"),

@@ -114,6 +114,32 @@ def test_an_exception_before_the_first_step_is_final():
     assert cause.failure.reason == "rank 1 on n1 raised ValueError: bad, before the first step"
 
 
+NO_THREADS = [
+    ("RuntimeError", "can't start new thread"),
+    ("RuntimeError", "Resource temporarily unavailable"),
+    ("BlockingIOError", "[Errno 11] Resource temporarily unavailable"),
+    ("RuntimeError", "pthread_create() has failed for thread 3 of 8"),
+]
+
+
+@pytest.mark.parametrize(("what", "message"), NO_THREADS)
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_node_that_starts_no_thread_is_waited_for_and_counted_before_the_first_step_too(what, message, trained):
+    cause = find_cause([raised(1, what, message, step=0)], trained=trained)
+    assert (cause.failure.kind, cause.retry, cause.outside) == (FailureKind.UNKNOWN, True, True)
+    assert cause.failure.reason.startswith(f"rank 1 on n1 met a limit of its node: {what}: {message}")
+    assert "`ulimit -u`, and pids.max" in cause.failure.reason
+    again = find_cause([raised(1, what, message, step=0)], trained=trained, last_mark=cause.mark)
+    assert again.retry
+    decision = decide(situation(raised(1, what, message, step=0), trained=trained, backoff=(30.0, 600.0)))
+    assert (decision.action, decision.pause) == (Action.RESTART, 30.0)
+
+
+def test_what_code_raises_about_itself_is_no_limit_of_a_node():
+    cause = find_cause([raised(1, "ValueError", "bad word: can't start new thread", step=0)], trained=False)
+    assert (cause.failure.kind, cause.retry) == (FailureKind.USER_ERROR, False)
+
+
 def test_a_rank_killed_before_the_first_step_is_tried_again():
     assert find_cause([killed(1)], trained=False).retry
 

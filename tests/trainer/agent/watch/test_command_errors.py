@@ -63,6 +63,16 @@ def test_why_a_program_did_not_start_is_in_the_reason(code):
     assert "cannot start" not in Program().fails(end(exit_code=1, lines=(said,))).failure.reason
 
 
+@pytest.mark.parametrize(
+    "failing",
+    [raised("RuntimeError", "can't start new thread"), end(lines=("bash: fork: Resource temporarily unavailable",))],
+)
+def test_a_node_that_starts_no_process_is_not_the_programs_fault(failing):
+    cause = Program().times(5, failing)
+    assert (cause.failure.kind, cause.retry, cause.outside, cause.own) == (FailureKind.UNKNOWN, True, True, None)
+    assert cause.failure.reason.count("`ulimit -u`, and pids.max") == 1
+
+
 def test_memory_that_is_short_again_and_again_stays_that():
     program, short = Program(), raised("OutOfMemoryError", "CUDA out of memory. Tried to allocate 20.00 GiB")
     for _ in range(REPEATS - 1):

@@ -24,6 +24,12 @@ from trainer.contract.user_code.record_code import record_named
 DIFF_LIMIT = 256 * 1024
 """Bytes of a dirty diff that are kept; its digest always covers all of it."""
 ANSWER_WITHIN = 10.0
+_OF_ANOTHER_REPOSITORY = frozenset(
+    {
+        "GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_COMMON_DIR", "GIT_OBJECT_DIRECTORY", "GIT_NAMESPACE",
+        "GIT_ALTERNATE_OBJECT_DIRECTORIES", "GIT_PREFIX",
+    }
+)  # fmt: skip
 _ROOT = Path(__file__).resolve().parents[2]
 _VARIABLES = re.compile(r"(NCCL|CUDA|TORCH|PYTORCH|OMP|MKL|GLOO|UCX|FI|TRITON)_[A-Z0-9_]+|LD_LIBRARY_PATH|PYTHONPATH")
 
@@ -72,7 +78,7 @@ def _place(place: Path) -> dict[str, Any]:
     sha = _git(folder, "rev-parse", "HEAD")
     if sha is None:
         return {"path": str(place)}
-    diff = _git(folder, "diff", "HEAD", "--binary", "--", ".")
+    diff = _git(folder, "diff", "HEAD", "--binary", "--no-ext-diff", "--no-textconv", "--", ".")
     # -z: without it git quotes names that are not ASCII, and no such file is found.
     listed = _git(folder, "ls-files", "-z", "--others", "--exclude-standard", "--", ".")
     untracked = [name for name in (listed or "").split("\0") if name]
@@ -90,7 +96,9 @@ def _place(place: Path) -> dict[str, Any]:
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
-    return _answer(["git", "-C", str(folder), *arguments])
+    """The answer of git about the repository of this folder, whatever repository a hook or a shell has chosen."""
+    environ = {name: value for name, value in os.environ.items() if name not in _OF_ANOTHER_REPOSITORY}
+    return _answer(["git", "-C", str(folder), *arguments], environ)
 
 
 def digest(places: Iterable[Path]) -> str:
@@ -150,11 +158,17 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _answer(command: list[str]) -> str | None:
+def _answer(command: list[str], environ: Mapping[str, str] | None = None) -> str | None:
     """What a command prints; None when it fails, is missing or does not answer in time."""
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, errors="surrogateescape", timeout=ANSWER_WITHIN, check=False
+            command,
+            capture_output=True,
+            text=True,
+            errors="surrogateescape",
+            timeout=ANSWER_WITHIN,
+            check=False,
+            env=environ,
         )
     except (OSError, subprocess.TimeoutExpired):
         return None

@@ -105,3 +105,35 @@ def test_untracked_files_are_listed_whatever_their_names_are(tmp_path: Path) -> 
         assert found["untracked"] == [os.fsencode(name).decode(errors="replace")]
         json.dumps(found, ensure_ascii=False).encode()
         (tmp_path / name).unlink()
+
+
+def test_a_repository_that_a_hook_or_a_shell_has_chosen_is_not_the_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("mine", "other"):
+        (tmp_path / name).mkdir()
+        git(tmp_path / name, "init", "-q")
+        (tmp_path / name / "model.py").write_text(f"a = '{name}'\n")
+        git(tmp_path / name, "add", ".")
+        git(tmp_path / name, "commit", "-qm", name)
+    (alone,) = run_identity.code(config(tmp_path / "mine"))["user"]
+    monkeypatch.setenv("GIT_DIR", str(tmp_path / "other" / ".git"))
+    monkeypatch.setenv("GIT_WORK_TREE", str(tmp_path / "other"))
+    monkeypatch.setenv("GIT_INDEX_FILE", str(tmp_path / "other" / ".git" / "index"))
+    (found,) = run_identity.code(config(tmp_path / "mine"))["user"]
+    assert found == alone
+    assert found["dirty"] is False
+
+
+def test_no_program_of_the_repositorys_settings_makes_the_diff(tmp_path: Path) -> None:
+    git(tmp_path, "init", "-q")
+    (tmp_path / ".gitattributes").write_text("*.py diff=slow\n")
+    (tmp_path / "model.py").write_text("a = 1\n")
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "-qm", "first")
+    git(tmp_path, "config", "diff.slow.command", f"touch {tmp_path}/.git/ran; false")
+    git(tmp_path, "config", "diff.slow.textconv", f"touch {tmp_path}/.git/ran; false")
+    (tmp_path / "model.py").write_text("a = 2\n")
+    (found,) = run_identity.code(config(tmp_path))["user"]
+    assert "+a = 2" in found["diff"]
+    assert not (tmp_path / ".git" / "ran").exists()

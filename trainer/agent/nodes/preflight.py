@@ -266,6 +266,8 @@ def _data(config: JobConfig) -> Fault | None:
 
 
 def _shared_memory(gpus: int) -> Fault | None:
+    if not gpus:
+        return None
     if not os.access(_SHARED_MEMORY, os.W_OK | os.X_OK):
         return Fault(check="shared memory", reason="/dev/shm is missing or not writable", shared=False)
     free, wanted = shutil.disk_usage(_SHARED_MEMORY).free, _LEAST_SHARED * gpus

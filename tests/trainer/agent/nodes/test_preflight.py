@@ -76,6 +76,15 @@ def test_shared_memory_must_hold_what_nccl_puts_there(tmp_path, monkeypatch, fre
     assert all(fault.reason == "/dev/shm has 31 MiB free, below 32 MiB for 2 rank(s) with GPUs" for fault in found)
 
 
+@pytest.mark.parametrize(("gpus", "faults"), [(0, []), (1, ["/dev/shm is missing or not writable"])])
+def test_shared_memory_that_is_read_only_matters_with_gpus_alone(tmp_path, monkeypatch, gpus, faults):
+    monkeypatch.setattr(preflight, "_SHARED_MEMORY", tmp_path / "none")
+    monkeypatch.setattr(preflight, "_devices", lambda wanted: None)
+    monkeypatch.setattr(preflight, "_broken_devices", lambda wanted: None)
+    found = preflight.examine(tmp_path, JobConfig(cluster=ClusterShape(gpus_per_node=gpus)))
+    assert [fault.reason for fault in found] == faults
+
+
 LOW = Fault(check="open files", reason="open-files limit is 64, below 1024", shared=True)
 
 

@@ -5,6 +5,7 @@ OrchError                       1
  +- NotFound                    3   no such run, attempt, checkpoint or preset
  |   +- RunExpected             3   a checkpoint is named where a run is needed
  +- Precondition                4   something outside must be mended first
+ |   +- TierUnread              4   a tier that may have the newest checkpoint cannot be read
  +- SlurmUnreachable            5   no answer: the state is unknown and nothing was assumed
  |   +- SubmitAmbiguous         5   sbatch failed, and the job may exist all the same
  +- SubmitRejected              4   Slurm answered that it will not take this job
@@ -57,6 +58,10 @@ class RunExpected(NotFound):
 
 class Precondition(OrchError):
     exit_code = 4
+
+
+class TierUnread(Precondition):
+    pass
 
 
 class SlurmUnreachable(OrchError):

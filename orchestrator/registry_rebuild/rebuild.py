@@ -14,7 +14,7 @@ from checkpointing.storage.trusted_path import check_private
 from orchestrator.config.run_config import RunConfig
 from orchestrator.controller.leasing.lease import displayed_state, host_of
 from orchestrator.controller.run_dirs.ingest import ingest
-from orchestrator.controller.run_dirs.inheritable_checkpoints import committed, of_run, shared_places
+from orchestrator.controller.run_dirs.inheritable_checkpoints import look, of_run, shared_places
 from orchestrator.controller.run_dirs.other_registry import find_serving_registry, read_leases
 from orchestrator.controller.run_view import RunView
 from orchestrator.errors import RegistryError
@@ -287,10 +287,15 @@ def _catch_up(store: Store, item: Found, epoch: int, now: float) -> None:
 def _check_against_disk(store: Store, item: Found, epoch: int, now: float) -> None:
     name, folder = item.record.run.name, item.folder
     config = item.config.checkpoint
-    seen = of_run(committed(config, folder), item.record.run, item.record.attempts)
+    places = shared_places(config, folder)
+    sight = look(places)
+    for path, error in sight.unread.items():
+        log.warning("%s: its checkpoints in %s stay as they were recorded: %s", folder.path, path, error)
+    seen = of_run(sight.entries, item.record.run, item.record.attempts)
     on_disk = {entry.name: entry for entry in seen}
-    # What lies on the nodes' own disks cannot be looked at from here.
-    looked = {"", *(place.path for place in shared_places(config, folder))}
+    # What lies on the nodes' own disks, or in a tier that cannot be read, cannot be looked at from here.
+    own = set() if str(folder.checkpoints.absolute()) in sight.unread else {""}
+    looked = own | {place.path for place in places if place.path not in sight.unread}
     known = {row.name: row for row in store.checkpoints(name)}
     for entry in on_disk.values():
         if entry.name not in known:

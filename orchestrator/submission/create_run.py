@@ -12,7 +12,7 @@ from secrets import token_hex
 from typing import Any, NoReturn
 
 from checkpointing.config import RUN
-from checkpointing.storage.trusted_path import NotPrivate, check_private, weakness
+from checkpointing.storage.trusted_path import NotPrivate, check_private, user_name, weakness
 from checkpointing.tiers.tier import HINT
 from orchestrator.config.compose import Composed
 from orchestrator.config.run_config import RunConfig
@@ -119,6 +119,32 @@ def _check_folders(config: RunConfig) -> None:
             )
 
 
+def check_tier_folders(config: RunConfig, name: str) -> None:
+    """Raise ConfigError where a shared tier has a folder of that name which the run cannot use: another user's run."""
+    for tier in config.checkpoint.tiers:
+        folder = Path(tier.path).expanduser() / name
+        if tier.path == RUN or "://" in tier.path or not tier.shared or config.command or not folder.is_absolute():
+            continue
+        try:
+            found = folder.stat()
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            why = f"cannot be looked at: {error.strerror}"
+        else:
+            if found.st_uid != os.geteuid():
+                why = f"is there already and belongs to {user_name(found.st_uid)}"
+            elif not os.access(folder, os.R_OK | os.W_OK | os.X_OK, effective_ids=True):
+                why = "is there already and cannot be read and written by you"
+            else:
+                continue
+        raise ConfigError(
+            f"{folder} {why}: {name} cannot keep checkpoints there",
+            where="checkpoint.tiers",
+            hint=f"type name=OTHER (now {config.name}), or give the tier another path",
+        )
+
+
 def _unusable(tier: str, reason: str, hint: str) -> Precondition:
     return Precondition(f"checkpoint.tiers: {tier} cannot be used: {reason}", where="nothing was submitted", hint=hint)
 
@@ -211,6 +237,7 @@ def create_run(
     root = writable_root(config.cluster.root, shared=config.cluster.shared_root)
     user_code.check(config)
     check_script(config, kind)
+    check_tier_folders(config, store.free_name(config.name, root))
     given = secret_values.submitted(composed, os.environ)
     data = given.data
     index = prepare_data(config, data, root, progress)

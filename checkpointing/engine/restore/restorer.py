@@ -1,6 +1,7 @@
 """The restore ladder: the newest checkpoint that all ranks can verify, from the fastest tier."""
 
 import gc
+import logging
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -79,6 +80,7 @@ def _find_committed(places: Sequence[ResolvedTier], owner: Owner, restored: "Res
 
 
 T = TypeVar("T")
+_log = logging.getLogger(__name__)
 
 LATE_S = 30.0
 """How long to wait for what must be there by what others have seen: shared file systems show names late."""
@@ -202,15 +204,15 @@ class Restorer:
         return any(not place.shared for place in self._places)
 
     def _listed(self) -> list[Candidate]:
-        """What this rank is to look for: everything below its node's places, and on rank 0 below the shared ones."""
-        owner, deadline = self._owner, time.monotonic() + LATE_S
+        """What this rank is to look for: everything below its node's places, and on rank 0 below the shared ones.
+
+        Raises OSError for a place that cannot be read, unless the newest that is to be inherited is in another one.
+        """
+        deadline = time.monotonic() + LATE_S
         while True:
-            found = [
-                Candidate(entry.step, entry.name, number)
-                for number, place in enumerate(self._places)
-                if self._ranks.leads or not place.shared
-                for entry in place.catalog.accepted(owner)
-            ]
+            found, unread = self._read_places()
+            if unread is not None and (not found or newer_names([*self._required_names, *self._optional_names], found)):
+                raise unread
             # Only what lies in a shared place can be late; the others' nodes tell for themselves.
             late = (
                 self._ranks.leads and not self._some_places_are_of_a_node() and newer_names(self._required_names, found)
@@ -218,6 +220,21 @@ class Restorer:
             if not late or time.monotonic() >= deadline:
                 return found + self._listed_foreign()
             time.sleep(_PATIENCE_S)
+
+    def _read_places(self) -> tuple[list[Candidate], OSError | None]:
+        found: list[Candidate] = []
+        unread: OSError | None = None
+        for number, place in enumerate(self._places):
+            if not (self._ranks.leads or not place.shared):
+                continue
+            try:
+                found += [Candidate(entry.step, entry.name, number) for entry in place.catalog.accepted(self._owner)]
+            except OSError as error:
+                if not place.shared:
+                    raise
+                unread = unread or error
+                _log.warning("%s cannot be read: %s", place.path, error)
+        return found, unread
 
     def _listed_foreign(self) -> list[Candidate]:
         if not (self._trust_foreign and self._ranks.leads):

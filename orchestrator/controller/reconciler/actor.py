@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from orchestrator.config.run_config import RunConfig
 from orchestrator.controller import failpoints
@@ -25,7 +25,7 @@ from orchestrator.controller.run_dirs import staged_secrets
 from orchestrator.controller.run_dirs.bounded_files import DirectFiles, Files
 from orchestrator.controller.run_dirs.run_folder import ensure_attempt_dir
 from orchestrator.controller.run_view import RunView, stored_config
-from orchestrator.errors import ConfigError, Precondition, SlurmUnreachable, SubmitRejected
+from orchestrator.errors import ConfigError, Precondition, SlurmUnreachable, SubmitRejected, TierUnread
 from orchestrator.recovery import failure_rate
 from orchestrator.registry.records import Attempt, Lease, Run, Submission
 from orchestrator.registry.store import Store
@@ -37,6 +37,9 @@ from trainer.contract.failures.outcome import Failure, FailureKind
 from trainer.contract.launch_token import LaunchToken, is_revoked, revoke
 from trainer.contract.requests import Request, RequestKind, pending
 from trainer.contract.run_dir import AttemptDir, RunDir
+
+if TYPE_CHECKING:
+    from orchestrator.controller.run_dirs.inheritable_checkpoints import RunCheckpoints
 
 
 def code_note(store: Store, attempt: Attempt) -> str:
@@ -316,20 +319,33 @@ class Actor:
     def _inheritable(
         self, run: Run, earlier: Sequence[Attempt], number: int, folder: RunDir, config: RunConfig
     ) -> dict[str, tuple[str, ...]]:
-        """What the attempt may take up of earlier ones, as its launch token lists it."""
+        """What the attempt may take up of earlier ones, as its launch token lists it; raises TierUnread."""
+        from orchestrator.controller.run_dirs.inheritable_checkpoints import inheritable
+
+        found = self.find_checkpoints(run, earlier, folder, config)
+        listed = inheritable(found.seen, self.store.checkpoints(run.name), number, found.expected)
+        return {"checkpoints": listed.checkpoints, "perhaps": listed.perhaps, "corrupt": listed.corrupt}
+
+    def find_checkpoints(
+        self, run: Run, earlier: Sequence[Attempt], folder: RunDir, config: RunConfig
+    ) -> "RunCheckpoints":
+        """What earlier attempts have left in shared tiers; raises TierUnread where the newest may be out of sight."""
         from orchestrator.controller.run_dirs import inheritable_checkpoints  # brings fsspec, which only a launch needs
 
-        found = self.files.call(
-            folder.path, lambda: inheritable_checkpoints.committed(config.checkpoint, folder), SUBMIT_WITHIN
-        )
-        shared = self.files.call(folder.path, lambda: inheritable_checkpoints.shared_places(config.checkpoint, folder))
         rows, copies = self.store.checkpoints(run.name), self.store.copies(run.name)
-        seen, expected = (
-            inheritable_checkpoints.of_run(found, run, earlier),
-            inheritable_checkpoints.expected(shared, rows, copies),
+        found = self.files.call(
+            folder.path,
+            lambda: inheritable_checkpoints.find_checkpoints(config.checkpoint, folder, run, earlier, rows, copies),
+            SUBMIT_WITHIN,
         )
-        listed = inheritable_checkpoints.inheritable(seen, rows, number, expected)
-        return {"checkpoints": listed.checkpoints, "perhaps": listed.perhaps, "corrupt": listed.corrupt}
+        if found.newest_is_unread:
+            path, error = next(iter(found.unread.items()))
+            raise TierUnread(
+                f"{FailureKind.STORAGE}: the newest checkpoint may be in a tier that cannot be read from here",
+                where=f"{path}: {error.strerror or error}",
+                hint="give this user access to it, or mount it",
+            ) from error
+        return found
 
     def _time_between_failures(self, run: Run, config: RunConfig) -> float:
         now = self.clock.wall()

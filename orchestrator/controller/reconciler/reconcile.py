@@ -27,6 +27,7 @@ from orchestrator.controller.reconciler.running_jobs import (
     maintain_job,
     update_exclusions,
     wait_for_room,
+    wait_for_tiers,
     with_exclusions,
 )
 from orchestrator.controller.reconciler.world_size import give_up_long_wait, next_world, size_note
@@ -390,9 +391,14 @@ class Controller:
             self.actor.fence(view.folder.attempt(attempt.number))
         if wait_for_room(self.actor, view):
             return False
+        waits, without = wait_for_tiers(self.actor, view)
+        if waits:
+            return False
         failpoints.reach("before_next_intent")
         avoid = to_avoid(self.actor, view, self.pool_size, self.usable_nodes)
         changes = next_world(self.actor, view, self.pool_size, self.usable_nodes)
+        if without:
+            changes["reason"] = f"{changes.get('reason', 'next attempt')}; {without}"
         attempt = self.store.add_attempt(run.name, nonce=token_hex(4), excluded=avoid, **changes, **self.actor.stamp())
         failpoints.reach("after_next_intent")
         self.actor.make_attempt_dir(view, attempt)

@@ -12,7 +12,7 @@ from orchestrator.controller.reconciler.conclude import PoolSize, UsableNodes, a
 from orchestrator.controller.run_dirs.collect_evidence import REQUEUED, SILENCED
 from orchestrator.controller.run_dirs.run_folder import missing_room
 from orchestrator.controller.run_view import RunView
-from orchestrator.errors import SlurmUnreachable, SubmitRejected
+from orchestrator.errors import SlurmUnreachable, SubmitRejected, TierUnread
 from orchestrator.recovery.evidence import Evidence
 from orchestrator.recovery.retry_policy import Action, Decision
 from orchestrator.recovery.silent_coordinator import Escalation, judge_silence
@@ -31,15 +31,38 @@ def wait_for_room(actor: Actor, view: RunView) -> bool:
     lack = actor.files.call(view.folder.path, lambda: missing_room(view.folder, wanted), SUBMIT_WITHIN)
     if not lack:
         return False
-    now, hours = actor.clock.wall(), view.config.recovery.no_progress_hours
-    past = [attempt.ended_at for attempt in view.attempts if attempt.number >= view.run.fresh_from]
-    since = max((ended for ended in past if ended is not None), default=now)
-    if now - since >= hours * 3600:
-        reason = f"{FailureKind.STORAGE}: {lack}, for {hours:g} h: recovery.no_progress_hours is spent"
-        apply(actor, view.run, Decision(action=Action.HOLD, reason=reason), now)
-    else:
+    if not _hold_after_hours(actor, view, f"{FailureKind.STORAGE}: {lack}"):
         actor.note(view.run, f"{FailureKind.STORAGE}: waits for room in the run's folder: {lack}")
     return True
+
+
+def _hold_after_hours(actor: Actor, view: RunView, reason: str) -> bool:
+    """Hold a run that has waited for `recovery.no_progress_hours` in the state that it is in; whether it was held."""
+    now, hours = actor.clock.wall(), view.config.recovery.no_progress_hours
+    moves = [move.time for move in actor.store.transitions(view.run.name) if move.kind == "run"]
+    if now - max(moves, default=now) < hours * 3600:
+        return False
+    spent = f"{reason}, for {hours:g} h: recovery.no_progress_hours is spent"
+    apply(actor, view.run, Decision(action=Action.HOLD, reason=spent), now)
+    return True
+
+
+def wait_for_tiers(actor: Actor, view: RunView) -> tuple[bool, str]:
+    """Whether the next job has to wait for a tier that cannot be read: without it, steps would be trained twice.
+
+    Also which tiers it does without, in words. A run that has waited for `recovery.no_progress_hours` is held.
+    """
+    try:
+        found = actor.find_checkpoints(view.run, view.attempts, view.folder, view.config)
+    except TierUnread as error:
+        reason = f"{error.what}; {error.where}; {error.hint}"
+        if not _hold_after_hours(actor, view, reason):
+            actor.note(view.run, f"{reason}; tried again until it works")
+        return True, ""
+    return False, "; ".join(
+        f"without the tier {path}, which cannot be read: {error.strerror or error}"
+        for path, error in found.unread.items()
+    )
 
 
 def with_exclusions(actor: Actor, view: RunView, pool_size: PoolSize, usable_nodes: UsableNodes) -> RunView:
@@ -143,12 +166,23 @@ def maintain_job(actor: Actor, view: RunView, job: JobStatus) -> None:
     if (job.restarts > 0 or forgotten) and job.state not in LEAVING_STATES:
         end_job(actor, view, job.job_id, "requeued by Slurm: it must not train again", REQUEUED)
     elif job.held and view.cancel is None and not is_held_by_somebody(actor, view, job):
-        actor.release(view.run, view.last, view.folder, view.config)
+        _release(actor, view, job)
     elif job.state in RUNNING_STATES and job.end_time is not None:
         with ignored_disk_errors():  # its agents know the configured limit
             lasts = "" if job.start_time is None else f"{job.end_time - job.start_time:.0f}"
             why = "the job's end by Slurm's clock"
             actor.request_once(view.folder, RequestKind.DEADLINE, view.last.number, why, job.end_time, lasts)
+
+
+def _release(actor: Actor, view: RunView, job: JobStatus) -> None:
+    """Release the job; one that waits for a tier as long as `recovery.no_progress_hours` is ended, to hold the run."""
+    try:
+        actor.release(view.run, view.last, view.folder, view.config)
+    except TierUnread as error:
+        waited = actor.clock.wall() - (view.last.submitted_at or view.last.intent_at)
+        if waited < view.config.recovery.no_progress_hours * 3600:
+            raise
+        end_job(actor, view, job.job_id, f"{error.what}; {error.where}")
 
 
 def end_silent_job(actor: Actor, view: RunView, job: JobStatus, evidence: Evidence) -> None:

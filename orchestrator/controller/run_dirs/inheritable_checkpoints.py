@@ -1,13 +1,14 @@
 """Where the checkpoints of a run lie, as far as this machine can see them."""
 
 import logging
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 
 from checkpointing.config import CheckpointConfig
 from checkpointing.format.commit import parse_name
-from checkpointing.tiers.catalog import Catalog, Entry
+from checkpointing.storage.backends import without_secrets
+from checkpointing.tiers.catalog import Entry
 from checkpointing.tiers.tier import ResolvedTier, resolve_tiers
 from orchestrator.registry.records import Attempt, Checkpoint, Copy, Run
 from orchestrator.states import Trust
@@ -29,11 +30,24 @@ def shared_places(config: CheckpointConfig, folder: RunDir) -> tuple[ResolvedTie
     return resolve_tiers(CheckpointConfig(), folder.checkpoints, folder.name, "this-machine")
 
 
-def committed(config: CheckpointConfig, folder: RunDir) -> list[Entry]:
-    """Every committed checkpoint that can be seen, once, newest first; raises OSError when a tier cannot be read."""
-    catalogs: list[Catalog] = [place.catalog for place in shared_places(config, folder)]
-    found = {entry.name: entry for catalog in reversed(catalogs) for entry in catalog.committed()}
-    return sorted(found.values(), key=lambda entry: (entry.step, entry.attempt, entry.name), reverse=True)
+@dataclass(frozen=True, kw_only=True)
+class Sight:
+    """Every committed checkpoint that can be seen, once, newest first; and by path the tiers that cannot be read."""
+
+    entries: tuple[Entry, ...] = ()
+    unread: Mapping[str, OSError] = field(default_factory=dict)
+
+
+def look(places: Sequence[ResolvedTier]) -> Sight:
+    found: dict[str, Entry] = {}
+    unread: dict[str, OSError] = {}
+    for place in reversed(places):
+        try:
+            found |= {entry.name: entry for entry in place.catalog.committed()}
+        except OSError as error:
+            unread[place.path] = error
+    newest_first = sorted(found.values(), key=lambda entry: (entry.step, entry.attempt, entry.name), reverse=True)
+    return Sight(entries=tuple(newest_first), unread=unread)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +86,49 @@ def expected(places: Iterable[ResolvedTier], known: Iterable[Checkpoint], copies
     paths = {"", *(place.path for place in places)}
     places_of: list[Checkpoint | Copy] = [*known, *copies]
     return {item.name for item in places_of if item.tier in paths}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunCheckpoints:
+    """A run's checkpoints in shared tiers: those in sight, and the names that must be there by the registry.
+
+    `unread` are the tiers that cannot be read, by path; `newest_is_unread`: one of them may have the newest checkpoint.
+    """
+
+    seen: tuple[Entry, ...] = ()
+    expected: frozenset[str] = frozenset()
+    unread: Mapping[str, OSError] = field(default_factory=dict)
+    newest_is_unread: bool = False
+
+
+def find_checkpoints(
+    config: CheckpointConfig,
+    folder: RunDir,
+    run: Run,
+    earlier: Sequence[Attempt],
+    known: Sequence[Checkpoint],
+    copies: Sequence[Copy],
+) -> RunCheckpoints:
+    """Return what the attempts before the next one have left; no tier is read for a run that begins from nothing."""
+    begun = bool(run.identity.get("imported"))
+    if not earlier and not begun:
+        return RunCheckpoints()
+    places = shared_places(config, folder)
+    sight = look(places)
+    seen, names = of_run(sight.entries, run, earlier), expected(places, known, copies)
+    trusted = [row for row in known if row.name in names and row.trust not in _NOT_AGAIN]
+    newest = max(trusted, key=lambda row: (row.step, row.attempt, row.name), default=None)
+    in_sight = {entry.name for entry in seen}
+    if newest is not None:
+        hidden = newest.name not in in_sight
+    else:  # that there is none is certain only of a run that has never trained
+        hidden = not in_sight and (begun or any(attempt.last_step for attempt in earlier))
+    return RunCheckpoints(
+        seen=tuple(seen),
+        expected=frozenset(names),
+        unread={without_secrets(path): error for path, error in sight.unread.items()},
+        newest_is_unread=bool(sight.unread) and hidden,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from sqlalchemy.dialects.sqlite import insert as insert_or
 
 from checkpointing.storage.durable import canonical
 from orchestrator.errors import Precondition
-from orchestrator.registry.database import StoreOperations, writes
+from orchestrator.registry.database import StoreOperations, reads, writes
 from orchestrator.registry.models import AttemptRow, ConfigRow, RestoreTestRow, RunRow, UserRequestRow
 from orchestrator.registry.records import Attempt, NewRun, RestoreTest, Run
 from orchestrator.registry.rows import TOUCHED, alter_run, note_transition, the_attempt, the_run
@@ -38,6 +38,11 @@ class UserWrites(StoreOperations):
         if the_run(connection, test.run).removal:
             raise Precondition(f"{test.run} is being removed", where=test.run, hint=f"orch rm {test.run}")
         connection.execute(insert(RestoreTestRow).values(**test.__dict__))
+
+    @reads
+    def free_name(self, connection: Connection, slug: str, root: Path) -> str:
+        """The name that the next run of this slug gets."""
+        return _free_name(connection, slug, root)
 
     @writes
     def create_run(self, connection: Connection, new: NewRun, *, now: float, nonce: str) -> tuple[Run, Attempt]:

@@ -1,5 +1,6 @@
 """The registry is lost; the run directories have it all."""
 
+import errno
 import hashlib
 import json
 import logging
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from checkpointing.storage.backends import LocalStorage
 from checkpointing.storage.durable import canonical, dump_line
 from orchestrator.controller.run_dirs.run_folder import ensure_run_dir
 from orchestrator.errors import RegistryError
@@ -349,6 +351,34 @@ def test_what_lies_on_the_nodes_own_disks_is_not_taken_for_gone(desk: Desk, monk
     monkeypatch.setitem(CONFIG, "checkpoint", {"tiers": tiers})
     folder = begin(desk)
     for step, tier in ((20, ""), (30, "/nvme/tiny-1/n1")):
+        name = f"step-{step:08d}.001-00000000"
+        item = Checkpoint(
+            run=folder.name, name=name, step=step, attempt=1, trust=Trust.COMMITTED, bytes=5,
+            path=f"{tier or folder.checkpoints}/{name}", committed_at=float(step), tier=tier,
+        )  # fmt: skip
+        desk.store.put_checkpoint(item, epoch=desk.lease.epoch)
+    desk.store.move_run(folder.name, RunState.HELD, "disk full", **desk.stamp)
+    lose(desk)
+    rebuild(desk.path, [desk.root], now=50.0)
+    with Store.open(desk.path) as store:
+        trust = {item.step: item.trust for item in store.checkpoints(folder.name)}
+        assert trust == {20: Trust.DELETED, 30: Trust.COMMITTED}
+
+
+def test_what_lies_in_a_tier_that_cannot_be_read_is_not_taken_for_gone(
+    desk: Desk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scratch, listed = tmp_path / "scratch" / "tiny-1", LocalStorage.list
+
+    def closed(storage: LocalStorage, path: str) -> dict[str, int | None]:
+        if storage.root == scratch:
+            raise PermissionError(errno.EACCES, "Permission denied", str(scratch))
+        return listed(storage, path)
+
+    monkeypatch.setattr(LocalStorage, "list", closed)
+    monkeypatch.setitem(CONFIG, "checkpoint", {"tiers": [{"path": str(scratch.parent)}, {"path": "run"}]})
+    folder = begin(desk)
+    for step, tier in ((20, ""), (30, str(scratch))):
         name = f"step-{step:08d}.001-00000000"
         item = Checkpoint(
             run=folder.name, name=name, step=step, attempt=1, trust=Trust.COMMITTED, bytes=5,

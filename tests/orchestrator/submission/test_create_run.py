@@ -257,3 +257,17 @@ def test_a_snapshot_keeps_the_code_as_it_was(tmp_path: Path, store: Store) -> No
     run, _ = submit(tmp_path, store, *path, "workload.target=pkg.model:MyWorkload", "workload.snapshot=true")
     (tmp_path / "mine" / "pkg" / "model.py").write_text("changed")
     assert (RunDir(Path(run.run_dir)).code / "0" / "pkg" / "model.py").read_text() == WORKLOAD
+
+
+def test_a_tier_that_has_another_user_s_run_of_that_name_is_refused_before_anything_is_written(
+    tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "scratch" / "mine-1").mkdir(parents=True)
+    tiers = f"checkpoint.tiers=[{{path: {tmp_path / 'scratch'}}}, {{path: run}}]"
+    user = os.geteuid()
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "geteuid", lambda: user + 1)
+        with pytest.raises(ConfigError, match="mine-1 is there already and belongs to "):
+            submit(tmp_path, store, "name=mine", "cluster.shared_root=true", tiers)
+    assert nothing_was_written(tmp_path, store)
+    assert submit(tmp_path, store, "name=mine", tiers)[0].name == "mine-1"

@@ -8,8 +8,8 @@ import pytest
 from checkpointing.config import CheckpointConfig, TierConfig
 from checkpointing.tiers import tier
 from orchestrator.config.run_config import RunConfig
-from orchestrator.errors import Precondition
-from orchestrator.submission.create_run import _judge, checking_tiers
+from orchestrator.errors import ConfigError, Precondition
+from orchestrator.submission.create_run import _judge, check_tier_folders, checking_tiers
 from orchestrator.submission.user_code import ChildAnswer
 from tests.orchestrator.ordinary_user import folder_of_an_ordinary_user
 
@@ -75,3 +75,37 @@ def test_a_folder_that_may_not_be_written_is_refused() -> None:
         (folder / "theirs").chmod(0o500)
         with pytest.raises(Precondition, match=f"nothing can be written in {folder / 'theirs'}"):
             check(TierConfig(path=str(folder / "theirs" / "mine")))
+
+
+def check_name(*tiers: TierConfig, name: str = "gpt-1") -> None:
+    check_tier_folders(RunConfig(name="gpt", checkpoint=CheckpointConfig(tiers=tiers)), name)
+
+
+def test_a_folder_of_another_user_with_the_run_s_name_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "gpt-1").mkdir()
+    scratch = TierConfig(path=str(tmp_path))
+    check_name(scratch, TierConfig())
+    check_name(scratch, name="gpt-2")
+    user = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: user + 1)
+    with pytest.raises(ConfigError, match=f"{tmp_path}/gpt-1 is there already and belongs to ") as caught:
+        check_name(TierConfig(), scratch)
+    assert caught.value.hint == "type name=OTHER (now gpt), or give the tier another path"
+    check_name(TierConfig(), TierConfig(path=str(tmp_path), shared=False))
+
+
+@pytest.mark.parametrize("closed", ["gpt-1", "."])
+def test_a_folder_with_the_run_s_name_that_cannot_be_read_is_refused(closed: str) -> None:
+    with folder_of_an_ordinary_user() as folder:
+        (folder / "scratch" / "gpt-1").mkdir(parents=True)
+        (folder / "scratch" / closed).chmod(0)
+        why = (
+            "is there already and cannot be read and written by you"
+            if closed == "gpt-1"
+            else "cannot be looked at: Permission denied"
+        )
+        with pytest.raises(ConfigError, match=f"{folder}/scratch/gpt-1 {why}"):
+            check_name(TierConfig(path=str(folder / "scratch")))
+        (folder / "scratch" / closed).chmod(0o700)

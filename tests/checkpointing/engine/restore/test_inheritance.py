@@ -2,6 +2,7 @@
 
 import errno
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from checkpointing.errors import NothingIntact, NothingVerifies
 from checkpointing.owner import Owner
 from checkpointing.storage.backends import LocalStorage
 from checkpointing.tiers.catalog import Catalog
-from checkpointing.tiers.tier import ResolvedTier
+from checkpointing.tiers.tier import ResolvedTier, RunTiers
 from checkpointing.verification.verdicts import Verdict, manifest_of, record
 from tests.checkpointing.engine.conftest import NONCE, Bench, blank, same, state
 
@@ -221,3 +222,36 @@ def test_a_suspect_step_is_left_out_in_every_tier_and_told_once(bench: Bench, tw
     assert restored is not None
     assert restored.step == 5
     assert [told["step"] for told in bench.told("checkpoint.suspect")] == [15, 10]
+
+
+def closed(place: ResolvedTier) -> ResolvedTier:
+    """The same tier, whose folder cannot be listed."""
+
+    def fail(path: str) -> dict[str, int | None]:
+        raise OSError(errno.EACCES, "Permission denied")
+
+    storage = LocalStorage(Path(place.path))
+    storage.list = fail  # type: ignore[method-assign]
+    return replace(place, storage=storage, catalog=Catalog(place.path, storage))
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_tier_that_cannot_be_read_is_done_without_where_another_has_the_newest(bench: Bench) -> None:
+    bench.saved(5, 10)
+    names = tuple(bench.folder(step).name for step in (10, 5))
+    readable = RunTiers.single(bench.root).tiers[0]
+    places = (closed(RunTiers.single(bench.root.parent / "scratch").tiers[0]), readable)
+
+    def restored(inherit: tuple[str, ...], optional: tuple[str, ...] = ()) -> Restored | None:
+        owner = Owner(attempt=2, nonce="22222222", inherit=inherit, fence=lambda: True)
+        options = RestoreOptions(optional_names=optional)
+        tell = lambda kind, data: bench.events.append((kind, data))  # noqa: E731
+        return Restorer(places, RankGroup(None), owner, tell, options=options).run(blank(), OptionalKeys())
+
+    found = restored(names)
+    assert found is not None
+    assert found.step == 10
+    newer = "step-00000015.001-0badcafe"
+    for inherit, optional in (((newer, *names), ()), ((newer, *names), (newer,)), ((), ())):
+        with pytest.raises(NothingVerifies, match="Permission denied"):
+            restored(inherit, optional)

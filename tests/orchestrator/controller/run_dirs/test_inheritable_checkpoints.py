@@ -8,9 +8,9 @@ import pytest
 from checkpointing.config import CheckpointConfig, TierConfig
 from checkpointing.tiers.catalog import Entry
 from orchestrator.controller.run_dirs.inheritable_checkpoints import (
-    committed,
     expected,
     inheritable,
+    look,
     of_run,
     shared_places,
 )
@@ -122,7 +122,7 @@ def test_every_shared_tier_is_looked_at_and_each_checkpoint_counts_once(tmp_path
             commit = Path(place.path) / entry(step).name / "COMMIT"
             commit.parent.mkdir(parents=True)
             commit.write_text("{}")
-    seen = committed(config, folder)
+    seen = look(places).entries
     assert [item.step for item in seen] == [20, 10, 5]
     assert str(seen[0].path).startswith(str(folder.checkpoints))
 

@@ -19,7 +19,7 @@ from orchestrator.config.run_config import RunConfig
 from orchestrator.controller import failpoints
 from orchestrator.controller.jobs.job_spec import job_spec
 from orchestrator.controller.run_dirs import staged_secrets
-from orchestrator.controller.run_dirs.run_folder import ensure_run_dir
+from orchestrator.controller.run_dirs.run_folder import check_readable_code, ensure_run_dir
 from orchestrator.errors import ConfigError, Precondition, Retryable, SlurmUnreachable, SubmitRejected
 from orchestrator.interrupts import interrupts_held
 from orchestrator.registry.operations.run_record import write_records
@@ -236,6 +236,8 @@ def create_run(
     kind = _kind(cluster or config.cluster.kind)
     root = writable_root(config.cluster.root, shared=config.cluster.shared_root)
     user_code.check(config)
+    if config.workload.snapshot:
+        check_readable_code(Path(place).expanduser() for place in config.workload.path)
     check_script(config, kind)
     check_tier_folders(config, store.free_name(config.name, root))
     given = secret_values.submitted(composed, os.environ)

@@ -6,8 +6,9 @@ import re
 import shlex
 import shutil
 import socket
+import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -313,13 +314,52 @@ def _copy_code(folder: RunDir, config: dict[str, Any], order: dict[str, Any] | N
     workload = config.get("workload", {})
     if not workload.get("snapshot"):
         return
-    ignored = shutil.ignore_patterns("__pycache__", "*.pyc", ".git", ".venv", ".mypy_cache", ".ruff_cache")
     tested = Path(order["run_dir"]) if order else None
     with pinned_for_now(tested) if tested else nullcontext(None) as place:
         for index, source in enumerate(map(Path, workload.get("path", ()))):
             if tested and place and source.is_relative_to(tested):
                 source = place / source.relative_to(tested)
-            shutil.copytree(source, folder.code / str(index), ignore=ignored, symlinks=True)
+            _copy_tree(source, folder.code / str(index))
+
+
+def _copy_tree(source: Path, target: Path) -> None:
+    try:
+        shutil.copytree(source, target, ignore=_not_copied, symlinks=True)
+    except shutil.Error as error:
+        unread = [item for item in error.args[0] if not os.access(item[0], os.R_OK) and os.path.lexists(item[0])]
+        if not unread:
+            raise
+        raise _unreadable(unread[0][0]) from error
+
+
+def check_readable_code(folders: Iterable[Path]) -> None:
+    """Raise Precondition for a folder or file of the code that cannot be copied for `workload.snapshot`."""
+    for folder in folders:
+        for place, below, names in os.walk(folder):
+            ignored = _not_copied(place, [*below, *names])
+            below[:] = [name for name in below if name not in ignored]
+            for path in (Path(place) / name for name in (*below, *names) if name not in ignored):
+                if not path.is_symlink() and not os.access(path, os.R_OK | (os.X_OK if path.is_dir() else 0)):
+                    raise _unreadable(str(path))
+
+
+_NOT_CODE = shutil.ignore_patterns("__pycache__", "*.pyc", ".git", ".venv", ".mypy_cache", ".ruff_cache")
+
+
+def _not_copied(place: str, names: list[str]) -> set[str]:
+    """What is made out of code, and what is neither a file, a folder nor a link: a pipe or a socket holds no code."""
+    ignored = set(_NOT_CODE(place, names))
+    for name in names:
+        with suppress(OSError):
+            mode = os.lstat(os.path.join(place, name)).st_mode
+            if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode) or stat.S_ISLNK(mode)):
+                ignored.add(name)
+    return ignored
+
+
+def _unreadable(path: str) -> Precondition:
+    what = f"workload.snapshot: {path} cannot be read, and so not copied"
+    return Precondition(what, where="workload.path", hint=f"`chmod u+rX {shlex.quote(path)}`, or move it elsewhere")
 
 
 def has_outcome(folder: RunDir) -> bool:

@@ -2,6 +2,8 @@
 
 import multiprocessing
 import os
+import shutil
+import socket
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
@@ -250,6 +252,56 @@ def test_a_class_that_cannot_be_a_workload_is_refused(tmp_path: Path, text: str,
     if refused:
         assert told.value.hint.endswith("class X(orch.BaseWorkload): ...")
         assert told.value.where.endswith("mine.py:1")
+
+
+SNAPSHOT = ("workload.target=pkg.model:MyWorkload", "workload.snapshot=true")
+
+
+def test_a_snapshot_is_made_without_the_pipes_and_sockets_beside_the_code(tmp_path: Path, store: Store) -> None:
+    path = own(tmp_path, "pkg/model.py")
+    os.mkfifo(tmp_path / "mine" / "pipe")
+    (tmp_path / "mine" / "link").symlink_to("nowhere")
+    here = os.getcwd()
+    with socket.socket(socket.AF_UNIX) as listening:
+        os.chdir(tmp_path / "mine")  # the path of a socket is short
+        listening.bind("socket")
+        os.chdir(here)
+    run, _ = submit(tmp_path, store, *path, *SNAPSHOT)
+    copied = RunDir(Path(run.run_dir)).code / "0"
+    assert {item.name for item in copied.iterdir()} == {"pkg", "link"}
+
+
+@pytest.mark.parametrize("name", ["secret.txt", "folder"])
+def test_what_cannot_be_read_for_a_snapshot_is_named_and_leaves_no_run(
+    tmp_path: Path, store: Store, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = own(tmp_path, "pkg/model.py")
+    unread = tmp_path / "mine" / name
+    unread.mkdir() if name == "folder" else unread.write_text("x")
+    real = os.access  # root may read everything
+    monkeypatch.setattr(os, "access", lambda path, *words, **more: Path(path) != unread and real(path, *words, **more))
+    with pytest.raises(Precondition, match=f"workload.snapshot: {unread} cannot be read, and so not copied") as refused:
+        submit(tmp_path, store, *path, *SNAPSHOT)
+    assert refused.value.hint.startswith(f"`chmod u+rX {unread}`")
+    assert nothing_was_written(tmp_path, store)
+    unread.rmdir() if name == "folder" else unread.unlink()
+    submit(tmp_path, store, *path, *SNAPSHOT)
+
+
+def test_what_became_unreadable_after_the_check_is_named_too(
+    tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = own(tmp_path, "pkg/model.py")
+    unread = str(tmp_path / "mine" / "pkg" / "model.py")
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise shutil.Error([(unread, "/there", "[Errno 13] Permission denied")])
+
+    monkeypatch.setattr(create_run, "check_readable_code", lambda folders: None)
+    monkeypatch.setattr(shutil, "copytree", fail)
+    monkeypatch.setattr(os, "access", lambda path, *words, **more: str(path) != unread)
+    with pytest.raises(Precondition, match="workload.snapshot: .*model.py cannot be read"):
+        submit(tmp_path, store, *path, *SNAPSHOT)
 
 
 def test_a_snapshot_keeps_the_code_as_it_was(tmp_path: Path, store: Store) -> None:

@@ -11,6 +11,8 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from secrets import token_hex
@@ -103,6 +105,28 @@ def _root(tier: TierConfig, run_checkpoints: Path, run_name: str, node_name: str
     except RuntimeError as error:  # a home that nobody knows
         raise ValueError(f"checkpoint.tiers: {tier.path}: {error}; write the whole path") from error
     return str(folder if tier.shared else folder / node_name)
+
+
+def one_folder(tiers: Sequence[ResolvedTier]) -> tuple[str, str] | None:
+    """Return the paths of two tiers that are one folder, by a link or a mount; the folders need not exist yet."""
+    known: dict[tuple[int, int, Path], str] = {}
+    for tier in tiers:
+        place = _identity(tier.storage.root) if isinstance(tier.storage, LocalStorage) else None
+        if place is None:
+            continue
+        if place in known:
+            return known[place], tier.path
+        known[place] = tier.path
+    return None
+
+
+def _identity(folder: Path) -> tuple[int, int, Path] | None:
+    """The nearest folder above that exists, as the disk knows it, and what is to be made below it."""
+    for place in (folder, *folder.parents):
+        with suppress(OSError):
+            found = place.stat()
+            return found.st_dev, found.st_ino, folder.relative_to(place)
+    return None
 
 
 MOUNTS = Path("/proc/self/mounts")

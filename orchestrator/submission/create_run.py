@@ -4,7 +4,7 @@ import math
 import os
 import socket
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from checkpointing.config import RUN
 from checkpointing.storage.trusted_path import NotPrivate, check_private, user_name, weakness
-from checkpointing.tiers.tier import HINT
+from checkpointing.tiers.tier import HINT, ResolvedTier, one_folder, resolve_tier
 from orchestrator.config.compose import Composed
 from orchestrator.config.run_config import RunConfig
 from orchestrator.controller import failpoints
@@ -32,6 +32,7 @@ from orchestrator.submission import secret_values, user_code
 from orchestrator.submission.run_identity import identify
 from orchestrator.submission.user_code import BoundedChild, ChildAnswer, job_environment
 from trainer.contract.config import WorkloadConfig
+from trainer.contract.run_dir import RunDir
 from trainer.contract.token_shards import INDEX_NAME, Index, TokensError, prepare_under
 from trainer.contract.user_code.code_record import CodeRecord
 
@@ -119,30 +120,47 @@ def _check_folders(config: RunConfig) -> None:
             )
 
 
-def check_tier_folders(config: RunConfig, name: str) -> None:
-    """Raise ConfigError where a shared tier has a folder of that name which the run cannot use: another user's run."""
-    for tier in config.checkpoint.tiers:
-        folder = Path(tier.path).expanduser() / name
-        if tier.path == RUN or "://" in tier.path or not tier.shared or config.command or not folder.is_absolute():
-            continue
-        try:
-            found = folder.stat()
-        except FileNotFoundError:
-            continue
-        except OSError as error:
-            why = f"cannot be looked at: {error.strerror}"
-        else:
-            if found.st_uid != os.geteuid():
-                why = f"is there already and belongs to {user_name(found.st_uid)}"
-            elif not os.access(folder, os.R_OK | os.W_OK | os.X_OK, effective_ids=True):
-                why = "is there already and cannot be read and written by you"
-            else:
-                continue
+def check_tier_folders(config: RunConfig, folder: RunDir, known: Collection[str] = ()) -> None:
+    """Raise ConfigError for shared tiers that are one folder, and where one has another user's folder of this name.
+
+    Tiers with a path in `known` have been accepted before: nothing is asked of their folders.
+    """
+    local = [tier for tier in config.checkpoint.tiers if tier.shared and "://" not in tier.path and not config.command]
+    places = [resolve_tier(tier, folder.checkpoints, folder.name, "this-machine") for tier in local]
+    refuse_one_folder(places)
+    for tier, place in zip(local, places, strict=True):
+        why = "" if tier.path in (RUN, *known) else _foreign_folder(Path(place.path))
+        if why:
+            raise ConfigError(
+                f"{place.path} {why}: {folder.name} cannot keep checkpoints there",
+                where="checkpoint.tiers",
+                hint="give the tier another path" if known else "type name=OTHER, or give the tier another path",
+            )
+
+
+def refuse_one_folder(places: Sequence[ResolvedTier]) -> None:
+    """Raise ConfigError for two tiers whose folders are one, by a link or a mount: the smaller `keep` would count."""
+    if found := one_folder(places):
         raise ConfigError(
-            f"{folder} {why}: {name} cannot keep checkpoints there",
+            f"two tiers have the same folder: {found[0]} and {found[1]}",
             where="checkpoint.tiers",
-            hint=f"type name=OTHER (now {config.name}), or give the tier another path",
+            hint="leave one of them out",
         )
+
+
+def _foreign_folder(folder: Path) -> str:
+    """Why a run cannot use the folder of its name in a tier; empty where it can, or where there is none."""
+    try:
+        found = folder.stat()
+    except FileNotFoundError:
+        return ""
+    except OSError as error:
+        return f"cannot be looked at: {error.strerror}"
+    if found.st_uid != os.geteuid():
+        return f"is there already and belongs to {user_name(found.st_uid)}"
+    if not os.access(folder, os.R_OK | os.W_OK | os.X_OK, effective_ids=True):
+        return "is there already and cannot be read and written by you"
+    return ""
 
 
 def _unusable(tier: str, reason: str, hint: str) -> Precondition:
@@ -239,7 +257,7 @@ def create_run(
     if config.workload.snapshot:
         check_readable_code(Path(place).expanduser() for place in config.workload.path)
     check_script(config, kind)
-    check_tier_folders(config, store.free_name(config.name, root))
+    check_tier_folders(config, RunDir(root / store.free_name(config.name, root)))
     given = secret_values.submitted(composed, os.environ)
     data = given.data
     index = prepare_data(config, data, root, progress)

@@ -20,6 +20,7 @@ from orchestrator.states import RunState
 from orchestrator.submission import user_code
 from orchestrator.submission.create_run import (
     check_script,
+    check_tier_folders,
     check_with_scheduler,
     data_identity,
     prepare_data,
@@ -101,7 +102,7 @@ def resume_request(
         before, now = recompose(data, [], checked=False), _recomposed(data, overrides, anew)
         if not now.config.workload.snapshot:
             _check_code(run, now.config, anew)
-        _require_tiers(before.config, now.config)
+        _check_tiers(before.config, now.config, RunDir(Path(run.run_dir)))
         config = now.config
         data, webhooks = without_webhook(now.data)
         if anew and before.data["data"]["text"] != data["data"]["text"]:
@@ -177,8 +178,11 @@ def _unless_only_moved(changes: list[Change], run: Run, identity: dict[str, Any]
     return [replace(one, term=HARMLESS) if one.key == DATA_PATH else one for one in changes]
 
 
-def _require_tiers(before: RunConfig, now: RunConfig) -> None:
-    """What lies in a tier that is no longer named would not be found, and the run would begin from nothing."""
+def _check_tiers(before: RunConfig, now: RunConfig, folder: RunDir) -> None:
+    """Raise Precondition for a tier that is left out: what lies there would not be found, and the run would begin anew.
+
+    Raises ConfigError for a tier that is added and cannot be used.
+    """
     kept = {tier.path for tier in now.checkpoint.tiers} or {RUN}
     for path in [tier.path for tier in before.checkpoint.tiers] or [RUN]:
         if path not in kept:
@@ -187,6 +191,8 @@ def _require_tiers(before: RunConfig, now: RunConfig) -> None:
                 where="checkpoint.tiers",
                 hint=f"leave {{path: {path}}} in the list; others may be added",
             )
+    if now.checkpoint.tiers != before.checkpoint.tiers:
+        check_tier_folders(now, folder, [RUN, *(tier.path for tier in before.checkpoint.tiers)])
 
 
 def _check_job(run: Run, config: RunConfig) -> None:

@@ -18,7 +18,7 @@ from torch import nn
 from checkpointing.owner import Owner
 from checkpointing.storage.backends import storage_at
 from checkpointing.storage.trusted_path import pinned
-from checkpointing.tiers.tier import RunTiers, resolve_tiers
+from checkpointing.tiers.tier import RunTiers, one_folder, resolve_tiers
 from trainer.contract.config import JobConfig, load
 from trainer.contract.failures.outcome import ExitCode
 from trainer.contract.launch_token import LaunchToken, holds
@@ -237,6 +237,8 @@ def _checkpointer(
         "generation": spec.generation,
     }
     tiers = resolve_tiers(config.checkpoint, run_dir.checkpoints, run_dir.name, spec.node_name)
+    if not inherit and (same := one_folder(tiers)):  # of nodes' own disks only nodes can see it
+        raise ValueError(f"checkpoint.tiers: two tiers have the same folder: {same[0]} and {same[1]}; leave one out")
     return Checkpointer(
         Owner(token.attempt, token.nonce, inherit, lambda: holds(go, token), token.over),
         World(facts=facts, key=session.key, leads_node=spec.local_rank == 0),

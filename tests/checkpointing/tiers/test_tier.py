@@ -8,7 +8,7 @@ import pytest
 from checkpointing.config import CheckpointConfig, TierConfig
 from checkpointing.errors import TierUnavailable
 from checkpointing.storage.backends import FsspecStorage, LocalStorage
-from checkpointing.tiers.tier import ResolvedTier, resolve_tiers
+from checkpointing.tiers.tier import ResolvedTier, one_folder, resolve_tiers
 
 
 def found(run: Path, *tiers: TierConfig, keep: int = 3) -> tuple[ResolvedTier, ...]:
@@ -78,3 +78,16 @@ def test_a_missing_library_is_told_with_its_tier(tmp_path: Path, monkeypatch: py
         TierUnavailable, match=r"checkpoint\.tiers: gs://bucket needs a library that is missing: .*gcsfs"
     ):
         found(tmp_path, TierConfig(path="gs://bucket"))
+
+
+def test_two_tiers_are_one_folder_by_a_link_before_and_after_the_first_save(tmp_path: Path) -> None:
+    (tmp_path / "nvme").mkdir()
+    (tmp_path / "link").symlink_to("nvme")
+    tiers = (TierConfig(path=str(tmp_path / "nvme"), shared=False), TierConfig())
+    config = CheckpointConfig(tiers=(*tiers, TierConfig(path=str(tmp_path / "link"), shared=False)))
+    places = resolve_tiers(config, tmp_path / "runs" / "r-1" / "checkpoints", "r-1", "n1")
+    same = (str(tmp_path / "nvme" / "r-1" / "n1"), str(tmp_path / "link" / "r-1" / "n1"))
+    assert one_folder(places) == same
+    (tmp_path / "nvme" / "r-1" / "n1").mkdir(parents=True)
+    assert one_folder(places) == same
+    assert one_folder(places[:2]) is None

@@ -12,6 +12,7 @@ from orchestrator.errors import ConfigError, Precondition
 from orchestrator.submission.create_run import _judge, check_tier_folders, checking_tiers
 from orchestrator.submission.user_code import ChildAnswer
 from tests.orchestrator.ordinary_user import folder_of_an_ordinary_user
+from trainer.contract.run_dir import RunDir
 
 
 def check(*tiers: TierConfig) -> None:
@@ -78,7 +79,8 @@ def test_a_folder_that_may_not_be_written_is_refused() -> None:
 
 
 def check_name(*tiers: TierConfig, name: str = "gpt-1") -> None:
-    check_tier_folders(RunConfig(name="gpt", checkpoint=CheckpointConfig(tiers=tiers)), name)
+    folder = RunDir(Path("/nowhere") / name)
+    check_tier_folders(RunConfig(name="gpt", checkpoint=CheckpointConfig(tiers=tiers)), folder)
 
 
 def test_a_folder_of_another_user_with_the_run_s_name_is_refused(
@@ -92,7 +94,7 @@ def test_a_folder_of_another_user_with_the_run_s_name_is_refused(
     monkeypatch.setattr(os, "geteuid", lambda: user + 1)
     with pytest.raises(ConfigError, match=f"{tmp_path}/gpt-1 is there already and belongs to ") as caught:
         check_name(TierConfig(), scratch)
-    assert caught.value.hint == "type name=OTHER (now gpt), or give the tier another path"
+    assert caught.value.hint == "type name=OTHER, or give the tier another path"
     check_name(TierConfig(), TierConfig(path=str(tmp_path), shared=False))
 
 
@@ -109,3 +111,24 @@ def test_a_folder_with_the_run_s_name_that_cannot_be_read_is_refused(closed: str
         with pytest.raises(ConfigError, match=f"{folder}/scratch/gpt-1 {why}"):
             check_name(TierConfig(path=str(folder / "scratch")))
         (folder / "scratch" / closed).chmod(0o700)
+
+
+@pytest.mark.parametrize("made", [True, False], ids=["after a save", "before"])
+def test_two_tiers_that_are_one_folder_are_refused(tmp_path: Path, made: bool) -> None:
+    (tmp_path / "scratch" / ("gpt-1" if made else "gpt")).mkdir(parents=True)
+    (tmp_path / "link").symlink_to("scratch")
+    fast, link = TierConfig(path=str(tmp_path / "scratch")), TierConfig(path=str(tmp_path / "link"), keep=5)
+    with pytest.raises(ConfigError, match=f"same folder: {tmp_path}/scratch/gpt-1 and {tmp_path}/link/gpt-1"):
+        check_name(fast, TierConfig(), link)
+    check_name(fast, TierConfig(), TierConfig(path=str(tmp_path / "link" / "gpt")))
+    check_name(fast, TierConfig(path=str(tmp_path / "link"), shared=False))
+
+
+def test_a_tier_that_is_the_run_s_own_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "gpt-1" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "scratch").mkdir()
+    (tmp_path / "scratch" / "gpt-1").symlink_to(tmp_path / "gpt-1" / "checkpoints")
+    tiers = (TierConfig(), TierConfig(path=str(tmp_path / "scratch")))
+    config = RunConfig(checkpoint=CheckpointConfig(tiers=tiers))
+    with pytest.raises(ConfigError, match="two tiers have the same folder"):
+        check_tier_folders(config, RunDir(tmp_path / "gpt-1"), known=("run",))

@@ -14,7 +14,7 @@ from orchestrator.registry.records import REFUSED
 from orchestrator.scheduler.available_schedulers import instance_of
 from orchestrator.scheduler.job_environment import package_root
 from orchestrator.states import RunState
-from orchestrator.submission import resume_request
+from orchestrator.submission import create_run, resume_request
 from orchestrator.submission.create_run import data_identity, read_index
 from orchestrator.submission.run_identity import code, environment
 from tests.fakes.slurm_commands import refusing, write_commands
@@ -421,6 +421,23 @@ def test_further_tiers_may_be_added(orch: Type, seeds: Seeds, service: SimpleNam
     tiers = f"checkpoint.tiers=[{{path: run}}, {{path: {tmp_path}}}]"
     assert orch("resume", run.name, tiers, "--no-controller").code == 0
     assert run.asked()["base"] == run.digest
+
+
+def test_a_further_tier_is_refused_that_is_one_of_the_others_or_has_another_user_s_folder(
+    orch: Type, seeds: Seeds, service: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Resumable(seeds, tmp_path)
+    (tmp_path / "scratch" / run.name).mkdir(parents=True)
+    (tmp_path / "link").symlink_to("scratch")
+    both = f"checkpoint.tiers=[{{path: run}}, {{path: {tmp_path / 'scratch'}}}, {{path: {tmp_path / 'link'}}}]"
+    refused = orch("resume", run.name, both, "--no-controller")
+    assert (refused.code, "two tiers have the same folder" in refused.err) == (2, True)
+    one = f"checkpoint.tiers=[{{path: run}}, {{path: {tmp_path / 'scratch'}}}]"
+    asked: list[Path] = []
+    monkeypatch.setattr(create_run, "_foreign_folder", lambda folder: asked.append(folder) or "belongs to bob")
+    refused = orch("resume", run.name, one, "--no-controller")
+    assert (refused.code, f"{asked[0]} belongs to bob" in refused.err) == (2, True)
+    assert asked == [tmp_path / "scratch" / run.name]
 
 
 def test_a_change_that_is_refused_by_the_controller_is_no_success(

@@ -150,7 +150,7 @@ CONFIG: Mapping[str, Term] = {
     "checkpoint.staging.mode": HARMLESS,
     "checkpoint.staging.host_memory": HARMLESS,
     "checkpoint.staging.files": HARMLESS,
-    "checkpoint.tiers": Term(Rule.ACCEPT, "checkpoints in a tier that is no longer named are not found"),
+    "checkpoint.tiers": Term(Rule.ACCEPT, "checkpoints are kept in other places; no tier of the run can be left out"),
     "checkpoint.retention.every": HARMLESS,
     "checkpoint.best.metric": HARMLESS,
     "checkpoint.best.mode": HARMLESS,

@@ -236,11 +236,18 @@ def _past(attempt: Attempt, failure: Failure | None, now: float, trained: bool, 
         saved_step=attempt.saved_step,
         step=attempt.last_step,
         ended_at=ended,
-        trained=0.0 if attempt.started_at is None else ended - attempt.started_at,
+        trained=_ran_for(attempt, ended),
         script_failed=not trained and failure is not None and failure.script,
         drilled=once and failure is not None and bool(failure.drill),
         none_intact=failure is not None and failure.exception == NONE_INTACT,
     )
+
+
+def _ran_for(attempt: Attempt, ended: float) -> float:
+    """Seconds from its start to its end; where the clock of its node was behind, since it was submitted at most."""
+    if attempt.started_at is None:
+        return 0.0
+    return ended - max(attempt.started_at, attempt.submitted_at or attempt.started_at)
 
 
 NONE_INTACT = "NothingIntact"

@@ -172,7 +172,9 @@ class _EventWriter:
 def _attempt_started(writer: _EventWriter) -> None:
     nodes = tuple(writer.data.get("nodes", ()))
     began = writer.data.get("began")  # nodes join later, and older versions do not write it
-    writer.note(started_at=float(began) if began else writer.event.time, nodes=nodes)
+    # A node's clock may be hours ahead; the attempt's end is by the controller's: the difference is how long it ran.
+    started = min(float(began) if began else writer.event.time, writer.now)
+    writer.note(started_at=started, nodes=nodes)
     for node in nodes:
         writer.store.saw_node(node, writer.view.run.domain, epoch=writer.epoch, now=writer.now)
 

@@ -1,13 +1,16 @@
 """Event files become rows: once each, whenever the controller dies, whatever a killed writer left behind."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from checkpointing.storage.durable import dump_line
+from orchestrator.controller.reconciler.conclude import _ran_for
 from orchestrator.controller.run_dirs.ingest import UNREADABLE_EVENT, ingest
 from orchestrator.controller.run_view import RunView
+from orchestrator.registry.records import Attempt
 from orchestrator.states import AttemptState, RunState, Trust
 from tests.scenarios.world import World, config, training
 from trainer.contract.events import EventKind, EventLog
@@ -52,6 +55,28 @@ def test_an_attempt_begins_with_its_first_process(tmp_path: Path, began: float |
     read(world)
     started = world.store.attempts(world.name)[-1].started_at
     assert started == began if began is not None else started == world.clock.now
+
+
+def test_an_attempt_on_a_node_whose_clock_is_ahead_began_when_it_was_seen_at_the_latest(tmp_path: Path) -> None:
+    world, log = begun(tmp_path)
+    log.write(EventKind.ATTEMPT_STARTED, job_id="1", nodes=["n1"], world=2, began=world.clock.now + 7200)
+    read(world)
+    assert world.store.attempts(world.name)[-1].started_at == world.clock.now
+
+
+def test_an_attempt_on_a_node_whose_clock_is_behind_has_not_run_since_before_it_was_submitted() -> None:
+    attempt = Attempt(
+        run="a",
+        number=1,
+        state=AttemptState.ENDED,
+        nonce="0" * 8,
+        job_name="a",
+        submitted_at=1000.0,
+        started_at=-6000.0,
+    )
+    assert _ran_for(attempt, 1030.0) == 30.0
+    assert _ran_for(replace(attempt, started_at=1010.0), 1030.0) == 20.0
+    assert _ran_for(replace(attempt, started_at=None), 1030.0) == 0.0
 
 
 def test_events_of_many_ranks_in_one_file_count_once_each(tmp_path: Path) -> None:

@@ -268,7 +268,8 @@ class Controller:
             view = with_exclusions(self.actor, view, self.pool_size, self.usable_nodes)
         failure = self.actor.launch(view, snapshot)
         if failure is not None:
-            self._conclude(view, Verdict(end=End.FAILED, reason=failure.reason, failure=failure))
+            verdict = Verdict(end=End.FAILED, reason=failure.reason, failure=failure)
+            conclude(self.actor, view, verdict, self.rng, self.pool_size)
         return False
 
     def _is_hidden(self, view: RunView) -> bool:
@@ -323,15 +324,8 @@ class Controller:
             end_judged_job(self.actor, view, job.job_id, verdict.reason)
         # What the job wrote in its last moments belongs to its history.
         ingest(self.store, view, **self.actor.stamp(), files=self.files)
-        self._conclude(self._again(view), verdict, evidence.gone)
+        conclude(self.actor, self._again(view), verdict, self.rng, self.pool_size, evidence.gone)
         return True
-
-    def _conclude(self, view: RunView, verdict: Verdict, gone: tuple[str, ...] = ()) -> None:
-        conclude(self.actor, view, verdict, self.rng, self.pool_size, gone)
-        if view.cancel is not None:
-            ended = self.store.run(view.run.name)
-            self.store.answer(view.cancel.id, f"{ended.name} is {ended.state}", **self.actor.stamp())
-            failpoints.reach("after_ask")
 
     def _note_job(self, view: RunView, job: JobStatus, evidence: Evidence) -> None:
         """Slurm's own word, and the states that follow from it."""

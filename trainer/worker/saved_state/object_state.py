@@ -76,7 +76,9 @@ def _encode_one(
         while path in tensors:
             path += "%"  # keys that are alike and not equal, as one NaN and another are
         tensors[path] = value.detach()
-        return {"tensor": path}
+        if isinstance(value, nn.Parameter):
+            return {"own parameter": [{"tensor": path}, value.requires_grad]}
+        return {"leaf": {"tensor": path}} if _is_trained(value) else {"tensor": path}
     if kind in _CONTAINERS:
         items = [encode(item, f"{path}:{at}", tensors, names, shared) for at, item in enumerate(_items(value))]
         return items if kind is list else {_CONTAINERS[kind]: items}
@@ -102,8 +104,13 @@ _CONTAINERS: dict[type, str] = {list: "list", tuple: "tuple", set: "set", frozen
 _MAPPINGS: dict[type, str] = {dict: "dict", OrderedDict: "ordered", Counter: "counter"}
 
 
+def _is_trained(value: Any) -> bool:
+    """Whether this is a tensor that gradients are computed for, and no result of others."""
+    return isinstance(value, torch.Tensor) and value.requires_grad and value.is_leaf
+
+
 class SharedContainers:
-    """The lists, dictionaries and other mutable containers that stand more than once in a state."""
+    """The lists, dictionaries, other mutable containers and trained tensors that stand more than once in a state."""
 
     def __init__(self, state: Any) -> None:
         times: Counter[int] = Counter()
@@ -115,6 +122,8 @@ class SharedContainers:
                 times[id(one)] += 1
                 if times[id(one)] == 1:
                     left += one.values() if kind in _MAPPINGS else one
+            elif isinstance(one, nn.Parameter) or _is_trained(one):
+                times[id(one)] += 1
         self.ids = frozenset(key for key, count in times.items() if count > 1)
         self.begun = set[int]()
         self.numbers: dict[int, int] = {}
@@ -182,6 +191,8 @@ _MAKERS: dict[str, Callable[[Any], Any]] = {
     "counter": lambda pairs: Counter(dict(map(tuple, pairs))),
     "complex": lambda parts: complex(*parts),
     "view": lambda parts: torch.as_strided(*parts),
+    "leaf": lambda tensor: tensor.requires_grad_(),
+    "own parameter": lambda parts: nn.Parameter(*parts),
 }
 
 

@@ -57,6 +57,21 @@ def test_what_a_state_holds_twice_is_one_after_a_restore() -> None:
     assert into.state["queue"] == [[1, 2, 3], {"of": [1, 2, 3]}, [1, 2]]
 
 
+def test_tensors_that_are_trained_beside_the_model_still_are_after_a_restore() -> None:
+    """Such as the temperature of a policy, which an optimizer of the workload's own trains."""
+    owner, into = Averages(), Averages()
+    alpha, beta = torch.tensor([1.0], requires_grad=True), nn.Parameter(torch.tensor([2.0]))
+    frozen = nn.Parameter(torch.tensor([3.0]), requires_grad=False)
+    owner.state = {"alpha": alpha, "in": [alpha, beta], "beta": beta, "frozen": frozen, "result": alpha * 2}
+    saved_and_loaded(owner, into)
+    made = into.state
+    assert [type(made[name]) for name in ("alpha", "beta", "frozen")] == [torch.Tensor, nn.Parameter, nn.Parameter]
+    assert [made[name].requires_grad for name in ("alpha", "beta", "frozen", "result")] == [True, True, False, False]
+    assert made["in"][0] is made["alpha"]
+    assert made["in"][1] is made["beta"]
+    assert [made[name].item() for name in ("alpha", "beta", "frozen", "result")] == [1.0, 2.0, 3.0, 2.0]
+
+
 def test_parts_of_memory_that_is_not_in_the_state_are_saved_by_themselves() -> None:
     owner, into = Averages(), Averages()
     memory = torch.arange(6.0)

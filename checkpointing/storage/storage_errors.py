@@ -83,6 +83,13 @@ _FOREIGN = (
 )
 """Module and class of what such libraries raise besides OSError; only those that are loaded can have been raised."""
 
+_NUMBERS = {
+    PermissionError: errno.EACCES,
+    FileNotFoundError: errno.ENOENT,
+    FileExistsError: errno.EEXIST,
+    TimeoutError: errno.ETIMEDOUT,
+}
+
 
 @contextlib.contextmanager
 def as_oserror(place: str) -> Iterator[None]:
@@ -97,5 +104,8 @@ def as_oserror(place: str) -> Iterator[None]:
     except (OSError, *kinds) as error:
         if not isinstance(error, OSError):
             raise OSError(errno.EIO, f"{type(error).__name__}: {error}", place) from error
+        if error.errno is None:  # made of a text alone: with a file name it would print as "[Errno None] None"
+            number = next((number for kind, number in _NUMBERS.items() if isinstance(error, kind)), errno.EIO)
+            raise OSError(number, str(error) or type(error).__name__, error.filename or place) from error
         error.filename = error.filename or place
         raise

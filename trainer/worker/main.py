@@ -10,7 +10,7 @@ from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import setproctitle
 from torch import nn
@@ -112,7 +112,7 @@ if TYPE_CHECKING:
 
 def rank_main(spec: RankSpec) -> int:
     """Train as the rank that `spec` describes; returns its exit code and never raises."""
-    started, modules = time.monotonic(), frozenset(sys.modules)
+    started, modules, process = time.monotonic(), frozenset(sys.modules), os.getpid()
     setproctitle.setproctitle(f"orch-rank-{spec.rank}")
     protect_data_loader_workers()
     in_use()  # before a program may delete what it has read from its environment
@@ -124,10 +124,25 @@ def rank_main(spec: RankSpec) -> int:
     try:
         last = crash_report.finished_outcome(spec, cell, _train(spec, cell, control, started, modules))
     except BaseException as error:  # noqa: BLE001  # outermost edge: kept as the outcome
+        if os.getpid() != process:
+            _end_forked_process(error)
         last = crash_report.failed_outcome(spec, cell, error)
     ticker.stop()
     crash_report.report_end(spec, control, last)
     return last.exit_code
+
+
+def _end_forked_process(error: BaseException) -> NoReturn:
+    """End a process that the workload has forked, with the code of a Python program: its end is not the rank's."""
+    if isinstance(error, SystemExit) and (error.code is None or isinstance(error.code, int)):
+        code = error.code or 0
+    else:
+        traceback.print_exception(error)
+        code = 1
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code & 0xFF)
 
 
 def _train(

@@ -11,7 +11,7 @@ import pytest
 
 from checkpointing.storage.backends import FsspecStorage, LocalStorage
 from checkpointing.storage.durable import fsync_dir, fsync_file
-from checkpointing.storage.storage_errors import explain_disk_error
+from checkpointing.storage.storage_errors import as_oserror, explain_disk_error
 
 RUN = Path("/runs/run-1")
 """The folder that a caller has in mind."""
@@ -83,3 +83,12 @@ def test_an_error_without_a_name_is_one_of_the_callers_folder() -> None:
     )
     assert explain_disk_error(PermissionError(errno.EACCES, "Permission denied"), RUN) == ""
     assert explain_disk_error(ValueError("no"), RUN) == ""
+
+
+def test_an_error_of_a_library_that_is_a_text_alone_keeps_its_text() -> None:
+    """s3fs says so what a store refuses; with a file's name it printed as "[Errno None] None"."""
+    with pytest.raises(PermissionError) as caught, as_oserror("s3://bucket/x"):
+        raise PermissionError("The provided token has expired.")
+    assert str(caught.value) == "[Errno 13] The provided token has expired.: 's3://bucket/x'"
+    with pytest.raises(FileNotFoundError, match="NoSuchBucket"), as_oserror("s3://bucket/x"):
+        raise FileNotFoundError("NoSuchBucket")

@@ -1,5 +1,7 @@
 """A user's own workload: a model built on the CPU, dropout, its own data, its own optimizer, learned with FSDP."""
 
+import os
+import sys
 import weakref
 from functools import partial
 
@@ -163,6 +165,22 @@ class Ending(Plane):
         take = data.take
         data.take = lambda: take() if data.consumed < 3 else []
         return data
+
+
+class Forking(Plane):
+    """Forks two helpers, which end as Python programs do, and goes on only if their codes say so."""
+
+    def build_data(self, layout):
+        helpers = [os.fork()]
+        if not helpers[0]:
+            sys.exit(3)
+        helpers.append(os.fork())
+        if not helpers[1]:
+            raise RuntimeError("the helper died")
+        codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in helpers]
+        if codes != [3, 1]:
+            raise RuntimeError(f"helpers ended with {codes}")
+        return super().build_data(layout)
 
 
 class DroppedState(Plane):

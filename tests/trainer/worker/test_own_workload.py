@@ -45,6 +45,13 @@ def test_units_that_return_views_may_be_changed_in_place_and_say_nothing(make_ru
     assert run.losses()[12] < run.losses()[1]
 
 
+def test_the_end_of_a_process_that_a_workload_forks_is_not_the_ranks(make_run):
+    run = make_run(1, workload={**PLANE, "target": "my_workload:Forking"}, train={**TRAIN, "steps": 3})
+    assert run.train()["codes"] == [0], run.log()
+    assert "RuntimeError: the helper died" in run.log()
+    assert run.outcome(0, 1).message is None
+
+
 def test_state_that_the_optimizer_drops_before_training_is_held_by_nobody(make_run):
     """It would need its memory twice until the first save."""
     run = make_run(1, workload={**PLANE, "target": "my_workload:DroppedState"}, train={**TRAIN, "steps": 3})

@@ -88,11 +88,11 @@ class Positions:
     @property
     def next(self) -> int:
         """The position of the next batch."""
-        return self._offset + self._data.consumed
+        return self._offset + int(self._data.consumed)  # a user's may be a tensor
 
     def seek(self, position: int) -> None:
         """Make this the position of the next batch, wherever the data stands."""
-        self._offset = position - self._data.consumed
+        self._offset = position - int(self._data.consumed)
 
     def take(self, skip: Collection[int]) -> tuple[int, Sequence[Any]]:
         """Return the position of the next batch that is not skipped, and this batch.

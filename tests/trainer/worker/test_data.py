@@ -63,6 +63,8 @@ def test_data_of_a_users_own_is_left_out_by_its_own_positions():
     data = Points(rank=1, of=3)
     position, _ = Positions(data).take({0, 3})
     assert (position, data.consumed) == (6, 9)
+    data.consumed = torch.tensor(9)
+    assert type(Positions(data).next) is int
 
 
 @pytest.mark.parametrize("early", [True, False])

@@ -178,9 +178,12 @@ class StagedPasses:
 
 
 def require_batches(objects: TrainObjects, step: int, batches: Sequence[Any]) -> None:
-    """Raises WorkloadError where there are none."""
+    """Raises WorkloadError where there are none, or no list of them."""
+    data = type(unwrapped(objects.data)).__name__
+    if not hasattr(batches, "__len__"):
+        kind = type(batches).__name__
+        raise WorkloadError(f"{data}.take() returned a {kind}: it has to return a list, the micro-batches of a step")
     if not len(batches):
-        data = type(unwrapped(objects.data)).__name__
         raise WorkloadError(
             f"{data}.take() returned no micro-batch for step {step}: every rank needs one or more in every step"
         )

@@ -17,6 +17,7 @@ from trainer.worker.parallel.mesh import Layout
 from trainer.worker.saved_state import checkpoint_contents
 from trainer.worker.saved_state.checkpoint_contents import buffers_name
 from trainer.worker.saved_state.data_state import FACTS, DataState
+from trainer.worker.saved_state.load_hooks import run_load_hooks
 from trainer.worker.saved_state.loss_scale import LossScale
 from trainer.worker.saved_state.model_state import (
     BufferState,
@@ -333,8 +334,10 @@ class TrainState:
         self.positions.seek(restored.extra.get("position", restored.extra["consumed"]))
         self._buffers.restore(absent)
         self._inventory.forget()
-        self._restore_rest(self._rank_facts(restored.extra), absent)
         self._restore_extra_state(restored.extra)
+        for reason in run_load_hooks(self._model):
+            self._warn_once(reason)
+        self._restore_rest(self._rank_facts(restored.extra), absent)
         self._module_attributes.begin(self._rank_facts(restored.extra).get("module_attributes", {}), self.step)
         if packed.any():
             unpack_rng(packed, self._device)

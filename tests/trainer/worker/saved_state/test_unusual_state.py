@@ -220,6 +220,7 @@ def test_ranks_that_are_killed_go_on_with_the_same_bits(make_run: Any, name: str
         "BufferOfForward",
         "Growing",
         "ExtraDict",
+        "DerivedByLoad",
         "OfEachRank",
         "NestedObjects",
         "SkippedUpdates",

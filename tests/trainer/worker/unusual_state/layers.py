@@ -237,7 +237,61 @@ class NotPersistent(Layer):
         return self.kept
 
 
+class DerivedByPostHook(Layer):
+    """A table that no checkpoint has, made again by what torch calls after a load."""
+
+    def build(self) -> None:
+        self.register_buffer("steps", torch.tensor(0))
+        self.register_buffer("code", torch.zeros(6))
+        self.register_buffer("table", torch.zeros(6), persistent=False)
+        self.hook()
+
+    def hook(self) -> None:
+        self.register_load_state_dict_post_hook(lambda module, keys: module.rebuild())
+
+    def rebuild(self) -> None:
+        self.table = torch.tanh(self.code * 2)
+
+    def seen(self, x: torch.Tensor) -> None:
+        self.steps += 1
+        if int(self.steps) == 2:
+            self.code.copy_(x.mean(0))
+            self.rebuild()
+
+    def scale(self) -> Any:
+        return self.table
+
+
+class DerivedByLoad(DerivedByPostHook):
+    """The same in a `_load_from_state_dict`, which gets other entries than the buffers, and puts others in place."""
+
+    def hook(self) -> None:
+        self.register_state_dict_post_hook(lambda module, state, prefix, _: state.update({f"{prefix}code": None}))
+        self.halved = nn.Linear(1, 1)
+        self.halved.register_state_dict_post_hook(
+            lambda module, state, prefix, _: state.update({f"{prefix}bias": module.bias.detach().bfloat16()})
+        )
+
+    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+        assert state[f"{prefix}code"] is None
+        assert f"{prefix}halved.bias" in state
+        state[f"{prefix}code"] = self.code * 1.0
+        super()._load_from_state_dict(state, prefix, *rest)
+        self.rebuild()
+        self.code = torch.zeros(6)
+        self.steps.zero_()
+
+
+class DerivedByPreHook(DerivedByPostHook):
+    def hook(self) -> None:
+        self.register_load_state_dict_pre_hook(self.before)
+
+    def before(self, module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+        self.table = torch.tanh(state[f"{prefix}code"] * 2)
+
+
 for _layer in (
+    DerivedByPostHook, DerivedByLoad, DerivedByPreHook,
     LateBuffer, BufferOfForward, AttributeThenBuffer, BecomesNone, BecomesDeleted, Expanded, ExpandedForGood, Growing,
     ResizedInPlace, ReshapedInPlace, ChangesType, Scalars, OddTypes, Float8, Transposed, SharedBuffer, NotPersistent,
 ):  # fmt: skip

@@ -1,0 +1,69 @@
+"""A model's own code that `load_state_dict` runs: what it derives from the restored state is made again."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import _IncompatibleKeys
+
+from trainer.worker.saved_state.model_state import cannot_be_filled
+
+
+def run_load_hooks(model: nn.Module) -> list[str]:
+    """Run the load hooks of a filled model in the order of torch; return the errors that they report.
+
+    A module with a `_load_from_state_dict` of its own, or with pre-hooks, loads its own state: it keeps its bits.
+    """
+    if not any(_loads_itself(module) or _post_hooks(module) for module in model.modules()):
+        return []
+    state, errors = model.state_dict(), list[str]()
+    _load(model, state, "", getattr(state, "_metadata", {}), errors)
+    return errors
+
+
+def _load(
+    module: nn.Module, state: dict[str, Any], prefix: str, metadata: Mapping[str, Any], errors: list[str]
+) -> None:
+    # Torch's own wrappers rename the entries in a pre-hook, for the modules inside.
+    if _loads_itself(module) or module._load_state_dict_pre_hooks:
+        with _kept(module):
+            module._load_from_state_dict(state, prefix, metadata.get(prefix[:-1], {}), True, [], [], errors)
+    for name, child in module._modules.items():
+        if child is not None:
+            inner = f"{prefix}{name}."
+            found = {key: value for key, value in state.items() if key.startswith(inner)}
+            _load(child, found, inner, metadata, errors)
+    for hook in _post_hooks(module):
+        hook(module, _IncompatibleKeys([], []))
+
+
+@contextmanager
+def _kept(module: nn.Module) -> Iterator[None]:
+    """Put the module's own parameters and persistent buffers back as they were."""
+    parameters = dict(module._parameters)
+    buffers = {key: one for key, one in module._buffers.items() if key not in module._non_persistent_buffers_set}
+    live = [one.detach() for one in (*parameters.values(), *buffers.values()) if one is not None]
+    copies = [(one, one.clone()) for one in live if not cannot_be_filled(one)]
+    yield
+    module._parameters.update(parameters)
+    module._buffers.update(buffers)
+    with torch.no_grad():
+        for one, copy in copies:
+            one.copy_(copy)
+
+
+def _loads_itself(module: nn.Module) -> bool:
+    hooks = module._load_state_dict_pre_hooks.values()
+    return not all(map(_is_of_torch, (type(module)._load_from_state_dict, *hooks)))
+
+
+def _post_hooks(module: nn.Module) -> list[Any]:
+    return [hook for hook in module._load_state_dict_post_hooks.values() if not _is_of_torch(hook)]
+
+
+def _is_of_torch(function: Any) -> bool:
+    """Whether torch itself has it: its layers derive nothing, and FSDP's hook is for replaced parameters."""
+    function = getattr(function, "hook", function)  # torch wraps a pre-hook
+    return str(getattr(function, "__module__", "")).partition(".")[0] == "torch"

@@ -31,6 +31,13 @@ def has_own_state_dict(optimizer: torch.optim.Optimizer) -> bool:
     return changed or type(optimizer).state_dict is not torch.optim.Optimizer.state_dict
 
 
+def _loads_itself(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether `load_state_dict()` runs code that is not torch's own."""
+    hooks = [getattr(optimizer, f"_optimizer_load_state_dict_{when}_hooks", None) for when in ("pre", "post")]
+    code = [getattr(optimizer, name) for name in ("load_state_dict", "__setstate__") if hasattr(optimizer, name)]
+    return any(hooks) or any(str(each.__module__).partition(".")[0] != "torch" for each in code)
+
+
 def refuse_hidden_state(optimizer: torch.optim.Optimizer, names: Names) -> None:
     """Raises WorkloadError for state that `optimizer.state` has for no parameter, or does not have at all.
 
@@ -326,7 +333,7 @@ class OptimizerState:
         self._restore_state(facts)
         overruled = self.groups.restore(facts.get("groups", ()), self._targets)
         saved = facts.get("entries", {})
-        self._load_entries(saved, self._targets)
+        self._load_entries(saved, self._targets, itself=_loads_itself(self._optimizer))
         now = self._entries()
         other = [key for key in saved if object_state.text(now.get(key)) != object_state.text(saved[key])]
         return [*overruled, *(f"{key} of the optimizer's state_dict is not as it was saved" for key in other)]
@@ -336,6 +343,8 @@ class OptimizerState:
         counted += sorted(self._values())
         self._forget([self._parameters[name] for name in map(_owner, absent) if name in self._parameters])
         self.groups.reset()
+        if _loads_itself(self._optimizer):
+            self._load({})
         if not counted:
             return []
         return [
@@ -363,7 +372,10 @@ class OptimizerState:
             there.clear()
             there.update(held)
 
-    def _load_entries(self, entries: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+    def _load_entries(
+        self, entries: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], *, itself: bool = False
+    ) -> None:
+        """`itself`: the optimizer derives something in its `load_state_dict()`, which is called in any case."""
         found = {key: object_state.decode(value, tensors, self._parameters) for key, value in entries.items()}
         named_entries = {key: value for key, value in found.items() if key.startswith(_NAMED)}
         named: dict[Any, Any] = self._optimizer.state  # torch's own state has tensors as keys
@@ -371,11 +383,23 @@ class OptimizerState:
             del named[key.removeprefix(_NAMED)]
         named.update({key.removeprefix(_NAMED): value for key, value in named_entries.items()})
         extra = {key: value for key, value in found.items() if key not in named_entries}
-        if extra:
-            held = {parameter: dict(state) for parameter, state in self._held()}
-            self._optimizer.load_state_dict({**self._optimizer.state_dict(), **extra})
-            # What torch loads is converted to the dtype of its parameter, and is another object than the one filled.
-            self._optimizer.state.update(held)
+        if extra or itself:
+            self._load(extra)
+
+    def _load(self, extra: Mapping[str, Any]) -> None:
+        """Have the optimizer load its own state and `extra`, and put state and groups back as they were.
+
+        What torch loads is converted to the dtype of its parameter, and is another object than the one filled.
+        """
+        held = {parameter: dict(state) for parameter, state in self._held()}
+        groups = [dict(group) for group in self._optimizer.param_groups]
+        self._optimizer.load_state_dict({**self._optimizer.state_dict(), **extra})
+        for parameter, values in held.items():
+            there = self._optimizer.state.setdefault(parameter, {})
+            there.clear()
+            there.update(values)
+        for group, given in zip(self._optimizer.param_groups, groups, strict=True):
+            group.update(given)
 
 
 def _tensor_key(name: str, key: str | int) -> str:

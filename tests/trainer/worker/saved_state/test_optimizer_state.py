@@ -80,6 +80,41 @@ class Counting(optim.SGD):
         super().load_state_dict({key: state[key] for key in ("state", "param_groups")})
 
 
+class Derived(optim.SGD):
+    """Scales its steps by what it derives from its state, after a step and in a `load_state_dict()` of its own."""
+
+    scale = 1.0
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1, momentum=0.9)
+
+    def derive(self) -> None:
+        buffers = [held["momentum_buffer"] for held in self.state.values() if "momentum_buffer" in held]
+        self.scale = 1.0 + float(sum(buffer.abs().sum() for buffer in buffers))
+
+    def step(self, closure: Any = None) -> None:
+        for held in self.state.values():
+            if held.get("momentum_buffer") is not None:
+                held["momentum_buffer"] /= self.scale
+                held["wide"] = held.get("wide", torch.zeros((), dtype=torch.float64)) + 0.1
+        super().step()
+        self.derive()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.derive()
+        for held in self.state.values():
+            held["momentum_buffer"] = None
+
+
+class DerivedByHook(Derived):
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters)
+        self.register_load_state_dict_post_hook(DerivedByHook.derive)
+
+    load_state_dict = optim.SGD.load_state_dict
+
+
 REAL: dict[str, Make] = {
     "Adadelta": simple(optim.Adadelta),
     "Adafactor": simple(optim.Adafactor),
@@ -107,6 +142,8 @@ REAL: dict[str, Make] = {
     ),
     "Prodigy": simple(prodigyopt.Prodigy, weight_decay=0.01, use_bias_correction=True),
     "Prodigy-groups": two_groups(prodigyopt.Prodigy, d0=1e-3, growth_rate=1.5, slice_p=2),
+    "Derived": simple(Derived),
+    "DerivedByHook": simple(DerivedByHook),
     "Lion": simple(Lion, weight_decay=0.1),
     "Counting": two_groups(Counting),
     "Counting-some": lambda net: Counting([net[0].weight, net.unused]),

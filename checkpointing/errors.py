@@ -7,6 +7,7 @@ CheckpointError
  +- NothingVerifies   checkpoints exist and every one of them was refused
  |   +- NothingIntact  because every one of them is damaged: another try reads the same bytes
  |   +- NothingFits    because the others are of another model: another try has the same code
+ |   +- UnreadableNow  the newest one cannot be read now: an older one would train its steps again
  +- TierUnavailable   the library for a tier's URL is not installed here
  +- SaveFailed        one save was given up; carries its step and the reason
      +- FencedOff     the attempt no longer holds its launch token, so it must not commit
@@ -29,12 +30,15 @@ class Refused(CheckpointError):
     """A checkpoint that must not be loaded.
 
     It is `damaged` unless that may be due to who wants it, where, or when: to a model that it does not fit, a node that
-    does not have it, a file system that fails for a moment. Where it is the model, it does not `fit`.
+    does not have it, a file system that fails for a moment. Where it is the model, it does not `fit`. It is
+    `unreadable` where reading raised nothing but errors that may pass.
     """
 
-    def __init__(self, name: str, reason: str, damaged: bool = True, fits: bool = True) -> None:
+    def __init__(
+        self, name: str, reason: str, damaged: bool = True, fits: bool = True, unreadable: bool = False
+    ) -> None:
         super().__init__(f"{name}: {reason}")
-        self.name, self.reason, self.damaged, self.fits = name, reason, damaged, fits
+        self.name, self.reason, self.damaged, self.fits, self.unreadable = name, reason, damaged, fits, unreadable
 
 
 class UnsafePickle(Refused):
@@ -56,6 +60,18 @@ class NothingIntact(NothingVerifies):
 
 class NothingFits(NothingVerifies):
     """Every committed checkpoint that is not damaged is of another model."""
+
+
+class UnreadableNow(NothingVerifies):
+    """The newest checkpoint that is not refused for good cannot be read, at `places`; older ones were not tried."""
+
+    def __init__(self, refusals: Sequence[Refused], places: Sequence[str]) -> None:
+        super().__init__(refusals, touched=False)
+        reasons = "; ".join(dict.fromkeys(refusal.reason for refusal in refusals))
+        self.args = (
+            f"{' and '.join(places)} cannot be read, and no older checkpoint is loaded instead (make it readable, or "
+            f"give it up by moving it away): {reasons}",
+        )
 
 
 def nothing_verifies(refusals: Sequence[Refused], *, touched: bool) -> NothingVerifies:

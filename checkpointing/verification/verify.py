@@ -24,12 +24,22 @@ _NAMED = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """One thing that is wrong, in one file; `chunk` counts from 0; `tensors` are those whose values it touches."""
+    """One thing that is wrong, in one file; `chunk` counts from 0; `tensors` are those whose values it touches.
+
+    `gone`: it could not be opened because it is not there.
+    """
 
     file: str
     chunk: int | None
     reason: str
     tensors: tuple[str, ...] = ()
+    gone: bool = False
+
+    @classmethod
+    def of(cls, file: str, error: OSError) -> "Fault":
+        """The fault of a file that could not be read."""
+        gone = isinstance(error, FileNotFoundError)
+        return cls(file=file, chunk=None, reason=f"unreadable: {error_words(error)}", gone=gone)
 
     @property
     def tensor(self) -> str | None:
@@ -43,6 +53,11 @@ class Fault:
     def is_damage(self) -> bool:
         """Whether bytes are wrong or gone; what cannot be read now may be read later."""
         return not self.reason.startswith("unreadable: ")
+
+    @property
+    def is_unreadable(self) -> bool:
+        """Whether the file is there, as far as is known, and could not be read."""
+        return not self.is_damage and not self.gone
 
     def __str__(self) -> str:
         place = self.file if self.chunk is None else f"{self.file} chunk {self.chunk}"
@@ -121,7 +136,7 @@ def read_sealed(storage: Storage, name: str) -> tuple[Manifest | None, list[Faul
         file, _, reason = str(error).partition(" ")
         return None, [Fault(file=file, chunk=None, reason=reason)]
     except OSError as error:
-        return None, [Fault(file=_named(error), chunk=None, reason=f"unreadable: {error_words(error)}")]
+        return None, [Fault.of(_named(error), error)]
     gone = [Fault(file=DELETED, chunk=None, reason="its deletion was begun")] if DELETED in present else []
     return manifest, gone + [fault for entry in manifest.files if (fault := _size_fault(entry, present))]
 

@@ -7,6 +7,7 @@ from checkpointing.errors import NothingFits, NothingIntact, NothingVerifies, Re
 
 DAMAGED = Refused("step-2", "digest differs")
 AWAY = Refused("step-3", "not there", damaged=False)
+UNREADABLE = Refused("step-5", "COMMIT: unreadable: Input/output error", damaged=False, unreadable=True)
 OTHER_MODEL = Refused("step-4", "w has shape (3,) in it, (4,) here", damaged=False, fits=False)
 
 
@@ -26,6 +27,6 @@ def test_another_try_helps_only_where_one_is_neither_damaged_nor_of_another_mode
     assert type(nothing_verifies(refusals, touched=False)) is kind
 
 
-@pytest.mark.parametrize("refusal", [DAMAGED, AWAY, OTHER_MODEL])
+@pytest.mark.parametrize("refusal", [DAMAGED, AWAY, OTHER_MODEL, UNREADABLE])
 def test_ranks_tell_each_other_why(refusal: Refused) -> None:
     assert vars(decode(encode(refusal))) == vars(refusal)

@@ -88,6 +88,13 @@ def is_misfit(error: BaseException) -> bool:
     return isinstance(error, Refused) and not error.fits
 
 
+def is_unreadable(error: BaseException) -> bool:
+    """Whether a load failed because bytes that are there could not be read, which may work later."""
+    if isinstance(error, Refused):
+        return error.unreadable
+    return isinstance(error, OSError) and not isinstance(error, FileNotFoundError)
+
+
 def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or ["no message"])[0]
 

@@ -51,7 +51,7 @@ def _register(kind: type[T], fields: tuple[str, ...]) -> type[T]:
 for _kind in (Commit, Copied, FileEntry, Index, Manifest, Piece, Region, Strip, TensorInfo):
     peer_message(_kind)
 for _error in (Refused, UnsafePickle):
-    _register(_error, ("name", "reason", "damaged", "fits"))
+    _register(_error, ("name", "reason", "damaged", "fits", "unreadable"))
 
 
 def encode(value: Any) -> bytes:

@@ -23,6 +23,7 @@ from checkpointing.engine.ranks.group import (
     explain,
     is_damage,
     is_misfit,
+    is_unreadable,
     result_or,
     result_or_failed,
 )
@@ -166,16 +167,25 @@ class Loaded:
     bytes_needed: int
 
 
+def refused_for(error: BaseException, name: str = "") -> Refused:
+    """The refusal of a checkpoint whose load raised this error."""
+    return Refused(name, explain(error), is_damage(error), not is_misfit(error), is_unreadable(error))
+
+
 def on_all_ranks(ranks: RankGroup, name: str, act: Callable[[], T]) -> list[T]:
     """Do this rank's part, and learn what came of the others'; raises the same Refused on every rank if one failed."""
-    told: list[tuple[T | None, tuple[str, bool, bool] | None]] = ranks.all_gather(
-        result_or(lambda: (act(), None), lambda error: (None, (explain(error), is_damage(error), is_misfit(error))))
+    told: list[tuple[T | None, Refused | None]] = ranks.all_gather(
+        result_or(lambda: (act(), None), lambda error: (None, refused_for(error)))
     )
     failures = [failure for _, failure in told if failure is not None]
     if failures:
-        reasons = dict.fromkeys(reason for reason, _, _ in failures)
-        damaged, misfit = any(damaged for _, damaged, _ in failures), any(misfit for _, _, misfit in failures)
-        raise Refused(name, "; ".join(list(reasons)[:4]), damaged, not misfit)
+        raise Refused(
+            name,
+            "; ".join(list(dict.fromkeys(failure.reason for failure in failures))[:4]),
+            damaged=any(failure.damaged for failure in failures),
+            fits=all(failure.fits for failure in failures),
+            unreadable=all(failure.unreadable for failure in failures),
+        )
     return [cast(T, value) for value, _ in told]
 
 

@@ -21,7 +21,6 @@ from checkpointing.errors import Refused
 from checkpointing.format.read_plan import Shard
 from checkpointing.storage.digests import digest
 from checkpointing.storage.shared_memory import PAGE, whole_pages
-from checkpointing.storage.storage_errors import error_words
 from checkpointing.verification.verify import Fault
 
 READ = 8 << 20
@@ -246,7 +245,8 @@ class Reader:
                 faults = list(itertools.chain.from_iterable(each.result() for each in found))
         if faults:
             damaged = any(fault.is_damage for fault in faults)
-            raise Refused(self._name, "; ".join(sorted(str(fault) for fault in faults)), damaged)
+            reason = "; ".join(sorted(str(fault) for fault in faults))
+            raise Refused(self._name, reason, damaged, unreadable=all(fault.is_unreadable for fault in faults))
 
     def _work(self, queue: Iterator[int], act: Callable[[int], Fault | None]) -> list[Fault]:
         for chunk in queue:
@@ -264,7 +264,7 @@ class Reader:
         try:
             count = self._file(shard.name).fill(view, room, shard.span(chunk)[0])
         except OSError as error:
-            return Fault(file=shard.name, chunk=None, reason=f"unreadable: {error_words(error)}")
+            return Fault.of(shard.name, error)
         with self._lock:
             self.bytes_read += count
         if count < len(view):

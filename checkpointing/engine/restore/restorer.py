@@ -7,20 +7,21 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any, TypeVar
 
 from torch import Tensor
 
 from checkpointing.config import MEMORY
-from checkpointing.engine.ranks.group import Failed, RankGroup, explain, is_damage, result_or, result_or_failed
+from checkpointing.engine.ranks.group import Failed, RankGroup, result_or, result_or_failed
 from checkpointing.engine.ranks.peer_codec import peer_message
 from checkpointing.engine.restore.foreign_dcp import describe, foreign_names, source_of, step_of
-from checkpointing.engine.restore.loader import Loaded, load, load_own, on_all_ranks
+from checkpointing.engine.restore.loader import Loaded, load, load_own, on_all_ranks, refused_for
 from checkpointing.engine.restore.memory_tier import Memory
 from checkpointing.engine.restore.metadata_reader import read_index, with_places
 from checkpointing.engine.restore.saved_layout import owners
 from checkpointing.engine.restore.source import OptionalKeys, Source, Targets, shards_of
-from checkpointing.errors import NothingVerifies, Refused, nothing_verifies
+from checkpointing.errors import NothingVerifies, Refused, UnreadableNow, nothing_verifies
 from checkpointing.event_sink import EmitEvent
 from checkpointing.format.commit import parse_name
 from checkpointing.format.manifest import INDEX, Index, Manifest
@@ -163,13 +164,11 @@ class Restorer:
         for name in newer_names(self._optional_names, found):
             self._refuse(Refused(name, "not found: another node may have it on its own disk", damaged=False), None)
         found = self._without_corrupt(found, refusals)
-        for candidate in self._without_suspects(found):
+        ordered = self._without_suspects(found)
+        for _, copies in groupby(ordered, key=lambda candidate: (candidate.foreign, candidate.step)):
             start = time.monotonic()
-            try:
-                restored = self._load(candidate, targets, optional_keys)
-            except Refused as refusal:
-                refusals.append(refusal)
-                self._refuse(refusal, candidate)
+            restored = self._load_one_of(list(copies), targets, optional_keys, refusals)
+            if restored is None:
                 continue
             self._emit_restored(restored, time.monotonic() - start)
             doubted = (each for each in found if each.step > restored.step or each.step in self._suspects)
@@ -274,6 +273,41 @@ class Restorer:
 
     # ---- one of them
 
+    def _load_one_of(
+        self, copies: Sequence[Candidate], targets: Targets, optional_keys: OptionalKeys, refusals: list[Refused]
+    ) -> Restored | None:
+        """Load the first of these copies of one step that can be loaded; None when all are refused for good.
+
+        Copies in shared places that cannot be read are tried again for LATE_S. Raises UnreadableNow after that: an
+        older checkpoint would train again what these hold.
+        """
+        deadline = 0.0
+        while True:
+            unread: list[tuple[Candidate, Refused]] = []
+            restored = None
+            for candidate in copies:
+                try:
+                    restored = self._load(candidate, targets, optional_keys)
+                    break
+                except Refused as refusal:
+                    if refusal.unreadable and candidate.place >= 0 and self._places[candidate.place].shared:
+                        unread.append((candidate, refusal))
+                        continue
+                    refusals.append(refusal)
+                    self._refuse(refusal, candidate)
+            deadline = deadline or time.monotonic() + LATE_S  # a first try may take long
+            again = restored is None and bool(unread) and time.monotonic() < deadline
+            if not self._ranks.broadcast(again):  # their clocks differ
+                break
+            time.sleep(_PATIENCE_S)
+            copies = [candidate for candidate, _ in unread]
+        for candidate, unreadable in unread:
+            self._refuse(unreadable, candidate)
+        if unread and restored is None:
+            places = [f"{self._places[candidate.place].path}/{candidate.name}" for candidate, _ in unread]
+            raise UnreadableNow([unreadable for _, unreadable in unread], places)
+        return restored
+
     def _load(self, candidate: Candidate, targets: Targets, optional_keys: OptionalKeys) -> Restored:
         if candidate.place < 0:
             return self._from_memory(candidate, targets, optional_keys)
@@ -352,7 +386,7 @@ class Restorer:
             mine = _or_refused(lambda: self._read_sealed(place, name)) if ranks.leads else None
             found: tuple[Manifest, Index | None] | Refused | None = ranks.broadcast(mine)
             if isinstance(found, Refused):
-                raise Refused(name, found.reason, found.damaged)
+                raise Refused(name, found.reason, found.damaged, unreadable=found.unreadable)
         else:
             told = ranks.all_gather(_or_refused(lambda: self._read_sealed(place, name)))
             found = next((each for each in told if not isinstance(each, Refused)), None)
@@ -366,7 +400,9 @@ class Restorer:
     def _read_sealed(self, place: ResolvedTier, name: str) -> tuple[Manifest, Index | None]:
         manifest, faults = read_sealed(place.storage, name)
         if manifest is None or (faults and place.shared):
-            raise Refused(name, "; ".join(map(str, faults)), any(fault.is_damage for fault in faults))
+            damaged = any(fault.is_damage for fault in faults)
+            unreadable = all(fault.is_unreadable for fault in faults)
+            raise Refused(name, "; ".join(map(str, faults)), damaged, unreadable=unreadable)
         if self.memory is not None and place.shared and self.memory.on_disk.matches(manifest):
             return manifest, None
         return manifest, read_index(place.storage, manifest)
@@ -456,6 +492,4 @@ def _without_gc() -> Iterator[None]:
 
 def _or_refused(act: Callable[[], T]) -> T | Refused:
     """`result_or` for restores."""
-    return result_or(
-        act, lambda error: error if isinstance(error, Refused) else Refused("", explain(error), is_damage(error))
-    )
+    return result_or(act, lambda error: error if isinstance(error, Refused) else refused_for(error))

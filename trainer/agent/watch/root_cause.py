@@ -11,6 +11,7 @@ from checkpointing.errors import (
     NothingVerifies,
     SaveFailed,
     TierUnavailable,
+    UnreadableNow,
     Unsavable,
 )
 from trainer.contract.cut_text import cut
@@ -19,7 +20,9 @@ from trainer.contract.failures.outcome import LOSS_SPIKE, MORE_MEMORY, ExitCode,
 from trainer.contract.messages.agents import RankExit
 
 _NOT_STARTED = (126, 127)
-_CHECKPOINTS = frozenset(one.__name__ for one in (SaveFailed, NothingVerifies, NothingIntact, TierUnavailable))
+_CHECKPOINTS = frozenset(
+    one.__name__ for one in (SaveFailed, NothingVerifies, NothingIntact, UnreadableNow, TierUnavailable)
+)
 """Exceptions that say: the run's checkpoints cannot be written, or none of them can be trusted."""
 _OF_CODE = frozenset(
     {"AssertionError", "AttributeError", "IndexError", "KeyError", "NameError", "TypeError", "ValueError"}

@@ -1,6 +1,7 @@
 """One real rank of a scenario: arguments SCENARIO RANK SIZE FOLDER; prints one JSON line at its end."""
 
 import errno
+import io
 import json
 import os
 import sys
@@ -25,6 +26,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from checkpointing.config import CheckpointConfig, StagingConfig  # noqa: E402
 from checkpointing.engine.checkpointer import Checkpointer  # noqa: E402
 from checkpointing.engine.ranks.group import World  # noqa: E402
+from checkpointing.engine.restore import restorer  # noqa: E402
+from checkpointing.errors import UnreadableNow  # noqa: E402
 from checkpointing.owner import Owner  # noqa: E402
 from checkpointing.storage.backends import LocalStorage, Storage, storage_at  # noqa: E402
 from checkpointing.tiers.catalog import Catalog  # noqa: E402
@@ -133,8 +136,8 @@ def disk_full_on_one_rank(folder: Path, told: Told) -> dict[str, Any]:
     return {"committed": steps}
 
 
-class OneSidedRot(LocalStorage):
-    """A node whose view of one checkpoint is damaged, while the other nodes read good bytes."""
+class OneSidedFault(LocalStorage):
+    """A node that cannot read one checkpoint, while the other nodes can."""
 
     def open(self, path: str) -> Any:
         if dist.get_rank() == 1 and path.startswith("step-00000002") and path.endswith(".distcp"):
@@ -143,6 +146,33 @@ class OneSidedRot(LocalStorage):
 
 
 def one_rank_cannot_read(folder: Path, told: Told) -> dict[str, Any]:
+    restorer.LATE_S = 0.1
+    storage: Storage = OneSidedFault(folder)
+    made, tensors = checkpointer(folder, told, storage=storage), empty()
+    try:
+        made.restore(tensors)
+    except UnreadableNow as error:
+        return {
+            "error": str(error),
+            "untouched": equal(tensors, {key: torch.zeros_like(value) for key, value in whole(0).items()}),
+        }
+    finally:
+        made.close()
+    raise AssertionError("it was restored")
+
+
+class OneSidedRot(LocalStorage):
+    """A node whose view of one checkpoint is damaged, while the other nodes read good bytes."""
+
+    def open(self, path: str) -> Any:
+        stream = super().open(path)
+        if dist.get_rank() == 1 and path.startswith("step-00000002") and path.endswith(".distcp"):
+            with stream:
+                return io.BytesIO(bytes(byte ^ 1 for byte in stream.read()))
+        return stream
+
+
+def one_rank_reads_damage(folder: Path, told: Told) -> dict[str, Any]:
     storage: Storage = OneSidedRot(folder)
     made, tensors = checkpointer(folder, told, storage=storage), empty()
     restored = made.restore(tensors)
@@ -344,7 +374,7 @@ def fsdp_and_tensor_parallel(folder: Path, told: Told) -> dict[str, Any]:
 SCENARIOS: dict[str, Callable[[Path, Told], dict[str, Any]]] = {
     scenario.__name__: scenario
     for scenario in (
-        save, load, disk_full_on_one_rank, one_rank_cannot_read, a_peer_dies_in_mid_save,
+        save, load, disk_full_on_one_rank, one_rank_cannot_read, one_rank_reads_damage, a_peer_dies_in_mid_save,
         a_peer_dies_while_it_writes, agreement,
         disks_of_their_own, a_lane_dies, buckets_on_one_rank, fsdp_and_tensor_parallel,
     )

@@ -14,7 +14,7 @@ from checkpointing.engine.ranks.group import RankGroup
 from checkpointing.engine.restore import restorer
 from checkpointing.engine.restore.restorer import Restored, RestoreOptions, Restorer
 from checkpointing.engine.restore.source import OptionalKeys
-from checkpointing.errors import NothingIntact, NothingVerifies
+from checkpointing.errors import NothingIntact, NothingVerifies, UnreadableNow
 from checkpointing.owner import Owner
 from checkpointing.storage.backends import LocalStorage
 from checkpointing.tiers.catalog import Catalog
@@ -118,6 +118,7 @@ def test_a_newer_one_that_is_gone_is_told_and_the_older_one_taken(bench: Bench) 
     assert refusal["damaged"] is False
 
 
+@pytest.mark.usefixtures("impatient")
 def test_what_does_not_fit_or_cannot_be_read_is_not_called_damaged(bench: Bench, monkeypatch: Any) -> None:
     bench.saved(5)
     for target in (
@@ -222,6 +223,84 @@ def test_a_suspect_step_is_left_out_in_every_tier_and_told_once(bench: Bench, tw
     assert restored is not None
     assert restored.step == 5
     assert [told["step"] for told in bench.told("checkpoint.suspect")] == [15, 10]
+
+
+class Faulty(LocalStorage):
+    """A shared place in which opening files of one checkpoint fails for the first `times` tries."""
+
+    def __init__(self, root: Path, file: str, times: int) -> None:
+        super().__init__(root)
+        self.file, self.left = file, times
+
+    def open(self, path: str) -> Any:
+        if path.startswith(self.file) and self.left:
+            self.left -= 1
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+        return super().open(path)
+
+
+def failing(place: ResolvedTier, file: str, times: int = -1) -> ResolvedTier:
+    storage = Faulty(Path(place.path), file, times)
+    return replace(place, storage=storage, catalog=Catalog(place.path, LocalStorage(Path(place.path))))
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("file", ["COMMIT", "manifest.json", "__0_0.distcp"])
+def test_the_newest_one_that_cannot_be_read_is_not_passed_over(bench: Bench, file: str) -> None:
+    """A store that answers 500 or 403 for a while would cost all steps since the one before."""
+    bench.saved(5, 10)
+    place = failing(tier(bench.root), f"{bench.folder(10).name}/{file}")
+    with pytest.raises(
+        UnreadableNow, match=r"step-00000010\S* cannot be read, and no older .*Permission denied"
+    ) as raised:
+        restore(bench, (place,), blank())
+    assert str(raised.value).startswith(f"{bench.folder(10)} cannot be read")
+    (refusal,) = bench.told("checkpoint.refused")
+    assert (refusal["step"], refusal["damaged"]) == (10, False)
+    assert bench.told("checkpoint.restored") == []
+
+
+def test_the_newest_one_is_tried_again_until_it_can_be_read(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(restorer, "_PATIENCE_S", 0.0)
+    bench.saved(5, 10)
+    target = blank()
+    restored = restore(bench, (failing(tier(bench.root), bench.folder(10).name, times=3),), target)
+    assert restored is not None
+    assert restored.step == 10
+    assert same(target, state(10))
+    assert bench.told("checkpoint.refused") == []
+
+
+def test_another_readable_tier_is_used_at_once(bench: Bench, two: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    fast, slow = two
+    shutil.copytree(Path(slow.path) / bench.folder(15).name, bench.folder(15))
+    monkeypatch.setattr(restorer.time, "sleep", lambda _: pytest.fail("nothing is to be waited for"))
+    restored = restore(bench, (failing(fast, bench.folder(15).name), slow), blank())
+    assert restored is not None
+    assert (restored.step, restored.tier) == (15, slow.path)
+    (refusal,) = bench.told("checkpoint.refused")
+    assert (refusal["step"], refusal["tier"]) == (15, fast.path)
+
+
+def test_what_a_node_cannot_read_of_its_own_disk_is_passed_over(
+    bench: Bench, two: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fast, slow = two
+    shutil.move(Path(slow.path) / bench.folder(15).name, bench.folder(15))
+    monkeypatch.setattr(restorer.time, "sleep", lambda _: pytest.fail("nothing is to be waited for"))
+    own = replace(failing(fast, bench.folder(15).name), shared=False)
+    restored = restore(bench, (own, slow), blank())
+    assert restored is not None
+    assert restored.step == 10
+
+
+@pytest.mark.usefixtures("impatient")
+def test_one_that_turns_out_to_be_damaged_is_passed_over(bench: Bench) -> None:
+    bench.saved(5, 10)
+    (bench.folder(10) / "__0_0.distcp").write_bytes(b"rot")
+    restored = restore(bench, (failing(tier(bench.root), bench.folder(10).name, times=2),), blank())
+    assert restored is not None
+    assert restored.step == 5
 
 
 def closed(place: ResolvedTier) -> ResolvedTier:

@@ -77,14 +77,26 @@ def test_a_full_disk_on_one_rank_fails_the_save_on_all(run: Run, tmp_path: Path)
     assert len(list(folder.iterdir())) == 2, "the half-written folder is gone"
 
 
-def test_all_ranks_leave_a_checkpoint_that_one_of_them_cannot_read(run: Run, tmp_path: Path) -> None:
+def test_all_ranks_end_alike_at_a_checkpoint_that_one_of_them_cannot_read(run: Run, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     run("save", 2, folder)
     results = run("one_rank_cannot_read", 2, folder)
-    assert [(result["step"], result["exact"]) for result in results] == [(1, True), (1, True)]
+    assert results[0]["error"] == results[1]["error"]
+    assert "no older checkpoint is loaded" in results[0]["error"]
+    assert [result["untouched"] for result in results] == [True, True]
     (refusal,) = [data for kind, data in results[0]["told"] if kind == "checkpoint.refused"]
     assert refusal["step"] == 2
     assert "Input/output error" in refusal["reason"]
+
+
+def test_all_ranks_leave_a_checkpoint_that_one_of_them_finds_damaged(run: Run, tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    run("save", 2, folder)
+    results = run("one_rank_reads_damage", 2, folder)
+    assert [(result["step"], result["exact"]) for result in results] == [(1, True), (1, True)]
+    (refusal,) = [data for kind, data in results[0]["told"] if kind == "checkpoint.refused"]
+    assert refusal["step"] == 2
+    assert "digest differs" in refusal["reason"]
 
 
 def test_a_save_whose_peer_died_is_told_by_the_survivor(run: Run, tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """AdamW on device and host, the learning-rate schedule, and the creation of optimizer state."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -144,6 +144,32 @@ def train_mode(optimizer: torch.optim.Optimizer) -> None:
     train = getattr(optimizer, "train", None)
     if callable(train):
         train()
+
+
+def optimizers_in(values: Iterable[Any]) -> Iterator[torch.optim.Optimizer]:
+    """Return the optimizers among some values, and in lists, tuples and dicts of them."""
+    for value in values:
+        for each in value if type(value) in (list, tuple) else value.values() if type(value) is dict else (value,):
+            if isinstance(each, torch.optim.Optimizer):
+                yield each
+
+
+def clear_gradients(
+    optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter], owners: Iterable[object]
+) -> None:
+    """Clear them after a step, also those of parameters that no optimizer has: no checkpoint has what would pile up.
+
+    An optimizer that is an attribute of one of `owners` clears its gradients itself.
+    """
+    optimizer.zero_grad(set_to_none=True)
+    left = [parameter for parameter in parameters if parameter.grad is not None]
+    if left:
+        values = [value for owner in (optimizer, *owners) for value in getattr(owner, "__dict__", {}).values()]
+        groups = [group for each in (optimizer, *optimizers_in(values)) for group in each.param_groups]
+        known = {id(parameter) for group in groups for parameter in group["params"]}
+        for parameter in left:
+            if id(parameter) not in known:
+                parameter.grad = None
 
 
 def prime(optimizer: torch.optim.Optimizer) -> None:

@@ -24,7 +24,7 @@ class Conditions:
     drawn: bool = False
     """Whether the steps drew random numbers."""
     keeps_gradients: bool = False
-    """Whether gradients outlive a step, such as those of parameters outside the optimizer."""
+    """Whether gradients outlive a step, such as those that an optimizer of the workload's own keeps."""
     differs: Collection[str] = ()
     """Identity fields (code.user, env.torch) that differ from the run's."""
     software: Mapping[str, Any] = field(default_factory=dict)
@@ -56,7 +56,9 @@ def why_no_verdict(now: Conditions) -> str:
     if not now.promises_equality:
         return "the workload does not promise equal steps: strictly_deterministic = True, and data with a fingerprint"
     if now.keeps_gradients:
-        return "gradients of parameters that the optimizer does not have outlive a step, and no checkpoint has them"
+        return (
+            "gradients outlive a step, as those that an optimizer of the workload's own keeps: no checkpoint has them"
+        )
     if now.exact:
         return ""
     other = sorted(set(now.software) - _SUMS_ONLY)

@@ -64,18 +64,8 @@ def _is_elsewhere(optimizer: torch.optim.Optimizer) -> bool:
     if has_own_state_dict(optimizer):
         packed = optimizer.state_dict().get("state") or {}
         return (bool(packed) and not state) or _tensors(packed) > _tensors(state)
-    inside = (inner for inner in _inner(vars(optimizer).values()) if inner is not optimizer)
+    inside = (inner for inner in optimizers.optimizers_in(vars(optimizer).values()) if inner is not optimizer)
     return any(held and state.get(key) is not held for inner in inside for key, held in inner.state.items())
-
-
-def _inner(values: Iterable[Any]) -> Iterator[torch.optim.Optimizer]:
-    for value in values:
-        if isinstance(value, torch.optim.Optimizer):
-            yield value
-        elif type(value) in (list, tuple):
-            yield from (each for each in value if isinstance(each, torch.optim.Optimizer))
-        elif type(value) is dict:
-            yield from (each for each in value.values() if isinstance(each, torch.optim.Optimizer))
 
 
 def _tensors(value: Any) -> int:

@@ -15,7 +15,7 @@ from trainer.contract.failures.outcome import ExitCode
 from trainer.contract.failures.save_trouble import short_reason
 from trainer.contract.ranks.progress import Phase, ProgressCell, StopReason
 from trainer.worker.data import LoaderDraws
-from trainer.worker.optimizer import learning_rate, set_learning_rate
+from trainer.worker.optimizer import clear_gradients, learning_rate, set_learning_rate
 from trainer.worker.parallel.gradient_buckets import GradientFacts
 from trainer.worker.pipeline.pipelined_llama import balance_of
 from trainer.worker.reporting.metrics import Journal, StepFigures, expert_loads, held_states, section_seconds
@@ -85,6 +85,7 @@ class Loop:
         self._save_vote = SaveVote.NONE
         self._committed = services.saver.committed_step or 0
         self._vote_ahead = SaveVote.NONE
+        self._parameters = tuple(objects.model.parameters())
         self._passes = passes_of(objects, services.phases, services.drill, config.parallel.reduce)
         self._experts = balance_of(objects.model)
         self._last = services.test_until or config.train.steps
@@ -135,7 +136,7 @@ class Loop:
         reduced.wait()
         self._services.phases.resume()
         self._experts.step_ended(reduced.loads, moves=not overflowed)
-        objects.optimizer.zero_grad(set_to_none=True)
+        self._clear_gradients()
         self._passes.gradients.begin_step()
         if not overflowed and objects.scheduler is not None and not steps_on_plateau(objects.scheduler):
             objects.scheduler.step()
@@ -143,6 +144,10 @@ class Loop:
         self._services.figures.step_ended()
         work = self._services.phases.last_step
         return PendingStep(reduced, position, replaced, rate, scale, work, overflowed, self._exposed())
+
+    def _clear_gradients(self) -> None:
+        objects = self._objects
+        clear_gradients(objects.optimizer, self._parameters, (objects.workload, objects.model))
 
     def _exposed(self) -> dict[str, float]:
         """Seconds of communication that nothing hid, by its kind, in the step before."""
@@ -383,7 +388,7 @@ class Loop:
         reduction.unscale(gradients, self._train_state.loss_scale.scale)
         about = GradientFacts(stages=objects.layout.sizes.pp)
         found = reduction.reduce(step, gradients, loss, StopReason.NONE, RankZeroMessage(), about=about).result()
-        objects.optimizer.zero_grad(set_to_none=True)
+        self._clear_gradients()
         return {
             "step": step, "loss": found.loss, "grad_norm": found.grad_norm,
             "lr": self._scheduled(step),

@@ -25,7 +25,7 @@ def test_where_all_is_equal_every_bit_counts() -> None:
         ({"differs": ("code.user", "env.torch")}, "code.user, env.torch differ"),
         ({"software": {"torch": ["2.12", "2.13"]}}, "other software: torch"),
         ({"software": {"text_hash": [None, "0a"]}}, "other software: text_hash"),
-        ({"keeps_gradients": True}, "gradients of parameters that the optimizer does not have"),
+        ({"keeps_gradients": True}, "gradients outlive a step, as those that an optimizer of the workload's own keeps"),
         ({"promises_equality": False, "built_in": False}, "does not promise equal steps"),
         ({"same_layout": False, "dtype": "bfloat16"}, "no bound is known for bfloat16"),
         ({"same_layout": False, "experts": 4}, "no bound is known for models with experts"),

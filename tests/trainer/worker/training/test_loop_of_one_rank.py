@@ -130,6 +130,28 @@ def test_every_step_moves_the_weights_by_its_own_gradient_clipped_and_at_its_rat
     assert moved == pytest.approx([rate * norm for rate, norm in zip(rates[1:], clipped, strict=True)], rel=1e-4)
 
 
+class PartlyTrained(Numbered):
+    """The optimizer has no bias; the workload's own may have it."""
+
+    def build_model(self):
+        return torch.nn.Linear(1, 1)
+
+    def build_optimizer(self, model):
+        if self.args["own"]:
+            self.aside = {"bias": torch.optim.SGD([model.bias])}
+        return torch.optim.SGD([model.weight], lr=1.0)
+
+
+@pytest.mark.parametrize(("own_optimizer", "kept"), [(False, [0, 0, 0]), (True, [0, 1, 3])])
+def test_gradients_of_parameters_that_no_optimizer_has_do_not_pile_up(
+    one_rank: MakeRank, own_optimizer: bool, kept: list[int]
+) -> None:
+    run = one_rank(workload=own("PartlyTrained", own=own_optimizer), train={"steps": 3}, optimizer={"clip_norm": 99.0})
+    assert run.train() == ExitCode.FINISHED
+    norms = [line["grad_norm"] for _, line in sorted(run.lines().items())]
+    assert norms == pytest.approx([math.hypot(step, step + more) for step, more in zip((1, 2, 3), kept, strict=True)])
+
+
 def test_a_scheduler_of_the_workload_sets_the_rate_after_each_step(one_rank: MakeRank) -> None:
     run = one_rank(workload=own("Scheduled"), train={"steps": 3})
     assert run.train() == ExitCode.FINISHED

@@ -37,6 +37,10 @@ class Choice:
     reason: str
 
 
+THERE = "the newest one is there already"
+"""Why nothing is to be copied."""
+
+
 def choose_checkpoint(
     contents: Sequence[TierContents],
     target: int,
@@ -57,7 +61,7 @@ def choose_checkpoint(
     if name is None:
         return Choice(None, 0, "no faster tier has a checkpoint that can be trusted")
     if name in here:
-        return Choice(None, source, "the newest one is there already")
+        return Choice(None, source, THERE)
     if last is None:
         return Choice(name, source, "there is none yet")
     if everything:

@@ -26,13 +26,15 @@ from checkpointing.owner import Owner
 from checkpointing.retention.garbage import delete
 from checkpointing.retention.policy import Policy, TierRetention
 from checkpointing.tiers.catalog import DistrustedCheckpoints
-from checkpointing.tiers.copy_files import Choice, TierContents, choose_checkpoint
+from checkpointing.tiers.copy_files import THERE, Choice, TierContents, choose_checkpoint
 from checkpointing.tiers.tier import ResolvedTier, RunTiers, make_striped_folder
 from checkpointing.verification.verify import read_sealed
 
 _log = logging.getLogger(__name__)
 
 _POLL_SECONDS, _SLACK = 1.0, 30.0  # seconds
+_RETRY_SECONDS = 10.0
+"""Pause between two tries of `drain`."""
 
 
 class Flusher:
@@ -40,7 +42,8 @@ class Flusher:
 
     All ranks call `committed`, `drain` and `close` in the same order. Newest first: what was committed while a copy was
     under way is skipped in favour of the newest one. A tier that fails or hangs is reported (`checkpoint.failed`,
-    `checkpoint.stuck`, with the tier) and tried again after the next commit; it holds up neither saves nor training.
+    `checkpoint.stuck`, with the tier) and tried again after the next commit, in `drain` after pauses; it holds up
+    neither saves nor training.
     """
 
     def __init__(
@@ -73,6 +76,7 @@ class Flusher:
         self._last: dict[int, str] = {}
         self._changed = threading.Condition()
         self._signals = self._done = self._whole = self._everything = 0
+        self._draining = False
         self._stuck: set[int] = set()
         self._reached = [0] * len(self._tiers)
         self._ended = False
@@ -90,16 +94,21 @@ class Flusher:
             self._signal()
 
     def drain(self, timeout: float | Callable[[], float]) -> bool:
-        """Bring the newest checkpoint to every tier, whatever `every` says; False when that failed or took too long.
+        """Bring the newest checkpoint to every tier, whatever `every` says; False when that took too long.
+
+        A tier that fails is tried again until then.
 
         `timeout` in seconds, or a function that is asked once a second how many are left; rank 0's counts for all.
         """
         if self._thread is None:
             return True
         with self._changed:
+            self._draining = True
             self._everything = at = self._signal()
         self._await(at, timeout if callable(timeout) else _until(time.monotonic() + timeout))
         with self._changed:
+            self._draining = False
+            self._changed.notify_all()
             arrived, late = self._whole >= at, self._done < at and not self._ended
         if late:
             self._report_late(at)
@@ -156,6 +165,12 @@ class Flusher:
             arrived.append(self._serve_tier(target, everything))
             self._reached[target] = upto
         with self._changed:
+            again = everything and not all(arrived) and self._draining and not self._state.closing
+        if self._ranks.broadcast(again):
+            with self._changed:
+                self._changed.wait_for(lambda: self._state.closing or not self._draining, _RETRY_SECONDS)
+            return True
+        with self._changed:
             # A rank that receives some of these signals later finds them served already.
             self._done = upto
             self._whole = upto if all(arrived) else self._whole
@@ -199,6 +214,8 @@ class Flusher:
         goal = self._tiers[target]
         if choice.name is None:
             _log.debug("%s: %s", goal.tier.path, choice.reason)
+            if choice.reason == THERE:
+                self._state.report_presence(goal.tier)
             return ()
         manifest = self._manifest(choice.name, self._tiers[choice.source])
         if goal.tier.shared:
@@ -218,7 +235,7 @@ class Flusher:
             content = tried(partial(self._contents, each))
             if isinstance(content, TransferFailure):
                 if number == target:
-                    raise OSError(errno.ETIMEDOUT if content.stuck else None, content.reason)
+                    raise OSError(errno.ETIMEDOUT, content.reason) if content.stuck else OSError(content.reason)
                 content = TierContents(())  # some other tier may have what is needed
             if number < target:
                 doubted = self._doubted(each.tier)

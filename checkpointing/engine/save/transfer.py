@@ -86,13 +86,23 @@ class FlushState:
         """Name of the newest checkpoint that was committed in the first tier."""
         self.closing = False
         """Whether the run ends: copies under way are abandoned, and failures are no longer reported."""
+        self._failing: dict[str, tuple[str | None, str]] = {}  # by tier: what was reported last
 
     def report_arrival(self, tier: ResolvedTier, manifest: Manifest, seconds: float) -> None:
+        self._failing.pop(tier.path, None)
         facts = {"step": manifest.step, "name": manifest.name, "tier": tier.path}
         self._emit("checkpoint.flushed", {**facts, "bytes": manifest.size, "seconds": seconds})
 
+    def report_presence(self, tier: ResolvedTier) -> None:
+        """The newest checkpoint is in the tier, although the last report of it was a failure."""
+        if self._failing.pop(tier.path, None) is not None and (parts := parse_name(self.latest or "")) is not None:
+            facts = {"step": parts.step, "name": self.latest, "tier": tier.path}
+            self._emit("checkpoint.flushed", {**facts, "bytes": 0, "seconds": 0.0})
+
     def report_failure(self, tier: ResolvedTier, failure: TransferFailure) -> None:
-        if not self.closing:
+        """Report a failure, once for the same checkpoint and reason."""
+        known, self._failing[tier.path] = self._failing.get(tier.path), (self.latest, failure.reason)
+        if not self.closing and known != self._failing[tier.path]:
             kind = "checkpoint.stuck" if failure.stuck else "checkpoint.failed"
             self._emit_of_latest(kind, tier, f"not copied to {tier.path}: {failure.reason}")
 

@@ -191,7 +191,9 @@ def _without_failure(now: Situation) -> Decision:
         # Slurm signals every process of a step: ranks may exit 0 before their agents have reported the signal.
         if now.command is not None and now.since_end < SETTLE_SECONDS:
             return Decision(action=Action.WAIT, reason="all ranks have ended; waiting for reports of a signal")
-        return Decision(action=Action.FINISH, reason="all ranks finished")
+        # The last save worked, or they would not have finished: what fails are copies of it to further tiers.
+        copies = f"; {now.saves_failing}" if now.saves_failing else ""
+        return Decision(action=Action.FINISH, reason=_cut(f"all ranks finished{copies}"))
     if now.overdue:
         if now.command is not None:
             return stop_failure(now.stopping, _COMMAND_LATE, now.stop_words)

@@ -173,6 +173,11 @@ DECISIONS = [
     (situation(end(0, **ZERO)), Action.WAIT, "1 of 4"),
     (situation(*ALL_DONE), Action.FINISH, "all ranks finished"),
     (
+        situation(*ALL_DONE, saves_failing="copies to /far failing since step 3: away"),
+        Action.FINISH,
+        "all ranks finished; copies to /far failing since step 3: away",
+    ),
+    (
         situation(*ALL_DONE[1:], end(0, exit_code=0, reported=False)),
         Action.RESTART,
         "rank 0 on n0 exited 0 without reporting completion",

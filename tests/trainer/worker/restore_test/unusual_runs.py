@@ -3,7 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -146,9 +146,7 @@ def own(kind: str, target: str = "Unusual", **more: Any) -> Kind:
 
 
 KINDS: tuple[Kind, ...] = (
-    *(own(kind) for kind in (*OPTIMIZERS, *ODD_MODELS) if kind != "muon"),
-    # It has matrices alone: gradients of the rest add up, and count for the norm.
-    replace(own("muon"), outcomes=NOT_COMPARABLE),
+    *(own(kind) for kind in (*OPTIMIZERS, *ODD_MODELS)),
     own("dropout", "WithDropout"),
     Kind(name="skipped-batches", train=skipping),
     Kind(name="from-one-that-skipped", train=from_one_that_skipped),

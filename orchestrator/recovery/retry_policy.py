@@ -316,7 +316,7 @@ def _span(seconds: float) -> str:
 
 
 def _advanced(history: Sequence[EndedAttempt], index: int, *, steps_known: bool) -> bool:
-    """Whether this attempt committed a checkpoint newer than all before it."""
+    """Whether this attempt made progress: a checkpoint newer than all before it, or one that counts by time or step."""
     attempt, earlier = history[index], history[:index]
     enough = FREE_PROGRESS if attempt.is_free else PROGRESS_SECONDS
     if not steps_known:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.controller.reconciler.conclude import pool_of
+from orchestrator.controller.reconciler.nodes_to_avoid import pool_of
 from orchestrator.controller.run_view import RunView
 from orchestrator.recovery.classify_failure import LEAVING_LIMIT
 from orchestrator.registry.records import Notice

@@ -1,36 +1,23 @@
 """The end of an attempt: fenced off, judged against its history, decided, written in one transaction."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from random import Random
 
-from orchestrator.config.run_config import RunConfig
 from orchestrator.controller import failpoints
-from orchestrator.controller.jobs.job_spec import job_spec
 from orchestrator.controller.reconciler.actor import Actor
+from orchestrator.controller.reconciler.nodes_to_avoid import PoolSize, pool_of
 from orchestrator.controller.run_dirs.bounded_files import RunDirHangs
 from orchestrator.controller.run_dirs.collect_evidence import forget
 from orchestrator.controller.run_dirs.run_folder import hidden
 from orchestrator.controller.run_view import RunView
 from orchestrator.recovery import node_failure_rate
 from orchestrator.recovery.classify_failure import End, Verdict
-from orchestrator.recovery.elastic_policy import world_sizes
 from orchestrator.recovery.node_exclusion import (
-    REMEMBERED,
     Blame,
-    NodeRecord,
-    Pool,
-    avoided,
-    excluded,
-    faulty,
-    hangs,
     nodes_to_exclude,
-    of_every_node,
-    replaced,
-    slowness,
 )
-from orchestrator.recovery.node_failure_rate import NodeHistory
 from orchestrator.recovery.retry_policy import (
     Action,
     Decision,
@@ -40,20 +27,11 @@ from orchestrator.recovery.retry_policy import (
     decide,
     newly_suspect,
 )
-from orchestrator.registry.records import PERSON, Attempt, Run
+from orchestrator.registry.records import Attempt, Run
 from orchestrator.registry.store import Store
-from orchestrator.scheduler.interface import Resources
 from orchestrator.states import AttemptState, RunState, Trust
 from trainer.contract.config_sections.scheduler_kinds import traits
-from trainer.contract.events import EventKind
 from trainer.contract.failures.outcome import Failure
-
-PoolSize = Callable[[RunConfig], int | None]
-UsableNodes = Callable[[Resources, frozenset[str]], int | None]
-"""How many nodes are in service that could hold a job with these resources, busy ones too, but none of these names.
-
-None where the scheduler cannot tell; raises SlurmUnreachable when it gives no answer.
-"""
 
 _RUN_AFTER = {
     Action.SUCCEED: RunState.SUCCEEDED,
@@ -257,73 +235,3 @@ def _ran_for(attempt: Attempt, ended: float) -> float:
 
 NONE_INTACT = "NothingIntact"
 """The exception of a rank that found every checkpoint damaged (`checkpointing.errors`)."""
-
-_NOTICED = (EventKind.INCIDENT, EventKind.STRAGGLER, EventKind.PREFLIGHT, EventKind.SPARE_USED, EventKind.DRILL)
-
-
-def pool_of(store: Store, view: RunView, now: float, pool_size: PoolSize, gone: Sequence[str] = ()) -> Pool:
-    """The nodes this run may use, with what is known of each; simulated nodes are never excluded.
-
-    `gone`: nodes that the scheduler has taken out of the newest attempt's job while it went on.
-    """
-    if traits(view.run.cluster).simulated_nodes:
-        return Pool(size=view.config.cluster.all_nodes, needed=view.config.cluster.all_nodes)
-    nodes = [node for node in store.nodes() if node.cluster == view.run.domain]
-    back = {node.name: node.excluded_until for node in nodes}
-    # What a node was kept away for is not held against it when it is back.
-    noticed = [
-        notice
-        for notice in of_every_node(store.noticed(view.run.domain, _NOTICED, now - REMEMBERED))
-        if notice.kind == EventKind.DRILL or notice.time > back.get(notice.node, 0.0)
-    ]
-    runs = {notice.run for notice in noticed}
-    generations = {(run, each.number): each.generations for run in runs for each in store.attempts(run)}
-    hung, slow, lost = hangs(noticed), slowness(noticed, generations), replaced(noticed)
-    sick = faulty(noticed, generations, {(view.run.name, view.last.number, node) for node in gone})
-    spared = [(one.node, one.time) for one in noticed if one.kind == EventKind.SPARE_USED and not one.data.get("drill")]
-    attempts, _ = store.history(view.run.domain, now - node_failure_rate.WINDOW)
-    past = node_failure_rate.histories(attempts, spared, now)
-    # A person who has released a node has cleared its count: what came before is forgotten.
-    own = {node.name: past.get(node.name, NodeHistory()).newest(node.failures) for node in nodes}
-    known = [
-        NodeRecord(
-            name=node.name, history=own[node.name], others=node_failure_rate.of_others(own, node.name),
-            excluded_until=node.excluded_until,
-            hangs=hung.get(node.name, 0), slow=slow.get(node.name, 0), replaced=lost.get(node.name, 0),
-            faulty=sick.get(node.name, ""), by_person=node.excluded_by(now) == PERSON,
-        )
-        for node in nodes
-    ]  # fmt: skip
-    return Pool(
-        size=pool_size(view.config), needed=view.config.cluster.all_nodes, known=tuple(known),
-        node_days=view.config.checkpoint.auto.node_days,
-    )  # fmt: skip
-
-
-def to_avoid(
-    actor: Actor, view: RunView, pool_size: PoolSize, usable_nodes: UsableNodes, needed: int | None = None
-) -> tuple[str, ...]:
-    """Nodes that the next job of this run must not get, if it asks for `needed` nodes (by default as configured).
-
-    What orch excludes gives way where a run with `cluster.min_nodes` could have no size without it. Raises
-    SlurmUnreachable.
-    """
-    store, now = actor.store, actor.clock.wall()
-    # Most often there is none, and Slurm need not be asked for the partition's size.
-    if not any(node.excluded_until > now for node in store.nodes() if node.cluster == view.run.domain):
-        return ()
-    pool = pool_of(store, view, now, pool_size)
-    pool = replace(pool, needed=needed or pool.needed)
-    if view.config.cluster.min_nodes:
-        actor.renew_lease_if_due()
-        pool = replace(pool, in_service=_in_service(view, pool, now, usable_nodes))
-    return avoided(pool, view.config.recovery, now)
-
-
-def _in_service(view: RunView, pool: Pool, now: float, usable_nodes: UsableNodes) -> int | None:
-    """Nodes that people let the job use, where too few for its smallest size are left without all excluded ones."""
-    resources = job_spec(view.run, view.last, view.config).resources
-    left = usable_nodes(resources, frozenset(excluded(pool.known, now)) | pool.by_persons)
-    if left is None or left >= world_sizes(view.config)[-1].all_nodes:
-        return None
-    return usable_nodes(resources, pool.by_persons)

@@ -18,7 +18,8 @@ from orchestrator.controller.jobs.scheduler_snapshot import UNREACHABLE, Records
 from orchestrator.controller.leasing.observed_since import Clock, ObservedSince
 from orchestrator.controller.reconciler import user_requests
 from orchestrator.controller.reconciler.actor import SUBMIT_WITHIN, Actor, code_note
-from orchestrator.controller.reconciler.conclude import PoolSize, UsableNodes, conclude, to_avoid
+from orchestrator.controller.reconciler.conclude import conclude
+from orchestrator.controller.reconciler.nodes_to_avoid import PoolSize, UsableNodes, to_avoid
 from orchestrator.controller.reconciler.ownership import Domain, never_submitted, sweep_orphans
 from orchestrator.controller.reconciler.running_jobs import (
     end_judged_job,

@@ -8,7 +8,8 @@ from checkpointing.config import RUN
 from checkpointing.storage.storage_errors import is_disk_error
 from orchestrator.controller.jobs.job_spec import job_spec
 from orchestrator.controller.reconciler.actor import SUBMIT_WITHIN, Actor
-from orchestrator.controller.reconciler.conclude import PoolSize, UsableNodes, apply, to_avoid
+from orchestrator.controller.reconciler.conclude import apply
+from orchestrator.controller.reconciler.nodes_to_avoid import PoolSize, UsableNodes, to_avoid
 from orchestrator.controller.run_dirs.collect_evidence import REQUEUED, SILENCED
 from orchestrator.controller.run_dirs.run_folder import missing_room
 from orchestrator.controller.run_view import RunView

@@ -10,7 +10,7 @@ from typing import Any
 from orchestrator.config.run_config import RunConfig
 from orchestrator.controller.jobs.job_spec import job_spec
 from orchestrator.controller.reconciler.actor import Actor
-from orchestrator.controller.reconciler.conclude import PoolSize, UsableNodes, to_avoid
+from orchestrator.controller.reconciler.nodes_to_avoid import PoolSize, UsableNodes, to_avoid
 from orchestrator.controller.reconciler.running_jobs import end_job
 from orchestrator.controller.run_dirs.collect_evidence import GAVE_UP
 from orchestrator.controller.run_view import RunView, stored_config

@@ -1,11 +1,14 @@
 """Two or more tiers below one folder, and the flushers of all ranks over them."""
 
+import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from checkpointing.engine.save.flusher import Flusher, TransferTimeouts
 from checkpointing.owner import Owner
@@ -100,3 +103,16 @@ class Tiers:
 
 def tiers_of(tmp_path: Path, *names: str, size: int = 1, **changes: dict[str, Any]) -> Tiers:
     return Tiers(tmp_path, names or ("fast", "slow"), size, changes=changes)
+
+
+@pytest.fixture
+def no_waiting_for_disks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy disk must not look like a hung one here; what is waited for in which order others test."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+
+
+@pytest.fixture
+def tiers(tmp_path: Path) -> Iterator[Tiers]:
+    made = Tiers(tmp_path)
+    yield made
+    made.close()

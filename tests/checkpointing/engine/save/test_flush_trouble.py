@@ -4,7 +4,7 @@ import errno
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,22 +13,13 @@ from checkpointing.engine.save import flusher
 from checkpointing.engine.save.flusher import TransferTimeouts
 from checkpointing.tiers.catalog import Catalog, DistrustedCheckpoints
 from tests.checkpointing.engine.thread_ranks import together
-from tests.checkpointing.engine.tier_set import FOUR, SECONDS, Tiers, tiers_of
+from tests.checkpointing.engine.tier_set import FOUR, SECONDS, Tiers, no_waiting_for_disks, tiers, tiers_of
 from tests.checkpointing.fake_storages import full_after
 from tests.checkpointing.made_checkpoint import make
 
+__all__ = ["no_waiting_for_disks", "tiers"]
 
-@pytest.fixture(autouse=True)
-def _no_waiting_for_disks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A busy disk must not look like a hung one here; what is waited for in which order others test."""
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-
-
-@pytest.fixture
-def tiers(tmp_path: Path) -> Iterator[Tiers]:
-    made = Tiers(tmp_path)
-    yield made
-    made.close()
+pytestmark = pytest.mark.usefixtures("no_waiting_for_disks")
 
 
 def test_a_bad_source_is_told_with_its_chunk_and_never_passed_on(tiers: Tiers) -> None:

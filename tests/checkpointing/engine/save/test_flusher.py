@@ -1,11 +1,9 @@
 """Flushing: what reaches the slower tiers, and when."""
 
 import errno
-import os
 import shutil
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,23 +16,14 @@ from checkpointing.tiers.catalog import Catalog
 from checkpointing.tiers.tier import RunTiers
 from checkpointing.verification.verify import verify
 from tests.checkpointing.engine.thread_ranks import ThreadGroup, together
-from tests.checkpointing.engine.tier_set import FOUR, SECONDS, Tiers, tiers_of
+from tests.checkpointing.engine.tier_set import FOUR, SECONDS, Tiers, no_waiting_for_disks, tiers, tiers_of
 from tests.checkpointing.fake_storages import Recording, replay
 from tests.checkpointing.made_checkpoint import FILES, NONCE, make
 from tests.warm_programs import WarmPrograms
 
+__all__ = ["no_waiting_for_disks", "tiers"]
 
-@pytest.fixture(autouse=True)
-def _no_waiting_for_disks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A busy disk must not look like a hung one here; what is waited for in which order others test."""
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-
-
-@pytest.fixture
-def tiers(tmp_path: Path) -> Iterator[Tiers]:
-    made = Tiers(tmp_path)
-    yield made
-    made.close()
+pytestmark = pytest.mark.usefixtures("no_waiting_for_disks")
 
 
 # ---- one rank, two tiers

@@ -7,7 +7,7 @@ import copy
 import errno
 import os
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from secrets import token_hex
@@ -166,6 +166,7 @@ def create_test(store: Store, run: Run, asked: Asked, now: float) -> RestoreTest
         manifest=asked.checkpoint.manifest,
         config_digest=plan.saved_digest if plan.saved_by_run else "",
         steps_digest=plan.saved_digest,
+        agreed=_agreed(store.restore_tests(run.name), asked.layout),
         differs=_differs(run, plan.config),
     )
     identity = {key: value for key, value in run.identity.items() if key != "imported"}
@@ -195,6 +196,13 @@ def create_test(store: Store, run: Run, asked: Asked, now: float) -> RestoreTest
         return test
 
     return store.together(written)
+
+
+def _agreed(tests: Iterable[RestoreTest], layout: str) -> str:
+    """Return a test that has restored a checkpoint on this layout with steps equal to those of its run."""
+    exact = (test for test in tests if test.layout == layout and test.evidence.get("exact"))
+    good = (test for test in exact if test.verdict == Outcome.RESTORED and test.evidence.get("compared"))
+    return next((test.test for test in good), "")
 
 
 def _differs(run: Run, config: RunConfig) -> tuple[str, ...]:

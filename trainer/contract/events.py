@@ -37,6 +37,8 @@ class EventKind(StrEnum):
     INCIDENT = "incident"
     STRAGGLER = "straggler"  # rank, node, section, ratio, step, steps, gpu_hours, over (bool: it is as fast again)
     BATCH_SKIPPED = "batch.skipped"  # step, position, reason: skipped from now on
+    # step, restored (step of the checkpoint), reason: trained again after a restart, it is another than before
+    RESTART_DIFFERS = "restart.differs"
     LOSS_LEVEL = "loss.level"  # step, reason: spikes in a row, from which training goes on
     SPARE_USED = "spare.used"  # node (index), name, instead (name of the lost node), reason, kind (of failure)(, drill)
     DRILL = "drill"  # kind, rank (None: a whole node), step (None: not known) (, node)

@@ -39,6 +39,7 @@ class RestoreTest:
 
     `manifest` is the digest that the registry kept at commit, `config_digest` that of the config it was saved with;
     either is empty when nobody knows. `steps_digest` is that of the config that the run's next steps were trained with.
+    `agreed`: an earlier test of the run that was restored with equal steps on this layout, if there is one.
     """
 
     run: str
@@ -53,6 +54,7 @@ class RestoreTest:
     manifest: str = ""
     config_digest: str = ""
     steps_digest: str = ""
+    agreed: str = ""
     differs: tuple[str, ...] = ()  # identity fields (code.user, env.torch) that are others than the run's
 
     def last_step(self, train_steps: int) -> int:

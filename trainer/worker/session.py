@@ -22,6 +22,7 @@ from trainer.worker.parallel.gradient_buckets import CannotAverage
 from trainer.worker.reporting.metrics import Journal, StepFigures
 from trainer.worker.reporting.phase_tracker import ProgressLog, phase_tracker
 from trainer.worker.reporting.rank_comparison import RankComparison
+from trainer.worker.reporting.retrained_steps import RetrainedSteps, is_explained, read_retrained
 from trainer.worker.reporting.traffic import TrafficMeter, groups_of, messages_of
 from trainer.worker.saved_state.loss_scale import LossScale
 from trainer.worker.saved_state.rng_state import seed_by_data
@@ -105,6 +106,7 @@ def train_on(
         started=session.started,
         progress_log=progress_log,
         figures=_figures(session),
+        retrained=_retrained(session, state.step, journal, test=bool(test_until)),
         record_code=partial(record_late_code, session.attempt, config, session.modules, journal),
         skip=skip,
         test_until=test_until,
@@ -113,6 +115,23 @@ def train_on(
         return Loop(config, objects, state, services).run()
     except CannotAverage as error:
         raise WorkloadError(str(error)) from error
+
+
+def _retrained(session: Session, restored: int, journal: Journal, *, test: bool) -> RetrainedSteps:
+    """Return the comparison of steps that were trained before; on rank 0, where equal inputs give equal bits."""
+    spec, run, device = session.spec, session.run_dir, session.objects.layout.device
+    repeats = device.type == "cpu" or getattr(session.objects.workload, "strictly_deterministic", False)
+    compares = restored and repeats and spec.rank == 0 and not test
+
+    def explains(attempt: int) -> bool:
+        return is_explained(run, attempt, spec.attempt)
+
+    def report(step: int, reason: str) -> None:
+        journal.event(EventKind.RESTART_DIFFERS, step=step, restored=restored, reason=reason)
+
+    return RetrainedSteps(
+        read_retrained(run, spec.attempt, restored) if compares else {}, spec.world_size, explains, report
+    )
 
 
 def _figures(session: Session) -> StepFigures:

@@ -200,6 +200,10 @@ _DESCRIPTIONS: dict[str, Callable[[dict[str, Any]], str]] = {
     EventKind.STRAGGLER: _straggler,
     EventKind.CODE_CHANGED: lambda d: f"other code trains: {d['reason']}",
     EventKind.BATCH_SKIPPED: lambda d: f"the batch of step {d['step']} is skipped from now on: {d['reason']}",
+    EventKind.RESTART_DIFFERS: lambda d: (
+        f"training went on differently from step {d['restored']}: {d['reason']} before the restart. Either it depends "
+        "on something that no checkpoint has, or it does not repeat"
+    ),
     EventKind.LOSS_LEVEL: lambda d: f"the losses have a new level from step {d['step']} on: {d['reason']}",
     EventKind.SPARE_USED: lambda d: f"{d['name']} takes the place of {d['instead']}: {d['reason']}",
     EventKind.DRILL: _drill,

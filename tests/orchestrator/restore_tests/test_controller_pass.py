@@ -18,7 +18,7 @@ from orchestrator.registry.operations.run_record import record_of
 from orchestrator.registry.records import Checkpoint, Generation, NewRun, Notice, RestoreTest, Run
 from orchestrator.registry.store import Store
 from orchestrator.restore_tests.controller_pass import RestoreTests, begin_test
-from orchestrator.restore_tests.create import Asked
+from orchestrator.restore_tests.create import Asked, create_test
 from orchestrator.states import AttemptState, RunState, Trust
 from orchestrator.submission.run_identity import code
 from trainer.contract.config import build
@@ -155,6 +155,18 @@ def test_its_run_counts_to_the_step_to_which_the_test_trains(desk: Desk) -> None
     assert (order.step, order.steps) == (300, 3)
     assert [order.last_step(steps) for steps in (300, 302, 1000)] == [301, 302, 303]
     assert test.total_steps == order.last_step(desk.composed.config.train.steps)
+
+
+@pytest.mark.parametrize("evidence", [{"exact": True, "compared": 3}, {"exact": True, "compared": 0}, {"compared": 3}])
+def test_a_test_is_told_of_an_earlier_one_whose_steps_were_equal(desk: Desk, evidence: dict[str, Any]) -> None:
+    desk.passes()
+    first = desk.under_way()
+    desk.end(first, "RESTORED", **evidence)
+    desk.passes()
+    run, older = desk.store.run("r-1"), Asked(checkpoint=desk.checkpoint(200))
+    made = [create_test(desk.store, run, replace(older, layout=layout, forced=True), NOW) for layout in ("same", "1")]
+    told = [desk.store.run(test.test).identity["restore_test"]["agreed"] for test in made]
+    assert told == [first.test if evidence.get("exact") and evidence["compared"] else "", ""]
 
 
 def test_a_pass_restores_trust_marks_the_copy_and_takes_the_pin_away(desk: Desk) -> None:

@@ -103,10 +103,10 @@ class Run:
         assert not answer["timed_out"], self.log()
         return answer
 
-    def train_until_killed(self, rank: int, committed: int) -> dict[str, Any]:
+    def train_until_killed(self, rank: int, committed: int, **until: int) -> dict[str, Any]:
         """One generation in which `rank` is killed once step `committed` is; it must hang at a later step: `hang`."""
         kill = {"do": "kill", "rank": rank, "of_rank": rank, "at_step": 1, "committed": committed}
-        return self.train(actions=[kill])
+        return self.train(actions=[kill | until])
 
     def log(self) -> str:
         return "\n".join(path.read_text() for path in sorted(self.attempt.logs.glob("rank-*.log")))

@@ -3,8 +3,9 @@
 Started once per test session, because importing torch takes seconds. Reads scenarios as JSON lines on stdin:
 {run_dir, attempt, generation, world, patience, actions: [{at_step, of_rank, committed, do, rank, reason}]}
 (`still_after`: ends all when they stand still for two seconds and are at that step at least),
-with `do` one of ask, kill, revoke, done when `of_rank` is at that step and the checkpoint of step `committed` exists,
-and answers each with {codes: [exit code or minus signal], steps: [...], last: [last word or null], seconds}.
+with `do` one of ask, kill, revoke, done when `of_rank` is at that step, the checkpoint of step `committed` exists and
+the line of step `recorded` is written, and answers each with
+{codes: [exit code or minus signal], steps: [...], last: [last word or null], seconds}.
 """
 
 import contextlib
@@ -79,8 +80,11 @@ class Rank:
 def due(ranks: list[Rank], scenario: dict, action: dict) -> bool:
     if ranks[action["of_rank"]].step() < action["at_step"]:
         return False
-    commits = RunDir(Path(scenario["run_dir"])).checkpoints.glob(f"step-{action.get('committed', 0):08d}*/COMMIT")
-    return "committed" not in action or any(commits)
+    run = RunDir(Path(scenario["run_dir"]))
+    steps = run.attempt(scenario["attempt"]).metrics
+    if "recorded" in action and not (steps.exists() and f'"step":{action["recorded"]},' in steps.read_text()):
+        return False
+    return "committed" not in action or any(run.checkpoints.glob(f"step-{action['committed']:08d}*/COMMIT"))
 
 
 def act(ranks: list[Rank], scenario: dict, actions: list[dict]) -> None:

@@ -54,7 +54,8 @@ def test_a_killed_run_with_every_hook_ends_with_the_same_bits(make_run, kind, ar
     assert hurt.train_until_killed(0, committed=8)["codes"][0] == -9
     assert hurt.train()["codes"] == [0, 0], hurt.log()
     exact(hurt, calm)
-    assert not [event for event in hurt.events() if event.kind == EventKind.CHECKPOINT_INCOMPLETE]
+    told = {event.kind for event in hurt.events()}
+    assert not told & {EventKind.CHECKPOINT_INCOMPLETE, EventKind.RESTART_DIFFERS}
 
     assert sorted(calm.validations()) == [3, 6, 9, 12, 14]
     assert len({line["lr"] for line in calm.metrics().values()}) > 2

@@ -54,6 +54,19 @@ def test_a_killed_run_ends_with_the_same_bits(make_run, undisturbed, world, para
     for key in ("step", "loss", "weights_digest"):
         assert hurt.final()[key] == calm.final()[key]
     assert events(hurt, EventKind.CHECKPOINT_SOFTWARE) == []
+    assert events(hurt, EventKind.RESTART_DIFFERS) == []
+
+
+def test_training_that_goes_on_differently_is_reported(make_run):
+    """Whatever it is that no checkpoint has: a list of the workload's here."""
+    workload = {"target": "tests.trainer.worker.my_workload:Hidden", "args": {"width": 8}}
+    run = make_run(1, workload=workload, drill=hang(0, step=6))
+    run.train_until_killed(0, committed=3, recorded=4)
+    assert run.train()["codes"] == [0], run.log()
+    before, after = run.losses(generation=1)[4], run.losses(generation=2)[4]
+    assert before - after == pytest.approx(0.3)
+    (event,) = events(run, EventKind.RESTART_DIFFERS)
+    assert event.data == {"step": 4, "restored": 3, "reason": f"loss of step 4 is {after!r}, it was {before!r}"}
 
 
 def test_a_checkpoint_that_was_made_with_other_software_is_reported(make_run):

@@ -310,7 +310,7 @@ class Journal:
     def step(self, step: int, **values: Any) -> None:
         """One metric line; only rank 0 writes them."""
         if self._steps is not None:
-            self._steps.append(dump_line({**self._stamp(), "step": step, **values}))
+            self._steps.append(dump_line({**self._stamp(), "world": self._spec.world_size, "step": step, **values}))
 
     def settle(self) -> None:
         """Have the lines of all steps so far written: a restart from the save that follows repeats none of them.

@@ -57,12 +57,12 @@ def recorded_steps(
     found: dict[int, list[dict[str, float]]] = {step: [] for step in steps}
     other = False
     for attempt in run.all_attempts():
-        other = other or _changed_software(attempt, saved_by)
+        other = other or changed_software(attempt, saved_by)
         if digest and config_digest(run.config_of(attempt.number)) != digest:
             if attempt.number > saved_by:
                 break  # another learning rate: neither its steps nor those that go on from it say anything
             continue
-        marked = {OTHER_SOFTWARE: 1.0} if other or _has_other_code(attempt, code) else {}
+        marked = {OTHER_SOFTWARE: 1.0} if other or has_other_code(attempt, code) else {}
         for line in (*_lines(attempt.metrics, steps), *_probes(attempt)):
             if line.get("step") in found:
                 values = {name: number(line[name]) for name in COMPARED if name in line}
@@ -70,7 +70,7 @@ def recorded_steps(
     return found
 
 
-def _changed_software(attempt: AttemptDir, saved_by: int) -> bool:
+def changed_software(attempt: AttemptDir, saved_by: int = 0) -> bool:
     """Whether the attempt went on from a checkpoint that was made with other software, after `saved_by` had begun."""
     if attempt.number < saved_by or not attempt.events.is_dir():
         return False
@@ -79,7 +79,7 @@ def _changed_software(attempt: AttemptDir, saved_by: int) -> bool:
     return any(attempt.number > saved_by or event.generation > 1 for event in changed)
 
 
-def _has_other_code(attempt: AttemptDir, code: CodeRecord | None) -> bool:
+def has_other_code(attempt: AttemptDir, code: CodeRecord | None) -> bool:
     """Whether the attempt trained with other code than `code`, or with packages that are not known to be the same.
 
     Unknown code is taken to be the same.
@@ -160,9 +160,16 @@ def compare(
     return Comparison(compared=compared, largest=largest)
 
 
+def find_difference(step: int, values: Mapping[str, float], other: Mapping[str, Any]) -> str:
+    """Return the first number that has other bits than before, in words; empty if none has."""
+    known = {name: number(other[name]) for name in COMPARED if name in other}
+    return _disagreement(step, values, known, {}, "it was")[0]
+
+
 def _disagreement(
-    step: int, values: Mapping[str, float], other: Mapping[str, float], bounds: Mapping[str, float]
-) -> tuple[str, float]:
+    step: int, values: Mapping[str, float], other: Mapping[str, float], bounds: Mapping[str, float],
+    had: str = "the run had",
+) -> tuple[str, float]:  # fmt: skip
     largest = 0.0
     for name in COMPARED:
         if name not in values or name not in other:
@@ -170,7 +177,7 @@ def _disagreement(
         size = relative(values[name], other[name])
         # The learning rate is a function of the step alone.
         if not size <= bounds.get(name, 0.0):
-            return f"{name} of step {step} is {values[name]!r}, the run had {other[name]!r}", size
+            return f"{name} of step {step} is {values[name]!r}, {had} {other[name]!r}", size
         largest = max(largest, size)
     return "", largest
 

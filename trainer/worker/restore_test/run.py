@@ -141,24 +141,19 @@ class RestoreTestRun:
         if code is not ExitCode.FINISHED:
             return code
         drawn = not torch.equal(before, pack_rng(self._objects.layout.device))
-        keeps = any(parameter.grad is not None for parameter in self._objects.model.parameters())
-        return self._conclude(*self._compare(self._conditions(drawn, keeps)))
+        return self._conclude(*self._compare(self._conditions(drawn)))
 
-    def _conditions(self, drawn: bool = False, keeps: bool = False) -> Conditions:
-        """Collective: return the conditions of this test, the same on all ranks.
-
-        `keeps`: gradients are left after the last step.
-        """
+    def _conditions(self, drawn: bool = False) -> Conditions:
+        """Collective: return the conditions of this test, the same on all ranks."""
         device, made, config = self._objects.layout.device, self._objects.workload, self._config
         deterministic = bool(getattr(made, "strictly_deterministic", False))
         known_data = getattr(unwrapped(self._objects.data), "fingerprint", None) is not None
-        mine = [drawn, keeps, device.type == "cpu" or deterministic, deterministic and known_data]
-        drawn_by, kept_by, repeats, promises = zip(*self._ranks.all_gather(mine), strict=True)
+        answers = self._ranks.all_gather([drawn, device.type == "cpu" or deterministic, deterministic and known_data])
+        drawn_by, repeats, promises = zip(*answers, strict=True)
         return Conditions(
-            same_layout=self._order.same_layout, repeats=all(repeats),
-            built_in=config.trains_built_in_workload, promises_equality=all(promises),
-            experts=config.model.experts.count, dtype=config.train.dtype, drawn=any(drawn_by),
-            keeps_gradients=any(kept_by), differs=self._order.differs, software=self._software,
+            same_layout=self._order.same_layout, repeats=all(repeats), built_in=config.trains_built_in_workload,
+            promises_equality=all(promises), has_agreed=bool(self._order.agreed), experts=config.model.experts.count,
+            dtype=config.train.dtype, drawn=any(drawn_by), differs=self._order.differs, software=self._software,
         )  # fmt: skip
 
     def _examine(self) -> str:
@@ -211,7 +206,7 @@ class RestoreTestRun:
 
         found = self._on_leader(find_step)
         conditions = self._conditions()
-        why = why_not_compared(conditions) or why_no_verdict(conditions) or self._changed_data()
+        why = why_not_compared(conditions) or self._changed_data() or why_no_verdict(conditions)
         if not found["known"]:
             why = found["other"] or why or "the run has not trained that step, and its batch may be the cause"
         return (Outcome.NOT_COMPARABLE, f"{error}; {why}") if why else (Outcome.SUSPECT, str(error))
@@ -266,7 +261,7 @@ class RestoreTestRun:
         found = self._on_leader(compare_steps)
         self._evidence |= found["evidence"]
         if found["difference"]:
-            why = found["why"] or why_no_verdict(conditions) or self._changed_data()
+            why = found["why"] or self._changed_data() or why_no_verdict(conditions)
             if why:
                 return Outcome.NOT_COMPARABLE, f"{found['difference']}; {why}"
             return Outcome.SUSPECT, found["difference"]

@@ -20,6 +20,7 @@ from trainer.worker.parallel.gradient_buckets import GradientFacts
 from trainer.worker.pipeline.pipelined_llama import balance_of
 from trainer.worker.reporting.metrics import Journal, StepFigures, expert_loads, held_states, section_seconds
 from trainer.worker.reporting.phase_tracker import PhaseTracker, ProgressLog
+from trainer.worker.reporting.retrained_steps import RetrainedSteps
 from trainer.worker.saved_state.checkpoint_contents import weights_digest
 from trainer.worker.saved_state.train_state import Saver, TrainObjects, TrainState
 from trainer.worker.training import reduction
@@ -46,6 +47,7 @@ class LoopServices:
     started: float  # time.monotonic() of the rank's start
     progress_log: ProgressLog
     figures: StepFigures
+    retrained: RetrainedSteps
     record_code: Callable[[], None]  # of rank 0, once its first step has imported all that it needs
     skip: Collection[int] = ()  # positions in the data
     test_until: int = 0  # a restore test trains to this step and saves nothing
@@ -301,6 +303,7 @@ class Loop:
         if self._train_state.loss_scale.is_dynamic:
             more |= {"loss_scale": pending.loss_scale, "overflowed": pending.overflowed}
         self._services.journal.step(result.step, **values, **speed, stall=self._stall, **more)
+        self._services.retrained.step_ended(result.step, values)
         self._services.progress_log.step(result.step, loss=result.loss, lr=pending.rate, own=own)
         self._stall = 0.0
 

@@ -61,6 +61,15 @@ def test_what_happened_to_checkpoints_is_told(kind: EventKind, data: dict[str, A
     assert describe_event(event) == f"attempt 1 generation 2: {words}"
 
 
+def test_training_that_goes_on_differently_is_told() -> None:
+    data = {"step": 22, "restored": 20, "reason": "loss of step 22 is 3.5, it was 2.5"}
+    event = Event(time=1.0, source="r", seq=1, kind=EventKind.RESTART_DIFFERS, attempt=1, generation=2, data=data)
+    assert describe_event(event) == (
+        "attempt 1 generation 2: training went on differently from step 20: loss of step 22 is 3.5, it was 2.5 before "
+        "the restart. Either it depends on something that no checkpoint has, or it does not repeat"
+    )
+
+
 def test_a_validation_is_told_with_its_numbers() -> None:
     data = {"step": 50, "seconds": 3.21, "metrics": {"val_loss": 2.25, "accuracy": "nan"}}
     event = Event(time=1.0, source="r", seq=1, kind=EventKind.VALIDATED, attempt=1, generation=0, data=data)

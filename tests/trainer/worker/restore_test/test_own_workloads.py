@@ -79,6 +79,17 @@ def test_a_schedule_and_data_of_their_own_are_restored_and_another_layout_says_n
     assert not test.attempt.restore_verdict.exists()
 
 
+def test_state_that_no_checkpoint_has_is_no_fault_of_one(make_run: Any, tmp_path: Path) -> None:
+    workload = {"target": f"{unusual_workload.__name__}:Forgetful", "args": {"kind": ""}}
+    source = make_run(1, workload=workload, train={"steps": 6, "dtype": "float32"}, checkpoint={"every": 3, "keep": 9})
+    assert source.train()["codes"] == [0], source.log()
+    found = Subject(source.ranks, source, tmp_path, itertools.count(1)).verdict(
+        next(source.dir.checkpoints.glob("step-00000003.*")), world=1
+    )
+    assert found.outcome == Outcome.NOT_COMPARABLE, found
+    assert "no fault was found in the checkpoint" in found.reason
+
+
 def on_nodes(make_run: Any, place: Path, cpus: list[str]) -> Subject:
     """A run of two ranks, on nodes with these CPU settings."""
     workload = {"target": f"{unusual_workload.__name__}:OnNodes", "args": {"cpus": cpus}}

@@ -13,7 +13,7 @@ from checkpointing.verification.verdicts import manifest_of
 from tests.trainer.worker.restore_test.byte_damages import BYTE_DAMAGES
 from tests.trainer.worker.restore_test.conftest import Subject
 from tests.trainer.worker.restore_test.unusual_runs import EVERY, KINDS, TESTED, Kind
-from trainer.contract.restore_test import FOUND_BAD
+from trainer.contract.restore_test import FOUND_BAD, Outcome
 
 pytestmark = pytest.mark.multi
 
@@ -54,11 +54,14 @@ def damaged(make_run: Any, place: Path, name: str, seed: int) -> None:
     source = BY_NAME[name].run(make_run, seed)
     subject = Subject(source.ranks, source, place, itertools.count(1))
     older = subject.folder(EVERY)
+    healthy = subject.verdict(older, world=1)
+    assert (healthy.outcome, healthy.evidence["exact"]) == (Outcome.RESTORED, True), healthy
     for damage in BYTE_DAMAGES:
         copy = subject.copy(TESTED)
         damage(copy, older, random.Random(f"{name} {seed} {damage.__name__}"))
         # The registry knows the manifest that was committed: that of a faulty writer, too.
-        found = subject.verdict(copy, world=1, manifest=manifest_of(LocalStorage(copy.parent), copy.name))
+        manifest = manifest_of(LocalStorage(copy.parent), copy.name)
+        found = subject.verdict(copy, world=1, manifest=manifest, agreed=older.name)
         assert found.outcome in FOUND_BAD, (name, seed, damage.__name__, found)
 
 

@@ -54,6 +54,18 @@ class WithDropout(Unusual):
         return nn.functional.mse_loss(nn.functional.dropout(model(x), 0.5), y)
 
 
+class Forgetful(Unusual):
+    """It does not keep what it promises: its loss depends on a list that no checkpoint has."""
+
+    def build_model(self) -> nn.Module:
+        self.losses = list[torch.Tensor]()
+        return super().build_model()
+
+    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        self.losses.append(super().loss(model, batch))
+        return self.losses[-1] + 0.1 * len(self.losses)
+
+
 class OnNodes(LlamaWorkload):
     """Trains on nodes with the CPU settings `args["cpus"]`, by rank; `args["scale"]` multiplies the loss.
 

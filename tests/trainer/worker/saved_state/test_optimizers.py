@@ -39,6 +39,7 @@ def assert_exact(make_run, world, over):
     assert hurt.losses() == calm.losses()
     assert hurt.final()["weights_digest"] == calm.final()["weights_digest"]
     assert incomplete(hurt) == []
+    assert not [event for event in hurt.events() if event.kind == EventKind.RESTART_DIFFERS]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,104 @@
+"""Steps that are trained again after a restart, compared with what they were."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainer.contract.events import EventKind, EventLog
+from trainer.contract.run_dir import RunDir
+from trainer.worker.reporting import retrained_steps
+from trainer.worker.reporting.retrained_steps import RetrainedSteps, is_explained, read_retrained
+
+
+def line(step: int, loss: object = 1.5, **over: Any) -> dict[str, Any]:
+    values = {"attempt": 1, "world": 2, "step": step, "loss": loss, "grad_norm": 0.25, "lr": 0.1, "position": 8 * step}
+    return {**values, **over}
+
+
+def reported(recorded: dict[int, list[dict[str, Any]]], *steps: dict[str, Any], explained: bool = False) -> list[str]:
+    """What is reported of these steps on two ranks."""
+    found = list[str]()
+    compared = RetrainedSteps(recorded, 2, lambda attempt: explained, lambda step, reason: found.append(reason))
+    for values in steps:
+        compared.step_ended(values["step"], {name: values[name] for name in ("loss", "grad_norm", "lr", "position")})
+    return found
+
+
+def test_the_first_step_that_differs_is_reported_once() -> None:
+    recorded = {step: [line(step)] for step in (4, 5, 6)}
+    assert reported(recorded, line(4), line(5, 1.25), line(6, 9.0)) == ["loss of step 5 is 1.25, it was 1.5"]
+    assert reported(recorded, line(4, grad_norm=0.5)) == ["grad_norm of step 4 is 0.5, it was 0.25"]
+    assert reported(recorded, line(4), line(5), line(6), line(7, 9.0)) == []
+
+
+@pytest.mark.parametrize("loss", [float("nan"), float("inf")])
+def test_numbers_that_json_does_not_have_are_equal_to_themselves(loss: float) -> None:
+    assert reported({4: [line(4, str(loss))]}, line(4, loss)) == []
+
+
+def test_one_time_that_agrees_is_enough() -> None:
+    assert reported({4: [line(4, 9.0), line(4)]}, line(4)) == []
+
+
+@pytest.mark.parametrize("other", [{"world": 4}, {"position": 40}, {"world": None}])
+def test_other_ranks_or_other_data_are_not_compared_nor_what_follows(other: dict[str, Any]) -> None:
+    recorded = {4: [line(4, 9.0, **other)], 5: [line(5, 9.0, **other)]}
+    assert reported(recorded, line(4), line(5)) == []
+
+
+def test_a_change_of_code_or_software_explains_the_difference() -> None:
+    assert reported({4: [line(4, 9.0)]}, line(4), explained=True) == []
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    """Two attempts with the same configuration."""
+    run = RunDir(tmp_path)
+    run.make()
+    run.config.write_text("{}")
+    for number in (1, 2):
+        attempt = run.attempt(number)
+        attempt.make()
+        for file in (attempt.metrics, attempt.rank_events("n")):
+            file.parent.mkdir(parents=True, exist_ok=True)
+    return run
+
+
+def record(run: RunDir, number: int, *lines: dict[str, Any]) -> None:
+    text = "".join(json.dumps(each) + "\n" for each in lines)
+    run.attempt(number).metrics.write_text(text + '{"step":99,"lo')
+
+
+def test_what_comes_after_the_checkpoint_is_read_of_the_newest_attempt_that_has_any(run: RunDir) -> None:
+    assert read_retrained(run, 2, 3) == {}
+    record(run, 1, *map(line, range(1, 7)))
+    assert list(read_retrained(run, 2, 4)) == [5, 6]
+    record(run, 2, line(5, 2.0, attempt=2))
+    assert read_retrained(run, 2, 4) == {5: [line(5, 2.0, attempt=2)]}
+    assert list(read_retrained(run, 2, 5)) == [6]
+    assert read_retrained(run, 2, 6) == {}
+
+
+def test_only_the_end_of_a_long_file_is_read(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    record(run, 1, *map(line, range(1, 1000)))
+    monkeypatch.setattr(retrained_steps, "TAIL_BYTES", 1000)
+    found = read_retrained(run, 1, 0)
+    assert 1 < len(found) < 20
+    assert max(found) == 999
+
+
+def test_attempts_with_another_configuration_say_nothing(run: RunDir) -> None:
+    record(run, 1, *map(line, range(1, 7)))
+    run.attempt(2).config.write_text('{"optimizer": {"lr": 1.0}}')
+    assert read_retrained(run, 2, 4) == {}
+
+
+def test_software_that_an_attempt_has_noted_explains(run: RunDir) -> None:
+    assert not is_explained(run, 1, 2)
+    log = EventLog(run.attempt(2).rank_events("n"), "rank-00000", 2)
+    log.write(EventKind.CHECKPOINT_SOFTWARE, step=3, changes={"threads": [1, 2]})
+    log.close()
+    assert is_explained(run, 1, 2)
+    assert not is_explained(run, 1, 1)

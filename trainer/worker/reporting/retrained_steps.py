@@ -1,0 +1,87 @@
+"""Steps that a restart trains again, compared with what they were before it."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from trainer.contract.config import config_digest
+from trainer.contract.run_dir import RunDir
+from trainer.contract.user_code.code_record import CodeRecord
+from trainer.worker.restore_test.recorded_steps import changed_software, find_difference, has_other_code
+
+TAIL_BYTES = 1 << 20
+"""At most so much is read of a file of steps: thousands of lines."""
+
+Recorded = Mapping[int, Sequence[Mapping[str, Any]]]
+"""Lines of steps.jsonl by their step; a step may have been trained more than once."""
+
+
+class RetrainedSteps:
+    """Compares steps after a restart with those before it, and reports the first one that differs."""
+
+    def __init__(
+        self, recorded: Recorded, world: int, explains: Callable[[int], bool], report: Callable[[int, str], object]
+    ) -> None:
+        """`explains(attempt)`: whether software or code has changed since that attempt. `report` gets step and reason.
+
+        Lines of another number of ranks (`world`) are not compared.
+        """
+        self._recorded, self._world, self._explains, self._report = recorded, world, explains, report
+
+    def step_ended(self, step: int, values: Mapping[str, Any]) -> None:
+        """Compare loss, gradient norm and learning rate, bit for bit; end where the data is at another position."""
+        if not self._recorded:
+            return
+        lines = [
+            line for line in self._recorded.get(step, ())
+            if line.get("world") == self._world and line.get("position") == values["position"]
+        ]  # fmt: skip
+        found = [find_difference(step, values, line) for line in lines]
+        if all(found):
+            self._recorded = {}
+        if found and all(found) and not any(self._explains(line["attempt"]) for line in lines):
+            self._report(step, found[-1])
+
+
+def read_retrained(run: RunDir, attempt: int, restored: int) -> Recorded:
+    """Return what was recorded of the steps after `restored`, in this attempt or the newest one that has any.
+
+    Nothing of attempts with another config.
+    """
+    digest = config_digest(run.config_of(attempt))
+    for number in range(attempt, 0, -1):
+        found: dict[int, list[dict[str, Any]]] = {}
+        if config_digest(run.config_of(number)) != digest:
+            break
+        for line in _last_lines(run, number):
+            if line.get("step", 0) > restored:
+                found.setdefault(line["step"], []).append(line)
+        if found:
+            return found
+    return {}
+
+
+def is_explained(run: RunDir, before: int, now: int) -> bool:
+    """Whether attempt `now` has other code than attempt `before`, or any since has noted other software."""
+    attempts = [run.attempt(number) for number in range(before, now + 1)]
+    other_code = before != now and has_other_code(attempts[0], CodeRecord.read(attempts[-1].code))
+    return other_code or any(changed_software(attempt) for attempt in attempts)
+
+
+def _last_lines(run: RunDir, number: int) -> list[dict[str, Any]]:
+    """Torn lines, such as the first one that is read, are left out."""
+    lines = list[dict[str, Any]]()
+    try:
+        with run.attempt(number).metrics.open("rb") as stream:
+            stream.seek(max(0, stream.seek(0, 2) - TAIL_BYTES))
+            read = stream.read().splitlines()
+    except FileNotFoundError:
+        return []
+    for text in read:
+        try:
+            line = json.loads(text)
+        except ValueError:
+            continue
+        if isinstance(line, dict):
+            lines.append(line)
+    return lines

@@ -71,97 +71,32 @@ def within_open(path: Path) -> bool:
 
 def unknown(path: Path, kind: Any, where: str, whole: Path = ()) -> ConfigError:
     """The error for a key that section `kind` does not have; `whole`: all that was typed, if that is more."""
-    prefix, name = path[:-1], path[-1]
-    there = list(section(kind))
+    prefix, there = path[:-1], list(section(kind))
     typed = whole or path
-    if (instead := _INSTEAD.get(typed)) is not None:
-        return ConfigError(f"unknown key `{dotted(typed)}`", where=where, hint=instead)
     moved = dotted(present_path(typed)) if present_path(typed) != typed else ""
-    near = moved or _below_near_section(typed, len(path)) or _nearest(prefix, name, there)
+    near = moved or _nearest(typed, path, there)
     meant = f"did you mean `{near}`?  " if near else ""
     place = f"keys in `{dotted(prefix)}`" if prefix else "keys"
     return ConfigError(f"unknown key `{dotted(path)}`", where=where, hint=f"{meant}{place}: {', '.join(there)}")
 
 
-_ADAMW = "the optimizer is AdamW; another is what the workload's `build_optimizer` returns"
-_INCLUDES = "a configuration file brings others in: `includes: [model/tiny]` at its top"
-_PLACES = (
-    "`checkpoint.tiers=[{path: FOLDER}]` is where orch saves; `checkpoints.path` is where a `command` of yours does"
-)
-_STEPS = "orch counts optimizer steps, not epochs: train.steps=NUMBER"
-_INSTEAD: dict[Path, str] = {
-    **{("optimizer", name): _ADAMW for name in ("name", "type", "kind", "class", "algorithm", "target")},
-    **{(name,): _INCLUDES for name in ("includes", "include", "defaults")},
-    **{("checkpoint", name): _PLACES for name in ("path", "dir", "folder", "root", "directory")},
-    **{(*section, name): _STEPS for section in ((), ("train",)) for name in ("epochs", "num_epochs", "max_epochs")},
-}
-"""Keys of other programs for which there is none here."""
-_SECTION_EVERY = frozenset({"interval", "frequency", "freq", "period", "every_steps", "every_n_steps"})
-"""What other programs call the `every` of a section."""
-_CALLED_HERE: dict[str, str] = {
-    word: key
-    for key, words in {
-        "optimizer.lr": "learning_rate max_lr peak_lr base_lr",
-        "optimizer.clip_norm": "grad_clip gradient_clip_val max_grad_norm max_norm clip_grad_norm grad_norm",
-        "optimizer.warmup_steps": "warmup num_warmup_steps",
-        "train.steps": "max_steps num_steps total_steps max_iters iterations",
-        "train.batch_size": "global_batch_size train_batch_size",
-        "train.micro_batch_size": "per_device_train_batch_size micro_batch local_batch_size",
-        "train.seq_len": "sequence_length seq_length max_length max_seq_len context_length block_size",
-        "train.dtype": "precision",
-        "train.activation_checkpointing": "gradient_checkpointing",
-        "model.dim": "hidden_size d_model n_embd",
-        "model.layers": "num_layers n_layers n_layer num_hidden_layers",
-        "model.heads": "num_heads n_heads n_head num_attention_heads",
-        "model.kv_heads": "num_kv_heads n_kv_heads num_key_value_heads",
-        "model.ffn_dim": "intermediate_size d_ff",
-        "checkpoint.every": "save_every save_steps save_interval save_freq checkpoint_interval ckpt_interval",
-        "checkpoint.keep": "save_total_limit max_to_keep keep_last save_top_k",
-        "validation.every": "eval_steps eval_every eval_interval val_interval val_check_interval",
-        "cluster.nodes": "num_nodes nnodes",
-        "cluster.ranks_per_node": "nproc_per_node ntasks_per_node tasks_per_node",
-        "cluster.time": "walltime time_limit timeout",
-        "cluster.mem": "memory",
-        "cluster.partition": "queue",
-        "cluster.cpus_per_task": "cpus",
-        "cluster.gpus_per_node": "gpus num_gpus",
-    }.items()
-    for word in words.split()
-}
-"""What other programs call a key."""
+def _nearest(typed: Path, path: Path, there: Sequence[str]) -> str:
+    """Return the key that is spelled most like the whole of `typed`, or like the unknown `path` in it."""
+    prefix, name = path[:-1], path[-1]
 
+    def here(cutoff: float) -> str:
+        found = nearest(name, [*there, *moved_from(prefix)], cutoff)
+        return dotted(present_path((*prefix, found))) if found else ""
 
-def _below_near_section(typed: Path, depth: int) -> str:
-    """The key whose section is mistyped and the rest right, or nearly so; empty without one."""
-    if len(typed) == depth:
-        return ""
-    return nearest(dotted(typed), map(dotted, every_key()), 0.8)
-
-
-def _nearest(prefix: Path, name: str, there: list[str]) -> str:
-    # A slip of the finger in the right section first, then the right word in the wrong section.
-    known_here = [*there, *moved_from(prefix)]
-    if name.lower() in _SECTION_EVERY and "every" in there:
-        return dotted((*prefix, "every"))
-    if name.lower() in _CALLED_HERE:
-        return _CALLED_HERE[name.lower()]
-    if match := nearest(name, known_here, 0.8):
-        return dotted(present_path((*prefix, match)))
-    same = [key for key in every_key() if key[-1] == name]
-    if same:
-        return dotted(same[0])
-    if match := nearest(name, known_here):
-        return dotted(present_path((*prefix, match)))
-    begun = [key for key in every_key() if key[-1].startswith(f"{name}_")]
-    if len(begun) == 1:
-        return dotted(begun[0])
-    return nearest(dotted((*prefix, name)), map(dotted, every_key()))
+    whole = nearest(dotted(typed), map(dotted, every_key()), 0.8) if typed != path else ""
+    same = (dotted(key) for key in every_key() if key[-1] == name)
+    return whole or here(0.8) or next(same, "") or here(0.6)
 
 
 def meant(name: str) -> str:
-    """The key that somebody means by its full name, or by the last part of it; empty where there is none."""
+    """The key with this name, whole or its last part, or the nearest one; empty where there is none."""
     known = {dotted(key): key for key in every_key()}
-    short = [_CALLED_HERE[name]] if name in _CALLED_HERE else [k for k, path in known.items() if path[-1] == name]
+    short = [whole for whole, path in known.items() if path[-1] == name]
     return name if name in known else next(iter(short), "") or nearest(name, known, 0.8)
 
 

@@ -5,7 +5,6 @@ import itertools
 import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
 from typing import Any
 
 import click
@@ -13,75 +12,17 @@ import click
 from orchestrator.cli.terminal.argument_types import COMPLETED_TEXT
 from orchestrator.cli.terminal.render import Screen
 
-SYNONYMS: dict[str, tuple[str, ...]] = {
-    word: meant
-    for words, meant in {
-        "kill stop abort scancel terminate quit halt": ("cancel", "stop"),
-        "delete del remove erase purge prune destroy": ("rm", "unpin", "cancel"),
-        "clean cleanup": ("gc", "rm"),
-        "ps list ls queue squeue jobs runs stat state sinfo": ("status", "ls"),
-        "describe info inspect get details sacct explain": ("show", "status", "ls"),
-        "why reason": ("show",),
-        "restart retry continue requeue rerun unhold go": ("resume", "start"),
-        "tail log cat output stdout stderr print": ("logs",),
-        "timeline history audit journal event": ("events", "history"),
-        "run start launch sbatch srun train create new": ("submit", "start", "run"),
-        "monitor watch htop dashboard": ("top",),
-        "stack stacks pystack py-spy trace debug": ("attach",),
-        "checkpoint checkpoints snapshot snapshots": ("ckpt",),
-        "save-now": ("save",),
-        "check validate verify test diagnose": ("verify", "validate", "doctor"),
-        "inject chaos fault": ("drill",),
-        "undrain uncordon include allow": ("release",),
-        "drain cordon avoid ban block": ("exclude",),
-        "daemon server": ("controller",),
-        "registry database": ("db",),
-        "tokenize tokenise preprocess convert shard": ("prepare", "data"),
-        "download pull": ("export",),
-        "upload push load": ("import", "submit"),
-        "restore rollback": ("restore-test", "resume"),
-        "init setup login": ("doctor",),
-        "version": ("doctor",),
-        "example try tutorial": ("demo",),
-    }.items()
-    for word in words.split()
-    for meant in [meant]
-}
-"""For each word the verbs that may be meant; the first one that there is counts."""
-
-
-_MEANT = {"-n": "--tail", "--lines": "--tail", "--force": "--yes", "-f": "--yes"}
-"""Options of other programs for what an option of ours does."""
-_OF_SLURM = {
-    "-p": "cluster.partition", "-A": "cluster.account", "-N": "cluster.nodes", "-c": "cluster.cpus_per_task",
-    "-C": "cluster.constraint", "-x": "cluster.exclude",
-}  # fmt: skip
-"""Short options of sbatch for a key; long ones, and torchrun's, are in `config.keys`."""
-_FOLLOWING = ("-f", "--follow")
-"""What `orch submit` has, and verbs have not that act on a run that is there."""
-_SETTING = frozenset({"--set", "--override", "--overrides", "--opt", "--option", "--config", "-o", "-O", "-s", "-D"})
-"""What stands before KEY=VALUE in other programs."""
-
 
 def what_to_type(error: click.NoSuchOption, words: Sequence[str]) -> str:
     """The option or the key of the configuration that is meant, as it is typed here; empty where none is near."""
     if (whole := _unquoted(words)) is not None:
         return f"the shell broke it at its blanks; put it in quotes: {shlex.quote(whole)}"
-    given, value = error.option_name, _value(error.option_name, words)
-    options = [option for item in error.ctx.command.params for option in item.opts] if error.ctx else []
-    if _MEANT.get(given) in options:
-        shown = "NUMBER" if _MEANT[given] == "--tail" and not value.isdigit() else value
-        return f"did you mean {' '.join(filter(None, (_MEANT[given], shown)))}?"
-    if given in _FOLLOWING and (names := [word for word in words[1:] if not word.startswith("-") and "=" not in word]):
-        return f"leave it out; `orch events {shlex.quote(names[0])} -f` follows the run"
     if error.ctx is None or not any("KEY=VALUE" in str(item.metavar) for item in error.ctx.command.params):
         return ""
     from orchestrator.config import keys  # only for a mistake
 
-    following = next((later for word, later in pairwise(words) if word == given), "")
-    if given in _SETTING and "=" in following:
-        return f"a key is typed without an option: {shlex.quote(following)}"
-    key = _OF_SLURM.get(given) or keys.meant(given.lstrip("-").replace("-", "_"))
+    given, value = error.option_name, _value(error.option_name, words)
+    key = keys.meant(given.lstrip("-").replace("-", "_"))
     return f"a key is typed without dashes: {key}={value or 'VALUE'}" if key else ""
 
 
@@ -105,27 +46,6 @@ def _value(option: str, words: Sequence[str]) -> str:
         if len(option) == 2 and word.startswith(option) and not word.startswith("--"):
             return word[2:]
     return ""
-
-
-def without_extra(path: str, message: str, words: Sequence[str]) -> str:
-    """The command line that is meant where a step or a rank is typed apart from its run; empty where that is not so."""
-    extra = re.search(r"unexpected extra argument \((\S+)\)", message)
-    if extra is None or extra[1] not in words[1:]:
-        return ""
-    at = list(words).index(extra[1])
-    if not extra[1].isdigit():
-        verb = " ".join(path.split()[1:])
-        return f"`{path} {shlex.quote(extra[1])}` is another command: one run at a time" if verb in _OF_ONE_RUN else ""
-    if path == "orch logs":
-        return f"orch {shlex.join([*words[:at], '--rank', *words[at:]])}"
-    *group, verb = path.split()
-    if group == ["orch", "ckpt"] and verb in _OF_CHECKPOINTS and not words[at - 1].startswith("-"):
-        return f"orch {shlex.join([*words[: at - 1], f'{words[at - 1]}@{extra[1]}', *words[at + 1 :]])}"
-    return ""
-
-
-_OF_ONE_RUN = frozenset({"show", "wait", "top", "events", "logs", "attach", "save", "ckpt ls"})
-_OF_CHECKPOINTS = frozenset({"verify", "restore-test", "pin", "unpin"})
 
 
 def _store(name: str) -> Callable[[click.Context, click.Parameter, Any], None]:
@@ -221,18 +141,15 @@ class Noun(click.Group):
         return super().resolve_command(ctx, args)
 
     def _no_such(self, word: str, rest: Sequence[str], ctx: click.Context) -> "NoSuchCommand":
-        """The error for a word that is no verb here: one with the name in another group, a near one, or a run."""
-        path, names = ctx.command_path, self.list_commands(ctx)
-        said = f"no such command `{word}`"
+        """The error for a word that is no verb here: a near one is offered, else the verb that takes a run alone."""
+        from orchestrator.near_words import nearest  # only for a mistake
+
+        path, said = ctx.command_path, f"no such command `{word}`"
         if word == "help":
-            verb = " ".join(map(shlex.quote, rest[:2]))
-            return NoSuchCommand(said, ctx, " ".join(filter(None, (path, verb, "-h"))))
-        if (instead := _INSTEAD.get((path, _REMOVE.get(word, word)))) is not None:
-            return NoSuchCommand(said, ctx, instead)
-        near, found = self._nearest(_REMOVE.get(word, word.lower()), names), self._elsewhere(ctx, names)
-        if word in found and (ctx.parent is None or not near):
-            return NoSuchCommand(said, ctx, " ".join(("orch", found[word], *map(shlex.quote, rest))))
-        if near:
+            return NoSuchCommand(said, ctx, shlex.join([*path.split(), *rest[:2], "-h"]))
+        if elsewhere := self._elsewhere(word, ctx):
+            return NoSuchCommand(said, ctx, shlex.join([*elsewhere.split(), *rest]))
+        if near := nearest(word.lower(), self.list_commands(ctx)):
             return NoSuchCommand(f"{said}, did you mean `{near}`?", ctx, f"`{path} {near} -h` explains it")
         if self.of_a_run and _RUN.fullmatch(word):
             run = word if word.startswith("@") else word.partition("@")[0]
@@ -240,42 +157,23 @@ class Noun(click.Group):
             return NoSuchCommand(f"`{word}` is no command", ctx, typed)
         return NoSuchCommand(said, ctx, "")
 
-    def _elsewhere(self, ctx: click.Context, names: Sequence[str]) -> dict[str, str]:
-        """Verbs of the other level as they are typed after `orch`, by their names."""
-        if ctx.parent is not None:
-            root = ctx.parent.command
-            return {name: name for name in root.list_commands(ctx.parent)} if isinstance(root, click.Group) else {}
-        groups = [(name, self.get_command(ctx, name)) for name in reversed(names)]
-        return {
-            verb: f"{name} {verb}"
+    def _elsewhere(self, word: str, ctx: click.Context) -> str:
+        """The only verb of this name at the top or in a group, as it is typed; empty without one, or with several."""
+        root = ctx.find_root()
+        assert isinstance(root.command, click.Group)
+        names = root.command.list_commands(root)
+        groups = [(name, root.command.get_command(root, name)) for name in names]
+        found = [
+            f"orch {name} {word}"
             for name, group in groups
-            if isinstance(group, click.Group)
-            for verb in group.list_commands(ctx)
-            if verb not in _ANYWHERE
-        }
-
-    def _nearest(self, word: str, names: Sequence[str]) -> str:
-        """What other programs call `word`, else what is spelled nearly so; empty where nothing is."""
-        from orchestrator.cli.terminal.command_classes import SYNONYMS  # only for an error
-        from orchestrator.near_words import nearest
-
-        meant = [name for name in SYNONYMS.get(word, ()) if name in names]
-        found = next(iter(meant), "") or nearest(word, [*names, *SYNONYMS], 0.75) or nearest(word, names)
-        return found if found in names else next((name for name in SYNONYMS.get(found, ()) if name in names), "")
+            if isinstance(group, click.Group) and word in group.list_commands(ctx)
+        ]
+        found += [f"orch {word}"] if word in names else []
+        return found[0] if len(found) == 1 else ""
 
 
 _RUN = re.compile(r"@last|[\w.-]*-\d+(@\w+)?")
 """How names of runs, and of checkpoints of them, look."""
-DELETED_BY_ORCH = (
-    "orch deletes checkpoints itself, by checkpoint.keep and checkpoint.retention; "
-    "`orch rm -h` explains how a run is removed with all that it has"
-)
-_INSTEAD = {("orch ckpt", word): DELETED_BY_ORCH for word in ("remove", "delete", "del", "prune", "purge", "erase")}
-"""What there is for a verb that is missing on purpose."""
-_REMOVE = {"rm": "remove"}
-"""A verb of ours for runs is another program's word for what a group has."""
-_ANYWHERE = frozenset({"diff", "history", "install", "ls", "path", "run", "show", "start", "stop"})
-"""Verbs of groups that mean something else, or nothing certain, without their group."""
 
 
 class NoSuchCommand(click.UsageError):

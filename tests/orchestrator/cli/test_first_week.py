@@ -162,8 +162,6 @@ def test_a_method_that_nobody_calls_is_told_by_whoever_looks_at_the_configuratio
 @pytest.mark.parametrize(
     ("words", "typed"),
     [
-        (("data", "tokenize"), "did you mean `prepare`"),
-        (("tokenize", "x"), "did you mean `data`"),
         (("ckpt", "restore", "tiny-1"), "`orch ckpt restore-test -h` explains it"),
         (("restore-tests", "tiny-1"), "  orch restore-tests history tiny-1\n"),
         (("ckpt", "tiny-1"), "  orch ckpt ls tiny-1\n"),
@@ -172,8 +170,6 @@ def test_a_method_that_nobody_calls_is_told_by_whoever_looks_at_the_configuratio
         (("ckpt", "save", "tiny-1"), "  orch save tiny-1\n"),
         (("verify", "tiny-1@5", "--level", "4"), "  orch ckpt verify tiny-1@5 --level 4\n"),
         (("export", "tiny-1", "a b"), "  orch ckpt export tiny-1 'a b'\n"),
-        (("runs",), "did you mean `status`"),
-        (("delete", "tiny-1"), "`orch rm -h` explains it"),
     ],
 )
 def test_a_verb_of_another_place_or_program(orch: Type, words: tuple[str, ...], typed: str) -> None:
@@ -258,11 +254,7 @@ def test_a_long_reason_is_cut_in_lists_and_whole_in_show(orch: Type, seeds: Seed
     ("words", "offered"),
     [
         (("nodes=2",), "did you mean `cluster.nodes`?"),
-        (("gpus=8",), "did you mean `cluster.gpus_per_node`?"),
         (("train.step=5",), "did you mean `train.steps`?"),
-        (("-p", "gpu"), "a key is typed without dashes: cluster.partition=gpu\n"),
-        (("-N", "2"), "a key is typed without dashes: cluster.nodes=2\n"),
-        (("--set", "train.steps=5"), "a key is typed without an option: train.steps=5\n"),
         (("other.yaml",), "other.yaml is a second configuration, and one is taken"),
         (("+env.FOO",), "  +env.FOO=VALUE, or ~env.FOO for its default\n"),
     ],
@@ -291,9 +283,6 @@ def test_a_class_is_no_configuration(orch: Type) -> None:
 @pytest.mark.parametrize(
     ("words", "typed"),
     [
-        (("ckpt", "verify", "tiny-1", "20", "--level", "4"), "  orch ckpt verify tiny-1@20 --level 4\n"),
-        (("ckpt", "pin", "tiny-1", "20"), "  orch ckpt pin tiny-1@20\n"),
-        (("logs", "tiny-1", "3"), "  orch logs tiny-1 --rank 3\n"),
         (("show", "tiny-1", "3"), "see `orch show -h`"),
         (("help", "submit"), "  orch submit -h\n"),
         (("help",), "  orch -h\n"),
@@ -327,13 +316,6 @@ def test_a_script_that_is_not_there_is_told_by_whoever_looks(orch: Type, here: P
     assert "did you mean 'command=[python, train.py]'?" in said.err
 
 
-def test_what_follows_a_run_is_named_where_a_verb_does_not(orch: Type, seeds: Seeds) -> None:
-    run = seeds.run()
-    said = orch("resume", run, "train.steps=9", "--follow")
-    assert said.code == 2
-    assert f"leave it out; `orch events {run} -f` follows the run" in said.err
-
-
 def test_the_nearest_fault(orch: Type, seeds: Seeds) -> None:
     said = orch("drill", seeds.run(), "kill-rnak")
     assert (said.code, "did you mean kill-rank?" in said.err) == (2, True)
@@ -346,22 +328,12 @@ def test_a_key_where_a_configuration_is_asked_for_is_said_to_be_one(orch: Type) 
     assert orch("submit", "tiny-gpt", "train.steps=5", "--dry-run").code == 0
 
 
-@pytest.mark.parametrize("verb", ["show", "wait", "top", "events", "logs", "attach", "save", "ckpt ls"])
-def test_verbs_of_one_run_say_so(orch: Type, seeds: Seeds, verb: str) -> None:
-    first, second = seeds.run(), seeds.run()
-    said = orch(*verb.split(), first, second)
-    assert said.code == 2
-    assert f"  `orch {verb} {second}` is another command: one run at a time\n" in said.err
-
-
 @pytest.mark.parametrize(
     ("words", "code", "hint"),
     [
         (("./mine.yml/",), 3, "did you mean ./mine.yaml?"),
         (("mine.yaml", "workload.path=my_model.py"), 2, "write a list: 'workload.path=[.]'"),
         (("mine.yaml", "model=my_model:Mine"), 2, "did you mean `workload: {target: my_model:Mine}`?"),
-        (("mine.yaml", "optimizer.name=adam"), 2, "another is what the workload's `build_optimizer` returns"),
-        (("mine.yaml", "train.epochs=3"), 2, "orch counts optimizer steps, not epochs"),
         (("./my_model.py",), 2, "`workload: {target: my_model:Mine, path: [.]}`"),
         (("torchrun-script", "command=train.py"), 2, "write a list: 'command=[python, train.py]'"),
         (("torchrun-script", "command=[train.py]"), 2, "name what starts it: 'command=[python, train.py]'"),
@@ -395,6 +367,6 @@ def test_of_a_folder_its_configurations_are_offered(orch: Type, here: Path) -> N
 
 
 def test_one_checkpoint_is_not_deleted_by_hand(orch: Type, seeds: Seeds) -> None:
-    said = orch("ckpt", "rm", f"{seeds.run()}@60")
-    assert said.code == 2
+    said = orch("rm", f"{seeds.run()}@60")
+    assert said.code == 3
     assert "orch deletes checkpoints itself, by checkpoint.keep and checkpoint.retention" in said.err

@@ -66,8 +66,6 @@ def test_a_file_that_says_nothing_of_data_is_named(orch: Type, tmp_path: Path, f
         (("resume", "tiny-1", "--batch-size", "8"), "a key is typed without dashes: train.batch_size=8\n"),
         (("submit", "tiny-gpt", "--zzzz"), "see `orch submit -h`\n"),
         (("status", "--steps", "5"), "see `orch status -h`\n"),
-        (("logs", "tiny-1", "-n", "5"), "did you mean --tail 5?\n"),
-        (("logs", "tiny-1", "-n5"), "did you mean --tail 5?\n"),
         (("logs", "tiny-1", "--tail", "10k"), "'10k' is not a whole number\n"),
         (("wait", "tiny-1", "--timeout", "soon"), "type seconds (60), or a number with s, m, h or d (1m)\n"),
     ],

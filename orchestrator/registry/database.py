@@ -13,7 +13,6 @@ import sqlalchemy
 from sqlalchemy import Connection
 from sqlalchemy.exc import DBAPIError, IntegrityError
 
-from orchestrator.registry.locks.link_lock import LinkLock
 from orchestrator.registry.rows import TOUCHED
 from orchestrator.registry.sqlite_errors import explain, is_busy
 
@@ -36,10 +35,8 @@ class Database:
         readonly: bool = False,
         patience: float = 30.0,
         busy_seconds: float = _BUSY_SECONDS,
-        lock: LinkLock | None = None,
     ) -> None:
-        """`lock` goes around every write, where SQLite's own locks are not known to reach other hosts."""
-        self.path, self._patience, self._lock = path, patience, lock
+        self.path, self._patience = path, patience
         self.after_commit: Callable[[set[str]], None] = lambda runs: None
         self._engine = _engine(lambda: connect(path, readonly=readonly, busy_seconds=busy_seconds))
         self._active = threading.local()
@@ -60,11 +57,7 @@ class Database:
         give_up = time.monotonic() + self._patience
         while True:
             try:
-                if writes and self._lock is not None:
-                    with self._lock.hold() as check:
-                        result, touched = self._once(work, writes=True, check=check)
-                else:
-                    result, touched = self._once(work, writes=writes)
+                result, touched = self._once(work, writes=writes)
             except IntegrityError:
                 raise
             except DBAPIError as error:
@@ -76,10 +69,8 @@ class Database:
                     self.after_commit(touched)
                 return result
 
-    def _once(
-        self, work: Callable[[Connection], T], *, writes: bool, check: Callable[[], None] = lambda: None
-    ) -> tuple[T, set[str]]:
-        """The result, and the runs that it touched; `check` is called before the commit."""
+    def _once(self, work: Callable[[Connection], T], *, writes: bool) -> tuple[T, set[str]]:
+        """Return the result, and the runs that it touched."""
         with self._engine.connect().execution_options(**{_WRITES: writes}) as connection:
             connection.info.pop(TOUCHED, None)
             with connection.begin():
@@ -88,7 +79,6 @@ class Database:
                     result = work(connection)
                 finally:
                     self._active.connection = None
-                check()
             touched: set[str] = connection.info.pop(TOUCHED, set())
         return result, touched
 

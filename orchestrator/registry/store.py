@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
@@ -10,9 +9,7 @@ from typing import Self, TypeVar
 from orchestrator.errors import RegistryError
 from orchestrator.registry import fast_queries, migrate, sqlite_errors, versions
 from orchestrator.registry.database import Database
-from orchestrator.registry.locks.filesystem import mounted
-from orchestrator.registry.locks.link_lock import LinkLock
-from orchestrator.registry.locks.lock_mode import LockMode, lock_mode_for
+from orchestrator.registry.file_systems import journal_for, mounted
 from orchestrator.registry.operations.controller_writes import ControllerWrites, LeaseWrites
 from orchestrator.registry.operations.reads import Reads
 from orchestrator.registry.operations.rebuild_writes import RebuildWrites
@@ -31,13 +28,12 @@ class Store(Reads, UserWrites, LeaseWrites, ControllerWrites, RebuildWrites, Rem
         """Open the registry, made or upgraded first when it must be; raises RegistryError."""
         path = path.absolute()
         if not readonly:
-            lock = _prepared(path)
+            _prepare(path)
         elif (found := fast_queries.version(path)) is None:
             raise RegistryError("there is no registry yet", where=str(path), hint="`orch submit` makes one")
         else:
             versions.require_head(found, path)
-            lock = None
-        store = cls(Database(path, readonly=readonly, lock=lock))
+        store = cls(Database(path, readonly=readonly))
         store.database.after_commit = lambda runs: write_records(store, runs)
         return store
 
@@ -61,27 +57,26 @@ class Store(Reads, UserWrites, LeaseWrites, ControllerWrites, RebuildWrites, Rem
         self.close()
 
 
-def _prepared(path: Path) -> LinkLock | None:
-    """Bring the file to the journal and the tables of today; returns the lock for writes, where one is needed."""
-    locking = _made(path)
+def _prepare(path: Path) -> None:
+    """Bring the file to the journal and the tables of today."""
+    journal = _make(path)
     versions.require_known(fast_queries.version(path), path)  # before anything in the file changes
-    lock = LinkLock(path) if locking.linked else None
-    with lock.hold() if lock else nullcontext():
-        migrate.set_journal(path, locking.journal)
+    migrate.set_journal(path, journal)
     if fast_queries.version(path) != versions.HEAD:
-        with lock.hold() if lock else nullcontext():
-            migrate.upgrade(path)
-    return lock
+        migrate.upgrade(path)
 
 
-def _made(path: Path) -> LockMode:
-    """Make the file where it may be, readable by its owner alone, before SQLite makes it with the ambient umask."""
+def _make(path: Path) -> str:
+    """Make the file where it may be, readable by its owner alone, before SQLite makes it with the ambient umask.
+
+    Returns its journal mode.
+    """
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        locking = lock_mode_for(path, mounted(path.parent))
+        journal = journal_for(path, mounted(path.parent))
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
     except OSError as error:
         raise RegistryError(
             f"the registry cannot be written: {error.strerror}", where=str(path), hint=f"set {sqlite_errors.ELSEWHERE}"
         ) from error
-    return locking
+    return journal

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from orchestrator.cli.cluster.machine_checks import FAIL, INFO, OK, WARN, Check, is_local, machine, registry_locks
+from orchestrator.cli.cluster.machine_checks import FAIL, INFO, OK, WARN, Check, is_local, machine
 from orchestrator.cli.terminal.argument_types import NonEmptyPath
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Screen
@@ -195,20 +195,16 @@ MARKS = {OK: "ok  ", INFO: "note", WARN: "warn", FAIL: "FAIL"}
 @click.command(cls=Verb)
 @click.option("--root", type=NonEmptyPath(path_type=Path), default=None, help="Folder for runs; default: cluster.root.")
 @click.option("--config", "source", default="tiny-gpt", show_default=True, help="Configuration to take cluster.* from.")
-@click.option("--locks", is_flag=True, help="Also test the registry's locks with another host, through srun.")
-@click.option("--peer", metavar="HOST", default="", help="As --locks, with HOST through ssh.")
 @click.pass_obj
-def doctor(screen: Screen, root: Path | None, source: str, locks: bool, peer: str) -> int:
+def doctor(screen: Screen, root: Path | None, source: str) -> int:
     """Check this machine and cluster, and say what to fix.
 
-    It changes nothing. Only --locks writes: it records its proof beside the registry, which may then be on a file
-    system whose locks orch does not know. The exit code is 4 if something must be fixed before runs can continue.
+    It changes nothing. The exit code is 4 if something must be fixed before runs can continue.
     """
     found: list[Check] = []
     cluster = _cluster(source, found)
     place = root or (Path(cluster["root"]) if cluster.get("root") else None)
     place = place.expanduser() if place else None
-    found += registry_locks(peer) if locks or peer else ()
     found += machine(place)
     wanted = cluster.get("kind") == SLURM
     found += slurm(place, wanted=wanted, jobs=_jobs(source if wanted else FIRST_RUN))

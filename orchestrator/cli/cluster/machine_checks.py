@@ -5,7 +5,6 @@ import secrets
 import shutil
 import sys
 import sysconfig
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
@@ -107,12 +106,11 @@ def state_folder() -> Check:
 
 def registry(path: Path) -> Iterator[Check]:
     """Its file system, the journal that is safe there, and its version."""
-    from orchestrator.registry import fast_queries, versions
-    from orchestrator.registry.locks import filesystem, lock_mode
+    from orchestrator.registry import fast_queries, file_systems, versions
 
     try:
-        mount = filesystem.mounted(path.absolute().parent)
-        found = lock_mode.lock_mode_for(path.absolute(), mount)
+        mount = file_systems.mounted(path.absolute().parent)
+        journal = file_systems.journal_for(path.absolute(), mount)
         version = fast_queries.version(path)
         versions.require_known(version, path)
     except RegistryError as error:
@@ -123,11 +121,10 @@ def registry(path: Path) -> Iterator[Check]:
         return
     kind = mount.kind if mount else "unknown"
     what = "not made yet" if version is None else f"version {version}"
-    if found.journal == "wal":
+    if journal == "wal":
         yield Check("registry", OK, f"registry {path} ({kind}, {what}, write-ahead log)")
     else:
-        how = "rollback journal and a lock by link()" if found.linked else "rollback journal"
-        text = f"registry {path} lies on {kind} ({what}): {found.reason}, the slower {how} is used"
+        text = f"registry {path} is on {kind} ({what}), which all hosts share: the slower rollback journal is used"
         yield Check("registry", WARN, text, "a local disk is faster: ORCH_REGISTRY=/local/disk/registry.db")
 
 
@@ -167,14 +164,14 @@ def run_folder(root: Path | None) -> Iterator[Check]:
 
 def is_local(root: Path) -> bool:
     """Whether the folder lies on a file system that other hosts cannot see."""
-    from orchestrator.registry.locks.filesystem import mounted
+    from orchestrator.registry.file_systems import mounted
 
     mount = mounted(_nearest(root))
     return mount is not None and mount.is_local
 
 
 def _kind(path: Path) -> str:
-    from orchestrator.registry.locks.filesystem import mounted
+    from orchestrator.registry.file_systems import mounted
 
     mount = mounted(path)
     return mount.kind if mount else "unknown file system"
@@ -205,46 +202,3 @@ def _write_and_rename(folder: Path) -> None:
     finally:
         first.unlink(missing_ok=True)
         second.unlink(missing_ok=True)
-
-
-SRUN = ("srun", "--quiet", "--immediate=60", "--nodes=1", "--ntasks=1", "--time=2", "--job-name=orch-locks")
-"""One task on any node that is free within a minute; SLURM_PARTITION, SLURM_ACCOUNT and the like say which."""
-
-
-def registry_locks(peer: str) -> Iterator[Check]:
-    """Try the locks with `peer` by ssh, else with a node of Slurm, and keep what was proved."""
-    from orchestrator.registry.locks.filesystem import mounted
-    from orchestrator.registry.locks.lock_mode import LockSupport, lock_support
-    from orchestrator.registry.locks.lock_probe import ProbeFailed
-    from orchestrator.registry.locks.lock_proof import Proof, prove_with
-    from orchestrator.registry.sqlite_errors import ELSEWHERE
-
-    path = registry_path().absolute()
-    launcher = launched_by(peer)
-    if launcher is None:
-        yield Check(
-            "locks", FAIL, "there is no srun here to start a process on another host", "orch doctor --peer HOST"
-        )
-        return
-    try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        mount = mounted(path.parent)
-        support, reason = lock_support(mount)
-        if mount is None or support in (LockSupport.LOCAL, LockSupport.UNSHARED):
-            yield Check("locks", OK, f"no other host is asked about the locks of {path}: {reason}")
-            return
-        found = prove_with(launcher, path, mount, time.time())
-    except (OSError, ProbeFailed) as error:
-        yield Check("locks", FAIL, f"the other host could not be asked: {error}", "orch doctor --peer HOST")
-        return
-    if isinstance(found, Proof):
-        yield Check("locks", OK, f"{' and '.join(found.hosts)} see each other's locks on {found.kind}")
-    else:
-        yield Check("locks", FAIL, f"the locks of {mount.kind} at {mount.point}: {found}", f"set {ELSEWHERE}")
-
-
-def launched_by(peer: str) -> tuple[str, ...] | None:
-    """What starts a program on another host; None when there is nothing that could."""
-    if peer:
-        return ("ssh", "-o", "BatchMode=yes", "--", peer)
-    return SRUN if shutil.which("srun") else None

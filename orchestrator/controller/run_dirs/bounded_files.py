@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar
 
 from orchestrator.controller.run_dirs.run_folder import ForeignFolder, in_own_folder
 from orchestrator.errors import OrchError
-from orchestrator.registry.locks.filesystem import mount_of
+from orchestrator.registry.file_systems import mount_of
 
 T = TypeVar("T")
 

@@ -1,0 +1,165 @@
+"""Which file systems can hold the registry, and with which journal.
+
+SQLite keeps writers apart with fcntl byte-range locks. Where another host does not see them, two hosts write at once
+and the registry is damaged; a write-ahead log also needs memory that all its readers share, so one host. A test on one
+host shows neither, so `RULES` says what is known of file systems.
+"""
+
+import fcntl
+import os
+import re
+import secrets
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from orchestrator.errors import RegistryError
+from orchestrator.registry.sqlite_errors import ELSEWHERE
+
+LOCAL = frozenset(
+    {
+        "bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "jfs", "overlay", "ramfs", "reiserfs", "tmpfs",
+        "ufs", "xfs", "zfs",
+    }
+)  # fmt: skip
+"""File systems of one host only: shared memory and locks work, so write-ahead logging does.
+
+Overlay is one of them: its upper layer cannot be on a network file system (kernel, filesystems/overlayfs.rst).
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """A file system whose locks all hosts see, except with one of the options `unshared`, or without `needs`."""
+
+    unshared: frozenset[str] = frozenset()
+    needs: str = ""
+
+
+_NFS = Rule(unshared=frozenset({"nolock", "local_lock=all", "local_lock=posix"}))
+RULES: dict[str, Rule] = {
+    # nfs(5): byte-range locks are part of NFSv4, and go through NLM before; `local_lock=flock` leaves fcntl's alone.
+    "nfs": _NFS,
+    "nfs4": _NFS,
+    # mount.lustre(8): coherent with `flock`, of this host with `localflock`, refused by the kernel with neither.
+    "lustre": Rule(unshared=frozenset({"localflock", "noflock"}), needs="flock"),
+    # IBM Storage Scale: fcntl locks are tokens of the cluster.
+    "gpfs": Rule(),
+    # CephFS, kernel client: the metadata server keeps fcntl locks.
+    "ceph": Rule(),
+    # gfs2(5): `localflocks` keeps flock and fcntl on this host.
+    "gfs2": Rule(unshared=frozenset({"localflocks"})),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mount:
+    """One line of /proc/self/mountinfo."""
+
+    point: str
+    kind: str
+    options: frozenset[str]
+    source: str = ""
+
+    @property
+    def is_local(self) -> bool:
+        return self.kind in LOCAL
+
+
+def mounts(text: str) -> list[Mount]:
+    """Parse the text of /proc/self/mountinfo, in mount order."""
+    found = []
+    for line in text.splitlines():
+        left, _, right = line.partition(" - ")
+        front, back = left.split(" "), right.split(" ")
+        options = frozenset({*front[5].split(","), *back[2].split(",")})
+        found.append(Mount(point=_unescaped(front[4]), kind=back[0], options=options, source=_unescaped(back[1])))
+    return found
+
+
+def _unescaped(field: str) -> str:
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), field)
+
+
+def mount_of(path: Path, text: str) -> Mount | None:
+    """Return the mount that holds `path`: the longest mount point above it, the later one where two are equal."""
+    best = None
+    for mount in mounts(text):
+        above = path.is_relative_to(mount.point)
+        if above and (best is None or len(mount.point) >= len(best.point)):
+            best = mount
+    return best
+
+
+def mounted(path: Path) -> Mount | None:
+    """Return the mount that holds `path` on this machine; None if /proc cannot be read."""
+    try:
+        text = Path("/proc/self/mountinfo").read_text(errors="surrogateescape")
+    except OSError:
+        return None
+    return mount_of(path.resolve(), text)
+
+
+def why_unshared(mount: Mount | None) -> str:
+    """PURE: return why other hosts may not see the locks of this mount; empty if they do."""
+    if mount is None:
+        return "/proc does not tell which file system it is"
+    if mount.kind not in RULES:
+        return f"whether other hosts see the locks of {mount.kind} is not known"
+    rule = RULES[mount.kind]
+    if found := sorted(rule.unshared & mount.options):
+        return f"it is mounted with {found[0]}: other hosts do not see its locks"
+    if rule.needs and rule.needs not in mount.options:
+        return f"it is mounted without {rule.needs}: it has no locks"
+    return ""
+
+
+def journal_for(registry: Path, mount: Mount | None) -> str:
+    """Return SQLite's journal mode: `wal` on a local file system, `delete` where all hosts see locks.
+
+    Raises RegistryError elsewhere, and OSError where no file can be made.
+    """
+    if mount is not None and mount.is_local:
+        return "wal"
+    reason = why_unshared(mount)
+    if not reason and not locks_work(registry):
+        reason = "a lock of one process does not stop another one there"
+    if not reason:
+        return "delete"
+    move = f"set {ELSEWHERE}"
+    if registry.exists():
+        move = f"it can still be read. Move it: `orch db backup {ELSEWHERE.partition('=')[2]}`, then {move}"
+    kind, place = (mount.kind, mount.point) if mount else ("unknown", registry.parent)
+    what = f"the file system {kind} at {place} cannot hold the registry: {reason}"
+    raise RegistryError(what, where=str(registry), hint=move)
+
+
+_TRY_LOCK = """\
+import fcntl, sys
+try:
+    fcntl.lockf(open(sys.argv[1], "r+"), fcntl.LOCK_EX | fcntl.LOCK_NB, 1)
+except (BlockingIOError, PermissionError):
+    print("held")
+"""
+
+
+def locks_work(registry: Path) -> bool:
+    """Whether a lock beside `registry` stops a second process of this host.
+
+    The file is another one than the registry: to close a descriptor drops every POSIX lock that the process has on that
+    file. Raises OSError when no file can be made there.
+    """
+    path = registry.with_name(f".{registry.name}.{secrets.token_hex(6)}.probe")
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1)
+        tried = subprocess.run(
+            [sys.executable, "-I", "-S", "-c", _TRY_LOCK, str(path)], capture_output=True, text=True, timeout=20
+        )
+        return tried.stdout == "held\n"
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    finally:
+        os.close(descriptor)
+        path.unlink(missing_ok=True)

@@ -8,8 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.checkpoint.interleaving import LIMIT
-from benchmarks.checkpoint.page_cache import drop
+from benchmarks.checkpoint.states import LIMIT, drop
 from checkpointing.storage import shared_memory
 
 BLOCK = 8 << 20

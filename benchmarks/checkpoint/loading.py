@@ -9,11 +9,9 @@ from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader as dcp
 
 from benchmarks.checkpoint import limits
-from benchmarks.checkpoint.interleaving import LIMIT, OURS, Side, interleaved
 from benchmarks.checkpoint.ours import Ours, files_of
-from benchmarks.checkpoint.page_cache import drop, warm
 from benchmarks.checkpoint.rows import Measured, Setting
-from benchmarks.checkpoint.states import State, state
+from benchmarks.checkpoint.states import LIMIT, OURS, Side, State, drop, interleaved, state, warm
 
 _TIMES_DCP = 2.0
 

@@ -8,11 +8,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from benchmarks.checkpoint.interleaving import LIMIT, OURS, interleaved
 from benchmarks.checkpoint.ours import Ours, files_of
-from benchmarks.checkpoint.page_cache import drop
 from benchmarks.checkpoint.rows import Measured, Setting
-from benchmarks.checkpoint.states import State, state
+from benchmarks.checkpoint.states import LIMIT, OURS, State, drop, interleaved, state
 from checkpointing.writer.link import WriterLink
 from trainer.agent.processes.checkpoint_writers import CheckpointWriter
 

@@ -9,10 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from benchmarks.checkpoint.interleaving import LIMIT, OURS, Side, interleaved, peers
 from benchmarks.checkpoint.ours import Ours
 from benchmarks.checkpoint.rows import Measured, Setting
-from benchmarks.checkpoint.states import state
+from benchmarks.checkpoint.states import LIMIT, OURS, Side, interleaved, peers, state
 from benchmarks.checkpoint.torch_own import Dcp, lone_group
 
 _SAVES = 3

@@ -43,7 +43,7 @@ def _answer(asked: argparse.Namespace) -> Any:
 if __name__ in ("__main__", "__mp_main__"):
     # DCP's process mode imports this file again in its child, which needs the same.
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
-    from benchmarks.checkpoint.torch_objects import without_numpy
+    from benchmarks.checkpoint.torch_own import without_numpy
 
     without_numpy()
 

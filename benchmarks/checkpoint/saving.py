@@ -5,10 +5,9 @@ from functools import partial
 import torch
 
 from benchmarks.checkpoint import limits
-from benchmarks.checkpoint.interleaving import LIMIT, OURS, Side, interleaved, peers
 from benchmarks.checkpoint.ours import Ours
 from benchmarks.checkpoint.rows import Measured, Setting
-from benchmarks.checkpoint.states import state
+from benchmarks.checkpoint.states import LIMIT, OURS, Side, interleaved, peers, state
 from benchmarks.checkpoint.torch_own import KINDS, Dcp, dcp_save, lone_group, torch_save
 
 

@@ -1,7 +1,13 @@
-"""The state sets: BIG, 64 tensors of 4 MiB; SMALL, 4000 tensors of 64 KiB (parameters and two moments)."""
+"""State sets, files that are not in the page cache, and sides of a comparison measured in turn."""
 
+import ctypes
+import mmap
+import os
+import statistics
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import count, islice
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -37,3 +43,76 @@ def state(set_name: str, scale: float = 1.0) -> State:
     names = (kind.format(f"layers.{index:05d}.weight") for index in count() for kind in _KINDS)
     tensors = {key: torch.randn(words, generator=draw) for key in islice(names, max(3, int(number * scale)))}
     return State(tensors)
+
+
+_MOST_LEFT = 0.01
+
+
+def drop(files: Iterable[Path]) -> None:
+    """Take `files` out of the page cache; raises RuntimeError when the kernel kept more than a hundredth."""
+    for path in files:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)  # dirty pages cannot be dropped
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            left = resident(descriptor)
+        finally:
+            os.close(descriptor)
+        if left > _MOST_LEFT:
+            raise RuntimeError(f"{path} stays in the page cache ({left:.0%}): a cold number cannot be taken here")
+
+
+def warm(files: Iterable[Path]) -> None:
+    """Read `files` once, so that they are in the page cache."""
+    block = bytearray(1 << 20)
+    for path in files:
+        with path.open("rb", buffering=0) as stream:
+            while stream.readinto(block):
+                pass
+
+
+def resident(descriptor: int) -> float:
+    """The share of a file's pages that the page cache holds."""
+    size = os.fstat(descriptor).st_size
+    if size < mmap.PAGESIZE:
+        return 0.0  # a file of less than a page tells nothing
+    with mmap.mmap(descriptor, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE) as mapped:
+        pages = -(-size // mmap.PAGESIZE)
+        found = (ctypes.c_ubyte * pages)()
+        first = ctypes.c_char.from_buffer(mapped)
+        status = ctypes.CDLL(None, use_errno=True).mincore(
+            ctypes.c_void_p(ctypes.addressof(first)), ctypes.c_size_t(size), found
+        )
+        del first
+        if status:
+            raise OSError(ctypes.get_errno(), "mincore")
+        return sum(page & 1 for page in found) / pages
+
+
+LIMIT, OURS = "limit", "ours"
+"""A limit that can be reached in several ways has several sides: `limit`, `limit, two threads`; the best counts."""
+
+Side = Callable[[], float]
+"""Does its task once and returns its seconds; what is not part of the task is not in them."""
+
+
+def interleaved(sides: Mapping[str, Side], rounds: int) -> dict[str, float]:
+    """The median of each side over `rounds`, after one that does not count; of several limits the fastest is `limit`.
+
+    Limits, ours, limits (A/B/A), then the peers; every second round runs in the opposite order.
+    """
+    limits = [name for name in sides if name.startswith(LIMIT)]
+    order = [*limits, OURS, *limits, *(name for name in sides if name not in (*limits, OURS))]
+    times: dict[str, list[float]] = {name: [] for name in sides}
+    for name in sides:
+        sides[name]()
+    for number in range(rounds):
+        for name in order if number % 2 == 0 else reversed(order):
+            times[name].append(sides[name]())
+    medians = {name: statistics.median(values) for name, values in times.items()}
+    return {**medians, LIMIT: min(medians[name] for name in limits)}
+
+
+def peers(medians: Mapping[str, float]) -> dict[str, float]:
+    """Everybody but us and the limits."""
+    return {name: value for name, value in medians.items() if name != OURS and not name.startswith(LIMIT)}

@@ -5,11 +5,9 @@ import time
 import torch
 
 from benchmarks.checkpoint import limits
-from benchmarks.checkpoint.interleaving import LIMIT, OURS, interleaved
 from benchmarks.checkpoint.ours import Ours, files_of
-from benchmarks.checkpoint.page_cache import drop, warm
 from benchmarks.checkpoint.rows import Measured, Setting
-from benchmarks.checkpoint.states import state
+from benchmarks.checkpoint.states import LIMIT, OURS, drop, interleaved, state, warm
 from checkpointing.verification.verify import verify
 
 

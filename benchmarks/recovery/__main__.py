@@ -29,11 +29,9 @@ from typing import Any
 
 import psutil
 
-from benchmarks.recovery import table
 from benchmarks.recovery.faults import FAULTS, ONCE, OURS
 from benchmarks.recovery.polling import NotInTimeError
-from benchmarks.recovery.reasons import REASONS, UNKNOWN
-from benchmarks.recovery.rows import FAILED, MISSED, ROWS, Row
+from benchmarks.recovery.rows import FAILED, MISSED, ROWS, Row, head, line, notes
 
 Rounds = dict[str, list[dict[str, float]]]
 Problems = dict[str, str]
@@ -64,14 +62,14 @@ def main() -> int:
         "rounds": options.rounds, "rows": [],
     }  # fmt: skip
     said = sys.stderr if options.json else sys.stdout
-    print(table.head(report), file=said, flush=True)
+    print(head(report), file=said, flush=True)
     for fault in dict.fromkeys(row.fault for row in rows):
         rounds, problems = measured(fault, options.rounds, options.folder, cluster)
         for row in rows:
             if row.fault == fault:
                 report["rows"].append(judged(row, rounds, problems))
-                print(table.line(report["rows"][-1]), file=said, flush=True)
-    print(table.notes(report), file=said)
+                print(line(report["rows"][-1]), file=said, flush=True)
+    print(notes(report), file=said)
     if options.json:
         print(json.dumps(report))
     return int(any(row["verdict"] in (FAILED, MISSED) for row in report["rows"]))
@@ -113,7 +111,6 @@ def judged(row: Row, rounds: Rounds, problems: Problems) -> dict[str, Any]:
         **fixed, "ours": ours, "verdict": verdict, "rounds": len(values[OURS]), "good": good[OURS],
         "values": values[OURS], "others": others, "problems": problems,
         **{what: sum(one.get(what, 0.0) > 0 for one in rounds[OURS]) for what in ("wrong", "unkept")},
-        "reason": REASONS.get(row.name, UNKNOWN) if verdict == MISSED else "",
     }  # fmt: skip
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.recovery.polling import NotInTimeError
-from benchmarks.restore_tests import beside, sizes, table
+from benchmarks.restore_tests import beside, sizes
 
 _FAILURES = (NotInTimeError, RuntimeError, OSError, LookupError, ValueError, subprocess.SubprocessError)
 _BESIDE = "beside"
@@ -36,16 +36,16 @@ def main() -> int:
     options = parser.parse_args()
     report: dict[str, Any] = _machine() | {"rows": []}
     said = sys.stderr if options.json else sys.stdout
-    print(table.head(report), file=said, flush=True)
+    print(sizes.head(report), file=said, flush=True)
     chosen = options.sizes.split(",")
     for size in sizes.SIZES:
         if size.name in chosen:
             for row in _of_a_size(size, options.folder, options.rounds or size.rounds):
                 report["rows"].append(row)
-                print(table.line(row), file=said, flush=True)
+                print(sizes.line(row), file=said, flush=True)
     if _BESIDE in chosen:
         report[_BESIDE] = _beside(options.folder, options.windows)
-        print(table.beside(report[_BESIDE]), file=said, flush=True)
+        print(sizes.beside(report[_BESIDE]), file=said, flush=True)
     if options.json:
         print(json.dumps(report))
     return int(any("error" in row for row in (*report["rows"], report.get(_BESIDE, {}))))

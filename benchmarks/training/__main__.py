@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.recovery.job import Job
-from benchmarks.training.intervals import interval
-from benchmarks.turns import bare_side, side_of, take_turns
+from benchmarks.turns import bare_side, interval, side_of, take_turns
 
 GOAL, MUST = 1.00, 1.02
 _RANKS, _LEAST_TURNS = 2, 15

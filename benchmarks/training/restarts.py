@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.recovery import ours
-from benchmarks.training.intervals import interval
+from benchmarks.turns import interval
 
 _LEAST_ROUNDS = 7
 _BESIDE = "fsdp"

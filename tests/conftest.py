@@ -13,6 +13,7 @@ import pytest
 from xdist.scheduler import LoadScopeScheduling
 
 from tests.checkpointing.proofs.mounts import hide_mounts
+from tests.new_registries import copy_new_registries
 from tests.open_databases import watch
 from tests.warm_programs import WarmPrograms, warm_programs
 
@@ -26,6 +27,7 @@ hypothesis.settings.register_profile("orch", deadline=None)
 hypothesis.settings.load_profile("orch")
 
 
+copy_new_registries()
 watch()  # a connection to SQLite that is left open fails its test
 
 # What is imported stays: to collect garbage among a million objects takes longer than most tests.

@@ -22,7 +22,7 @@ from trainer.worker.parallel.gradient_buckets import CannotAverage
 from trainer.worker.reporting.metrics import Journal, StepFigures
 from trainer.worker.reporting.phase_tracker import ProgressLog, phase_tracker
 from trainer.worker.reporting.rank_comparison import RankComparison
-from trainer.worker.reporting.retrained_steps import RetrainedSteps, is_explained, read_retrained
+from trainer.worker.reporting.retrained_steps import RetrainedSteps, has_new_code, read_retrained
 from trainer.worker.reporting.traffic import TrafficMeter, groups_of, messages_of
 from trainer.worker.saved_state.loss_scale import LossScale
 from trainer.worker.saved_state.rng_state import seed_by_data
@@ -124,7 +124,7 @@ def _retrained(session: Session, restored: int, journal: Journal, *, test: bool)
     compares = restored and repeats and spec.rank == 0 and not test
 
     def explains(attempt: int) -> bool:
-        return is_explained(run, attempt, spec.attempt)
+        return has_new_code(run, attempt, spec.attempt)
 
     def report(step: int, reason: str) -> None:
         journal.event(EventKind.RESTART_DIFFERS, step=step, restored=restored, reason=reason)

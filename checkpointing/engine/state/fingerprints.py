@@ -46,20 +46,23 @@ def _table(seed: int) -> Tensor:
     return _mixed(torch.arange(_SPAN), seed)
 
 
+def _low_weights(index: Tensor, seed: int) -> Tensor:
+    """Weights of indices below _SPAN; few of them are not worth the table."""
+    return _mixed(index, seed) if index.numel() < _SPAN // 8 else _table(seed)[index]
+
+
 def _weights(index: Tensor, seed: int) -> Tensor:
     """The weight of an index is the product of one for its high and one for its low bits: cheap for long ranges."""
-    low = _table(seed)[index & (_SPAN - 1)]
-    high = index // _SPAN
-    return low * _mixed(high, ~seed & _MASK)
+    return _low_weights(index & (_SPAN - 1), seed) * _mixed(index // _SPAN, ~seed & _MASK)
 
 
 @lru_cache(maxsize=64)
 def _row_weights(start: int, count: int) -> Tensor:
     pieces = []
     for at in range(start - start % _SPAN, start + count, _SPAN):
-        inside = slice(max(start - at, 0), min(start + count - at, _SPAN))
+        inside = torch.arange(max(start - at, 0), min(start + count - at, _SPAN))
         factor = _mixed(torch.tensor([at // _SPAN]), ~_ROW_SEED & _MASK)
-        pieces.append(_table(_ROW_SEED)[inside] * factor)
+        pieces.append(_low_weights(inside, _ROW_SEED) * factor)
     return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.int32)
 
 

@@ -7,10 +7,13 @@ from typing import Any
 from trainer.contract.config import config_digest
 from trainer.contract.run_dir import RunDir
 from trainer.contract.user_code.code_record import CodeRecord
-from trainer.worker.restore_test.recorded_steps import changed_software, find_difference, has_other_code
+from trainer.worker.restore_test.recorded_steps import find_difference, has_other_code
 
 TAIL_BYTES = 1 << 20
 """At most so much is read of a file of steps: thousands of lines."""
+
+_EQUAL = ("position", "software")
+"""What must be equal in two lines for their numbers to be."""
 
 Recorded = Mapping[int, Sequence[Mapping[str, Any]]]
 """Lines of steps.jsonl by their step; a step may have been trained more than once."""
@@ -22,20 +25,21 @@ class RetrainedSteps:
     def __init__(
         self, recorded: Recorded, world: int, explains: Callable[[int], bool], report: Callable[[int, str], object]
     ) -> None:
-        """`explains(attempt)`: whether software or code has changed since that attempt. `report` gets step and reason.
+        """`explains(attempt)`: whether the code has changed since that attempt. `report` gets step and reason.
 
-        Lines of another number of ranks (`world`) are not compared.
+        Lines of another number of ranks (`world`) or with other software are not compared.
         """
         self._recorded, self._world, self._explains, self._report = recorded, world, explains, report
 
     def step_ended(self, step: int, values: Mapping[str, Any]) -> None:
-        """Compare loss, gradient norm and learning rate, bit for bit; end where the data is at another position."""
+        """Compare loss, gradient norm and learning rate, bit for bit; end where something else is not as it was."""
         if not self._recorded:
             return
         lines = [
-            line for line in self._recorded.get(step, ())
-            if line.get("world") == self._world and line.get("position") == values["position"]
-        ]  # fmt: skip
+            line
+            for line in self._recorded.get(step, ())
+            if line.get("world") == self._world and all(line.get(name) == values[name] for name in _EQUAL)
+        ]
         found = [find_difference(step, values, line) for line in lines]
         if all(found):
             self._recorded = {}
@@ -61,11 +65,10 @@ def read_retrained(run: RunDir, attempt: int, restored: int) -> Recorded:
     return {}
 
 
-def is_explained(run: RunDir, before: int, now: int) -> bool:
-    """Whether attempt `now` has other code than attempt `before`, or any since has noted other software."""
-    attempts = [run.attempt(number) for number in range(before, now + 1)]
-    other_code = before != now and has_other_code(attempts[0], CodeRecord.read(attempts[-1].code))
-    return other_code or any(changed_software(attempt) for attempt in attempts)
+def has_new_code(run: RunDir, before: int, now: int) -> bool:
+    """Whether attempt `now` trains with other code or packages than attempt `before` did."""
+    first, last = run.attempt(before), run.attempt(now)
+    return before != now and has_other_code(first, CodeRecord.read(last.code))
 
 
 def _last_lines(run: RunDir, number: int) -> list[dict[str, Any]]:

@@ -57,7 +57,7 @@ def recorded_steps(
     found: dict[int, list[dict[str, float]]] = {step: [] for step in steps}
     other = False
     for attempt in run.all_attempts():
-        other = other or changed_software(attempt, saved_by)
+        other = other or _changed_software(attempt, saved_by)
         if digest and config_digest(run.config_of(attempt.number)) != digest:
             if attempt.number > saved_by:
                 break  # another learning rate: neither its steps nor those that go on from it say anything
@@ -70,7 +70,7 @@ def recorded_steps(
     return found
 
 
-def changed_software(attempt: AttemptDir, saved_by: int = 0) -> bool:
+def _changed_software(attempt: AttemptDir, saved_by: int) -> bool:
     """Whether the attempt went on from a checkpoint that was made with other software, after `saved_by` had begun."""
     if attempt.number < saved_by or not attempt.events.is_dir():
         return False

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from checkpointing.errors import SaveFailed
-from checkpointing.storage.durable import number
+from checkpointing.storage.digests import digest
+from checkpointing.storage.durable import dump_line, number
 from trainer.worker import optimizer as optimizers
 from trainer.worker.data import Data, Positions, unwrapped
 from trainer.worker.parallel.mesh import Layout
@@ -248,6 +249,11 @@ class TrainState:
             if self._rank == 0 and reason not in self._warned:
                 more = f" and {len(ranks) - 1} more" if len(ranks) > 1 else ""
                 self._warn_once(f"rank {ranks[0]}{more}: {reason}", step)
+
+    @property
+    def software_digest(self) -> str:
+        """Eight digits that are equal for the same software on all ranks."""
+        return digest(dump_line(self._software_facts).encode())[:8]
 
     def step_ended(self) -> None:
         """Raise WorkloadError when the optimizer got groups that a restart would not have; report lost attributes."""

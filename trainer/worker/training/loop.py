@@ -81,7 +81,7 @@ class Loop:
         self._stop = StopFlag(services.cell)
         self._pending: PendingStep | None = None
         self._first, self._without_loss = True, train_state.step > 0 and not math.isfinite(train_state.loss)
-        self._loader_draws = LoaderDraws(restored=train_state.step)
+        self._loader_draws, self._software = LoaderDraws(restored=train_state.step), train_state.software_digest
         self._mark = time.perf_counter()
         self._seconds = self._stall = 0.0
         self._save_vote = SaveVote.NONE
@@ -292,8 +292,13 @@ class Loop:
 
     def _report(self, result: StepResult, pending: PendingStep, own: Mapping[str, float]) -> None:
         seconds, tokens = self._seconds, getattr(self._objects.data, "tokens_per_step", None)
-        values = {"loss": result.loss, "grad_norm": result.grad_norm, "lr": pending.rate, "seconds": seconds}
-        values["position"] = pending.position
+        values: dict[str, Any] = {
+            "loss": result.loss,
+            "grad_norm": result.grad_norm,
+            "lr": pending.rate,
+            "seconds": seconds,
+        }
+        values |= {"position": pending.position, "software": self._software}
         speed = {} if tokens is None else {"tokens_per_s": tokens / seconds}
         more: dict[str, Any] = {"metrics": own} if own else {}
         more |= self._services.figures.of(

@@ -117,7 +117,10 @@ def _evaluation(objects: TrainObjects) -> Iterator[None]:
         with torch.no_grad():
             yield
     finally:
-        for module, mode in modes:  # not `train()`, which thaws what the workload has frozen
+        for module, mode in modes:
+            if type(module).train is not nn.Module.train:  # it may take back what it did at `eval()`, as LoRA does
+                module.train(mode)
+        for module, mode in modes:  # `train()` of a module thaws what the workload has frozen in it
             module.training = mode
         for module in model.modules():
             if isinstance(module, FSDPModule):  # the last units of a forward pass without a backward pass stay whole

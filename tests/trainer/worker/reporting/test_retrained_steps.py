@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 
-from trainer.contract.events import EventKind, EventLog
 from trainer.contract.run_dir import RunDir
+from trainer.contract.user_code.code_record import CodeFile, CodeRecord
 from trainer.worker.reporting import retrained_steps
-from trainer.worker.reporting.retrained_steps import RetrainedSteps, is_explained, read_retrained
+from trainer.worker.reporting.retrained_steps import RetrainedSteps, has_new_code, read_retrained
 
 
 def line(step: int, loss: object = 1.5, **over: Any) -> dict[str, Any]:
-    values = {"attempt": 1, "world": 2, "step": step, "loss": loss, "grad_norm": 0.25, "lr": 0.1, "position": 8 * step}
-    return {**values, **over}
+    values = {"attempt": 1, "world": 2, "software": "0a", "position": 8 * step}
+    return {**values, "step": step, "loss": loss, "grad_norm": 0.25, "lr": 0.1, **over}
 
 
 def reported(recorded: dict[int, list[dict[str, Any]]], *steps: dict[str, Any], explained: bool = False) -> list[str]:
@@ -22,7 +22,7 @@ def reported(recorded: dict[int, list[dict[str, Any]]], *steps: dict[str, Any], 
     found = list[str]()
     compared = RetrainedSteps(recorded, 2, lambda attempt: explained, lambda step, reason: found.append(reason))
     for values in steps:
-        compared.step_ended(values["step"], {name: values[name] for name in ("loss", "grad_norm", "lr", "position")})
+        compared.step_ended(values["step"], {name: values[name] for name in values if name not in ("attempt", "world")})
     return found
 
 
@@ -42,13 +42,15 @@ def test_one_time_that_agrees_is_enough() -> None:
     assert reported({4: [line(4, 9.0), line(4)]}, line(4)) == []
 
 
-@pytest.mark.parametrize("other", [{"world": 4}, {"position": 40}, {"world": None}])
-def test_other_ranks_or_other_data_are_not_compared_nor_what_follows(other: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "other", [{"world": 4}, {"position": 40}, {"world": None}, {"software": "0b"}, {"software": None}]
+)
+def test_other_ranks_data_or_software_are_not_compared_nor_what_follows(other: dict[str, Any]) -> None:
     recorded = {4: [line(4, 9.0, **other)], 5: [line(5, 9.0, **other)]}
     assert reported(recorded, line(4), line(5)) == []
 
 
-def test_a_change_of_code_or_software_explains_the_difference() -> None:
+def test_a_change_of_code_explains_the_difference() -> None:
     assert reported({4: [line(4, 9.0)]}, line(4), explained=True) == []
 
 
@@ -95,10 +97,9 @@ def test_attempts_with_another_configuration_say_nothing(run: RunDir) -> None:
     assert read_retrained(run, 2, 4) == {}
 
 
-def test_software_that_an_attempt_has_noted_explains(run: RunDir) -> None:
-    assert not is_explained(run, 1, 2)
-    log = EventLog(run.attempt(2).rank_events("n"), "rank-00000", 2)
-    log.write(EventKind.CHECKPOINT_SOFTWARE, step=3, changes={"threads": [1, 2]})
-    log.close()
-    assert is_explained(run, 1, 2)
-    assert not is_explained(run, 1, 1)
+def test_other_code_explains_and_the_same_attempt_has_the_same(run: RunDir) -> None:
+    for number, digest in ((1, "a"), (2, "b")):
+        record = CodeRecord(files={"model": CodeFile(path="/x/model.py", sha256=digest)})
+        run.attempt(number).code.write_text(json.dumps(record.to_json()))
+    assert has_new_code(run, 1, 2)
+    assert not has_new_code(run, 2, 2)

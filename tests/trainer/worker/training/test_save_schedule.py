@@ -151,7 +151,7 @@ def test_one_save_that_hung_is_no_measure_of_the_next_ones() -> None:
 
 def test_steps_that_only_memory_holds_count_as_unsaved() -> None:
     now, saver = (
-        SimpleNamespace(step=640, loss=1.0),
+        SimpleNamespace(step=640, loss=1.0, software_digest=""),
         SimpleNamespace(lasting=None, committed_step=500, failure="disk full"),
     )
     phases = SimpleNamespace(begin_wait=None)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from tests.trainer.worker.my_workload import Validated
 from tests.trainer.worker.training.one_rank import VALIDATED, OneRank, ask, workload_of
@@ -151,6 +152,38 @@ def test_a_validation_leaves_modes_generators_and_the_optimizer_as_they_were(one
     calm = one_rank(workload=workload_of(HERE, "Averaged"), validation={"every": 0})
     calm.train()
     assert [line["loss"] for line in run.lines().values()] == [line["loss"] for line in calm.lines().values()]
+
+
+class Merging(nn.Linear):
+    """As a low-rank adapter: evaluation adds it to the weight, `train(True)` takes it away again."""
+
+    merged = False
+
+    def train(self, mode: bool = True) -> "Merging":
+        self.merged = not mode
+        return super().train(mode)
+
+
+class Merges(Validated):
+    def build_model(self) -> nn.Module:
+        body = [nn.Linear(4, 8), nn.Sequential(Merging(8, 8), nn.Dropout(0.5).eval()), Merging(8, 1)]
+        self.seen: list[bool] = []
+        return nn.Sequential(*body)
+
+    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        self.seen.append(any(module.merged for module in model.modules() if isinstance(module, Merging)))
+        return super().loss(model, batch)
+
+
+def test_a_module_is_told_when_its_evaluation_is_over_and_frozen_ones_stay_so(one_rank: MakeRank) -> None:
+    run = one_rank(workload=workload_of(HERE, "Merges"), validation={"every": 2})
+    model = run.session.objects.model
+    frozen = next(module for module in model.modules() if isinstance(module, nn.Dropout))
+    assert not frozen.training
+    assert run.train() == ExitCode.FINISHED
+    workload: Any = run.session.objects.workload
+    assert workload.seen == [False] * 8
+    assert not frozen.training
 
 
 class Plateau(Validated):

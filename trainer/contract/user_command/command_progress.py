@@ -24,9 +24,12 @@ class CommandCheckpointsConfig:
             )
 
     def step_of(self, name: str) -> int | None:
-        """Return the step in a checkpoint's name; None for any other name."""
+        """Return the step in a checkpoint's name; None for any other name.
+
+        Of a number with more than 18 digits, such as a time stamp, the first 18 count: no registry has larger ones.
+        """
         found = self._match(name)
-        return int(found[1]) if found is not None else None
+        return None if found is None else int(found[1].lstrip("0")[:18] or "0")
 
     def prefix_of(self, name: str) -> str:
         """Return what is before the step in a checkpoint's name."""
@@ -36,7 +39,7 @@ class CommandCheckpointsConfig:
 
     def _match(self, name: str) -> re.Match[str] | None:
         before, _, after = self.pattern.rpartition("*")
-        expression = "[^/]*".join(map(re.escape, before.split("*"))) + r"(\d{1,18})" + re.escape(after)
+        expression = "[^/]*".join(map(re.escape, before.split("*"))) + r"(\d+)" + re.escape(after)
         return None if name.startswith(SET_ASIDE) else re.fullmatch(expression, name, re.ASCII)
 
 

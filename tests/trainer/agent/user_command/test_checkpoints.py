@@ -75,6 +75,9 @@ def test_steps_that_begin_anew_are_seen_by_names_and_times(tmp_path, pattern, sa
         ("step_*.pt", "step_0007.pt", 7),
         ("epoch=*-step=*.ckpt", "epoch=3-step=1200.ckpt", 1200),
         ("*", "12", 12),
+        ("ckpt-*", "ckpt-1795702109199087123", 179570210919908712),  # nanoseconds
+        ("ckpt-*", "ckpt-20261126143000123456", 202611261430001234),  # a date with microseconds
+        ("ckpt-*", "ckpt-" + "0" * 30 + "7", 7),
         ("*", ".orch-set-aside", None),
     ],
 )

@@ -40,8 +40,29 @@ class _Values:
 def _merged(values: _Values) -> dict[str, Any]:
     from omegaconf import OmegaConf  # heavy
 
-    whole = OmegaConf.merge(writable_schema(RunConfig), values.plain)
+    whole = OmegaConf.merge(writable_schema(RunConfig), _changed(values.plain, _defaults()))
     found: dict[str, Any] = plain(OmegaConf.to_container(whole, resolve=True))
+    return found
+
+
+@cache
+def _defaults() -> dict[str, Any]:
+    from omegaconf import OmegaConf  # heavy
+
+    found: dict[str, Any] = plain(OmegaConf.to_container(writable_schema(RunConfig)))
+    return found
+
+
+def _changed(values: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+    """Leave out values that are the defaults, as most of a stored config are: to merge one takes long."""
+    found = {}
+    for name, value in values.items():
+        default = defaults.get(name)
+        if isinstance(value, dict) and isinstance(default, dict):
+            if below := _changed(value, default):
+                found[name] = below
+        elif name not in defaults or repr(value) != repr(default):
+            found[name] = value
     return found
 
 

@@ -1,1 +1,1 @@
-"""How verbs reach the registry, the controller and a run's cluster."""
+"""Access to the registry, the controller and a run's cluster."""

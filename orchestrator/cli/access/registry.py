@@ -1,4 +1,4 @@
-"""How verbs reach the registry and the controller: opened late, with errors that say what to type."""
+"""Access to the registry and the controller: late imports, and errors with the command to type."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 @contextmanager
 def open_store(*, readonly: bool = False) -> "Iterator[Store]":
-    """The registry; a read-only one must exist (NotFound)."""
-    # sqlalchemy: only for verbs that need the whole registry
+    """Open the registry. A read-only one must exist; otherwise raises NotFound."""
+    # sqlalchemy: imported only by verbs that need the whole registry
     from orchestrator.registry.operations.run_record import write_records
     from orchestrator.registry.store import Store
 
@@ -37,7 +37,7 @@ def _warn_of_record(words: str) -> None:
 
 
 def require_registry(path: Path) -> None:
-    """Raise NotFound when nothing was ever submitted from here."""
+    """Raise NotFound if the registry does not exist yet."""
     if not path.exists():
         raise NotFound(
             "there is no registry yet: nothing was submitted from here",
@@ -47,9 +47,9 @@ def require_registry(path: Path) -> None:
 
 
 def wake_controller(screen: Screen, kind: str, *, no_controller: bool) -> str:
-    """Make sure that somebody acts on what was just written: a controller, or this process for one pass.
+    """Ensure that a controller acts on the recorded request, or run one controller pass in this process.
 
-    Returns why the scheduler did not answer this process; empty where it did, or where a controller acts.
+    Returns why the scheduler did not answer this process; empty if it answered or a controller acts.
     """
     from orchestrator.controller import service
 

@@ -17,7 +17,7 @@ from trainer.contract.config_sections.scheduler_kinds import traits
 from trainer.contract.run_dir import RunDir
 
 ASK_WITHIN = 2.0
-"""Seconds in which a file system is to answer: one that hangs holds up nobody who asks for the state of a run."""
+"""Seconds to wait for a file system. A hung one must not block a status query."""
 PUT_BACK = (
     "move it back or put a link there; or make the registry anew from every folder that holds runs: "
     "`orch db rebuild --root FOLDER --root OTHER`"
@@ -25,7 +25,7 @@ PUT_BACK = (
 
 
 def existing_folder(run: str, run_dir: str) -> RunDir:
-    """The folder of a run; raises Precondition when it is not there."""
+    """Return the folder of a run. Raises Precondition if it is missing or belongs to another user."""
     if not Path(run_dir).is_dir():
         raise Precondition(_missing(run), where=run_dir, hint=PUT_BACK)
     if why := foreign(Path(run_dir)):
@@ -34,24 +34,24 @@ def existing_folder(run: str, run_dir: str) -> RunDir:
 
 
 def warn_of_missing(screen: Screen, run: str, run_dir: str) -> None:
-    """For verbs that can answer without it."""
+    """Warn if the run's folder is missing. For verbs that can answer without it."""
     if _is_missing(run_dir):
         screen.warn("folder_missing", f"{_missing(run)}: {run_dir}; {PUT_BACK}")
 
 
 def warn_of_moved(screen: Screen, row: dict[str, Any]) -> None:
-    """The same by a status row: a run that has never had a job may have no folder yet."""
+    """Warn if the folder of a status row is missing. A run that never had a job may not have one yet."""
     if has_moved(row):
         screen.warn("folder_missing", f"{_missing(row['run'])}: {row['run_dir']}; {PUT_BACK}")
 
 
 def has_moved(row: dict[str, Any]) -> bool:
-    """Whether a run that has had a job, by its status row, has no folder any more."""
+    """Return whether the run of a status row has had a job but its folder is gone."""
     return bool(row["job_id"] or row["attempts"] > 1) and _is_missing(row["run_dir"])
 
 
 def warn_of_lost_checkpoint(screen: Screen, row: dict[str, Any]) -> None:
-    """Say of a status row that the newest checkpoint, as the registry has it, is not in the run's folder any more."""
+    """Warn if the newest checkpoint in the registry, by a status row, is gone from the run's folder."""
     last, path = row["last_checkpoint"], row["saved_path"] or ""
     home = os.path.dirname(path)
     if last is None or home != str(RunDir(Path(row["run_dir"])).checkpoints) or not _answers(home, there=True):
@@ -63,12 +63,12 @@ def warn_of_lost_checkpoint(screen: Screen, row: dict[str, Any]) -> None:
 
 
 def _is_missing(run_dir: str) -> bool:
-    """Whether it is not there; False when its file system does not say in time."""
+    """Return whether the folder is missing; False if its file system does not answer in time."""
     return _answers(run_dir, there=False)
 
 
 def _answers(folder: str, *, there: bool) -> bool:
-    """Whether its file system says in time that a folder is there, or is not."""
+    """Return whether the file system confirms in time that the folder exists (or, with `there` False, does not)."""
     said: list[bool] = []
 
     def ask() -> None:
@@ -76,7 +76,7 @@ def _answers(folder: str, *, there: bool) -> bool:
             said.append(stat.S_ISDIR(os.stat(folder).st_mode))
         except (FileNotFoundError, NotADirectoryError):
             said.append(False)
-        except OSError:  # a folder that may not be looked into says nothing of what is in it
+        except OSError:  # a folder without read permission: the state is unknown
             pass
 
     asker = threading.Thread(target=ask, name="folder", daemon=True)
@@ -90,31 +90,31 @@ def _missing(run: str) -> str:
 
 
 START = "`orch controller start` starts one"
-"""What to type where no controller runs."""
+"""Command to type if no controller runs."""
 TAKE_OVER = "`orch controller start` takes over once its lease has expired"
-"""What to type while a controller stalls."""
+"""Command to type while a controller stalls."""
 
 
 def controller_state(now: float, scheduler: str = "") -> LeaseState:
-    """Whether a controller drives the runs of this scheduler (empty: of any), or stalls instead, and why."""
-    from orchestrator.registry import fast_queries  # sqlite3: not for `orch --help`
+    """Return whether a controller drives the runs of this scheduler (empty: any), and if not, why it stalls."""
+    from orchestrator.registry import fast_queries  # sqlite3: not imported for `orch --help`
 
     return displayed_state(fast_queries.lease(registry_path(), scheduler or None), now)
 
 
 def controller_lives(now: float, scheduler: str = "") -> bool:
-    """Whether a controller drives the runs of this scheduler; whether any lives where that is not known (empty)."""
+    """Return whether a controller drives the runs of this scheduler; empty matches a controller of any scheduler."""
     return controller_state(now, scheduler).alive
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunLocation:
-    """Where a run is served: `reached` is False only when this host is known to reach another cluster, or none."""
+    """Scheduler of a run. `reached` is False only if this host is known to reach another cluster, or none."""
 
     run: str
     scheduler: str
     reached: bool
-    lives: bool  # whether a controller for it lives
+    lives: bool  # whether a controller for it is alive
 
     @property
     def is_local(self) -> bool:
@@ -122,11 +122,11 @@ class RunLocation:
 
     @property
     def place(self) -> str:
-        """Where to type what is for this run's controller."""
+        """Host on which to type commands for this run's controller."""
         return f"on {self.scheduler.partition('@')[2]}" if self.is_local else f"on a login node of {self.scheduler}"
 
     def require_answer(self) -> None:
-        """Raise Precondition when nobody serves the run, and nobody can from here."""
+        """Raise Precondition if no controller serves the run and none can be started from here."""
         if not self.reached and not self.lives:
             raise Precondition(
                 f"no controller of {self.scheduler} runs, and {self.run} cannot be served from this host",
@@ -136,14 +136,14 @@ class RunLocation:
 
 
 def locate_run(row: dict[str, Any]) -> RunLocation:
-    """The location of a run by its status row; Slurm is asked only when no controller for it lives."""
+    """Return the location of a run from its status row. Queries Slurm only if no controller for the run is alive."""
     run, kind, scheduler = row["run"], row["cluster"], row["scheduler"]
     lives = controller_lives(time.time(), scheduler)
     return RunLocation(run=run, scheduler=scheduler, lives=lives, reached=lives or reaches(kind, scheduler))
 
 
 def reaches(kind: str, scheduler: str) -> bool:
-    """Whether this host reaches that scheduler; one that does not answer just now may well be it."""
+    """Return whether this host reaches that scheduler; also True if its own scheduler does not answer just now."""
     from orchestrator.scheduler.available_schedulers import instance_of, kinds
 
     if not scheduler:
@@ -154,14 +154,14 @@ def reaches(kind: str, scheduler: str) -> bool:
 
 
 def where_to_start(scheduler: str, kind: str, here: str) -> str:
-    """On which host a controller for these runs is started; empty for this one, and where that is not known."""
+    """Return the host on which to start a controller for these runs; empty for this host or if unknown."""
     if not scheduler or scheduler == f"local@{here}":
         return ""
     return f"on {scheduler.partition('@')[2]}" if traits(kind).simulated_nodes else f"on a login node of {scheduler}"
 
 
 def last_seen(scheduler: str) -> str:
-    """Where the last controller of this scheduler ran."""
+    """Return the host of this scheduler's last controller, or else the registry's path."""
     from orchestrator.registry import fast_queries
 
     held = fast_queries.lease(registry_path(), scheduler)

@@ -1,4 +1,4 @@
-"""This shell's way to Slurm beside the controller's: what differs, and what to do when only one of them is answered."""
+"""Comparison of this shell's Slurm client environment with the controller's, for the case that only one works."""
 
 import os
 import time
@@ -17,18 +17,18 @@ _ELSEWHERE = "in a shell where `sinfo` answers (`export SLURM_CONF=FILE`), type 
 
 
 def contact_of(lease: Lease | None) -> SlurmContact | None:
-    """What the controller that lives with this lease goes by; None when none lives, or it has not said."""
+    """Return the Slurm contact of the live controller with this lease; None without one or before its first report."""
     return read_contact(registry_path(), lease) if displayed_state(lease, time.time()).alive else None
 
 
 def silence_of(lease: Lease | None) -> str:
-    """Why a living controller gets no answer from its Slurm; empty when it does."""
+    """Return why a live controller gets no answer from its Slurm; empty if it gets one."""
     contact = contact_of(lease)
     return contact.silence if contact is not None else ""
 
 
 def unset_words(kind: str) -> str:
-    """That this shell does not say which Slurm is meant, where that matters."""
+    """Return a remark that SLURM_CONF is not set in this shell; empty if it is set or irrelevant."""
     from orchestrator.scheduler.available_schedulers import FACTORIES  # `orch status` seldom needs it
 
     matters = FACTORIES[kind].named_by_environment
@@ -36,9 +36,9 @@ def unset_words(kind: str) -> str:
 
 
 def warn_of_silence(screen: Screen, kind: str, scheduler: str, here: str) -> bool:
-    """Say why nobody has acted on a request yet where its scheduler is silent; whether it is.
+    """Warn that a request is pending because its scheduler does not answer; return whether that is so.
 
-    `here` is what this process was told in a pass of its own, empty where a controller acts.
+    `here` is the error from this process's own controller pass; empty if a controller acts.
     """
     if here:
         told = f"{kind} does not answer from here ({here}{unset_words(kind)}): the request stands"
@@ -56,7 +56,7 @@ def warn_of_silence(screen: Screen, kind: str, scheduler: str, here: str) -> boo
     if silence or any(displayed_state(lease, time.time()).alive for lease in leases):
         return bool(silence)
     reached = instance_of(kind)
-    if not reached():  # no pass has asked: nothing that lives belongs to it
+    if not reached():  # no pass has queried it: no live controller belongs to it
         screen.warn(
             "no_answer", f"{kind} does not answer from here ({reached.silence}): the request stands; {_ELSEWHERE}"
         )
@@ -65,9 +65,9 @@ def warn_of_silence(screen: Screen, kind: str, scheduler: str, here: str) -> boo
 
 
 def compare_with_controller(screen: Screen, kind: str) -> None:
-    """Before a submit: say what the controller that lives goes by, where that matters.
+    """Report differences between the live controller's Slurm environment and this shell's, before a submit.
 
-    Raises Precondition when it gets no answer for want of something that cannot be handed on.
+    Raises Precondition if the controller gets no answer because of a setting that cannot be handed to it.
     """
     from orchestrator.registry import fast_queries
     from orchestrator.scheduler.available_schedulers import FACTORIES, lease_key

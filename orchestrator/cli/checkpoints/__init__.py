@@ -1,1 +1,1 @@
-"""Verbs about checkpoints: `orch ckpt ls`, `verify`, `diff`, `export`, `import`, `pin`, `du`, `gc`."""
+"""Verbs for checkpoints: `orch ckpt ls`, `verify`, `diff`, `export`, `import`, `pin`, `du`, `gc`."""

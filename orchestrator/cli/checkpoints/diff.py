@@ -1,4 +1,4 @@
-"""`orch ckpt diff`: where two checkpoints differ, tensor by tensor, and in what their runs were configured."""
+"""`orch ckpt diff`: differences of two checkpoints by tensor, and of the configurations of their runs."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from checkpointing.verification.verdicts import TensorDiff
 
 SHOWN = 40
-"""Tensors that a terminal shows without --all."""
+"""Maximum number of tensors shown on a terminal without --all."""
 
 
 @click.command("diff", cls=Verb)
@@ -39,7 +39,7 @@ def diff(screen: Screen, first: str, second: str, everything: bool) -> None:
         answer = {"first": left.path, "second": right.path, "equal": not changed, "parts": _parts(found)}
         screen.data("ckpt.diff", {**answer, "tensors": rows, "config": settings})
         return
-    # Elsewhere than on a terminal lists are complete.
+    # Lists are cut on a terminal only.
     shown = changed[:SHOWN] if screen.terminal else changed
     _show(screen, found if everything else shown, len(changed))
     for part in _parts(found):
@@ -55,7 +55,7 @@ def _compared(screen: Screen, left: Target, right: Target) -> "list[TensorDiff]"
     from checkpointing.engine.audit.diff import compare, open_side  # torch: seconds to import
     from checkpointing.errors import Refused
 
-    side = left  # whose name a refusal bears; two copies of one checkpoint have the same
+    side = left  # the side to name in a refusal; two copies of one checkpoint have the same name
     try:
         first = open_side(left.storage, left.name)
         side = right
@@ -74,12 +74,12 @@ def _compared(screen: Screen, left: Target, right: Target) -> "list[TensorDiff]"
 
 
 def _part(key: str) -> str:
-    """Keys of a run begin with `model/`, `optimizer/`, `rng/`; those of others may have dots instead."""
+    """Return the first part of a key: `model/`, `optimizer/` or `rng/`; keys of foreign files may use dots."""
     return key.replace(".", "/").partition("/")[0]
 
 
 def _parts(found: "list[TensorDiff]") -> list[dict[str, Any]]:
-    """Counts by part of the state: the model and the optimizer differ in kind."""
+    """Count tensors by part of the state, the model first."""
     parts: dict[str, dict[str, Any]] = {}
     for item in found:
         part = parts.setdefault(_part(item.key), {"part": _part(item.key), "tensors": 0, "equal": 0, "apart": 0})
@@ -100,7 +100,7 @@ def _row(item: "TensorDiff") -> dict[str, Any]:
 
 
 def _what(item: "TensorDiff") -> str:
-    """What became of the tensor, in a word or two."""
+    """Describe the change of the tensor in a few words."""
     here, there = item.first, item.second
     if here is None or there is None:
         return "only in the second" if here is None else "only in the first"
@@ -138,7 +138,7 @@ def _share(value: float | None) -> str:
 
 
 def _settings(left: Target, right: Target) -> list[dict[str, Any]]:
-    """Keys in which the configurations of the two runs differ, where both are known."""
+    """Return the keys in which the configurations of the two runs differ; empty if one is unknown."""
     files = [target.config_file for target in (left, right)]
     if None in files:
         return []

@@ -1,4 +1,4 @@
-"""`orch ckpt export` and `orch ckpt import`: weights for others, and runs that begin with the weights of others."""
+"""`orch ckpt export` and `orch ckpt import`: weights for other programs, and runs that begin with existing weights."""
 
 import json
 import os
@@ -19,7 +19,7 @@ from orchestrator.cli.terminal.render import Screen, count, size
 from orchestrator.errors import CheckpointInvalid, ConfigError, NotFound, Precondition
 
 _PROVENANCE = "orch.json"
-"""The file of an export that says where it comes from."""
+"""Provenance file of an export."""
 
 
 @click.command("export", cls=Verb)
@@ -72,7 +72,7 @@ def export(
 
 
 def _require_folder(folder: Path, to: str) -> None:
-    """Raise Precondition for a file that is there, ConfigError for a name that only a file would have."""
+    """Raise Precondition if `folder` is an existing file, ConfigError if its name looks like a file's."""
     if folder.exists() and not folder.is_dir():
         raise Precondition(f"{folder} is a file, and must be a folder", hint="name a new folder")
     if folder.suffix in _FILES and not folder.is_dir():
@@ -156,7 +156,7 @@ def import_(
 
 
 def _refuse_swapped(screen: Screen, given: str, preset: str) -> None:
-    """Raises ConfigError where the configuration stands before the weights, with the command in the right order."""
+    """Raise ConfigError, with the corrected command, if the configuration precedes the weights."""
     from orchestrator.config import yaml_text
 
     place, file = Path(given).expanduser(), Path(preset).expanduser()
@@ -173,7 +173,7 @@ _WEIGHTS = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
 
 
 def _weights_at(given: str) -> Path:
-    """The file or folder that is meant; raises NotFound, ConfigError."""
+    """Return the given file or folder. Raises NotFound, or ConfigError for a URL."""
     if "://" in given:
         hint = "download them first, then name the folder"
         raise ConfigError("weights are read from a folder or file of this machine", where=given, hint=hint)
@@ -184,7 +184,7 @@ def _weights_at(given: str) -> Path:
 
 
 def _require_weights(given: str, place: Path) -> None:
-    """Raises NotFound, ConfigError for a folder that no weights lie in, before torch is loaded."""
+    """Raise NotFound for a folder without weights, ConfigError for a checkpoint of orch, before torch is loaded."""
     from checkpointing.format.commit import parse_name
 
     if place.is_dir() and parse_name(place.absolute().name) is not None:

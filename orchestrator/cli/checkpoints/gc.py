@@ -1,11 +1,11 @@
 """`orch ckpt gc` and `orch ckpt du`: debris of ended attempts and disk usage.
 
-The registry decides whose folder is nobody's: an attempt that is over never comes back, nothing that it left
-uncommitted is ever read, and taking it away twice does no harm. So this needs no lease and disturbs no controller.
-Only a tier that jobs copy checkpoints to is left alone as long as any attempt may live: it copies what earlier ones
-have committed, under their names. That is asked again before each file, because an attempt may begin meanwhile.
-A committed checkpoint that was refused is evidence. It goes only when that is asked for, when no attempt of its run
-may still hold it, and under the lease, because the registry must say so too.
+The registry decides whether a folder is debris: an ended attempt never comes back, its uncommitted files are never
+read, and deleting them twice is harmless. Deleting debris therefore needs no lease and does not disturb a controller.
+A tier that jobs copy checkpoints to is skipped while any attempt may be alive, because a live attempt copies the
+checkpoints of earlier ones under their names. This is checked before each file, since an attempt may begin meanwhile.
+A refused committed checkpoint is evidence. It is deleted only on request, only while no attempt of its run can be
+using it, and only under the lease, because the deletion is recorded in the registry.
 """
 
 import shlex
@@ -37,7 +37,7 @@ REFUSED = "refused"
 
 @dataclass(frozen=True, kw_only=True)
 class GcCandidate:
-    """A folder that is no good checkpoint: what it is, whether it goes, and why or why not."""
+    """A folder that is not a valid checkpoint: its kind, whether it may be deleted, and the reason."""
 
     run: str
     tier: Tier
@@ -69,7 +69,7 @@ def gc(screen: Screen, runs: tuple[str, ...], everything: bool, dry_run: bool, r
         )
     screen.if_interrupted = lambda: "interrupted: what is deleted stays deleted; the same command deletes the rest"
     if runs:
-        with open_store(readonly=True) as store:  # a name is wrong, whoever is at work
+        with open_store(readonly=True) as store:  # check the names before anything else, controller or not
             runs = tuple(store.run(name).name for name in runs)
     with _opened(locked=refused and not dry_run) as (store, lease):
         chosen = store.runs() if everything else [store.run(name) for name in runs]
@@ -83,7 +83,7 @@ def gc(screen: Screen, runs: tuple[str, ...], everything: bool, dry_run: bool, r
 
 @contextmanager
 def _opened(*, locked: bool) -> "Iterator[tuple[Store, Lease | None]]":
-    """The registry, with the lease where committed checkpoints are to be deleted."""
+    """Open the registry, with the lease if `locked` (to delete committed checkpoints)."""
     with open_store(readonly=not locked) as store:
         if not locked:
             yield store, None
@@ -105,7 +105,7 @@ def _opened(*, locked: bool) -> "Iterator[tuple[Store, Lease | None]]":
 
 
 def gc_candidates(store: "Store", run: "Run", screen: Screen, *, refused: bool = False) -> list[GcCandidate]:
-    """Every folder of a run that is no good checkpoint, judged; a tier that cannot be read is told of and left."""
+    """Judge every folder of a run that is not a valid checkpoint. Warns of unreadable tiers and skips them."""
     found: list[GcCandidate] = []
     warn_of_missing(screen, run.name, run.run_dir)
     for tier in tiers_of(RunDir(Path(run.run_dir))):
@@ -117,14 +117,14 @@ def gc_candidates(store: "Store", run: "Run", screen: Screen, *, refused: bool =
 
 
 def gc_candidates_in(store: "Store", run: "Run", tier: Tier, *, refused: bool = False) -> list[GcCandidate]:
-    """Every folder of a run in one tier that is no good checkpoint, judged; raises OSError."""
+    """Judge every folder of a run in one tier that is not a valid checkpoint. Raises OSError."""
     return [*_half_written(store, run, tier), *_corrupt(store, run, tier, refused)]
 
 
 def _half_written(store: "Store", run: "Run", tier: Tier) -> Iterator[GcCandidate]:
     from checkpointing.retention.garbage import decide_debris, find_debris
 
-    # First what lies there, then who lives: an attempt that began in between is seen.
+    # Folders first, then live attempts: an attempt that began in between is seen.
     folders = find_debris(tier.catalog)
     attempts = store.attempts(run.name)
     ended = {(attempt.number, attempt.nonce) for attempt in attempts if attempt.state not in LIVE_ATTEMPTS}
@@ -138,15 +138,15 @@ def _half_written(store: "Store", run: "Run", tier: Tier) -> Iterator[GcCandidat
 
 
 def _blocking_attempt(store: "Store", run: "Run", tier: Tier, number: int, nonce: str) -> str:
-    """Why what this attempt left in a tier may still be at work on; empty when nobody can be.
+    """Return why an attempt may still use the folder that attempt `number` left in a tier; empty if none can.
 
-    A LOST attempt counts as over: its GO is revoked, so that nothing which it writes is ever committed.
+    A LOST attempt counts as ended: its GO is revoked, so nothing it writes is ever committed.
     """
     attempts = store.attempts(run.name)
     for attempt in attempts:
         if attempt.state not in LIVE_ATTEMPTS:
             continue
-        # Its own attempt finishes what it began, a deletion too.
+        # A live attempt finishes its own writes and deletions.
         if (attempt.number, attempt.nonce) == (number, nonce):
             return f"attempt {number} has not ended"
         if tier.is_copy_target:
@@ -155,7 +155,7 @@ def _blocking_attempt(store: "Store", run: "Run", tier: Tier, number: int, nonce
 
 
 def _other_registry(store: "Store", run: "Run", attempts: "Sequence[Attempt]") -> str:
-    """Which other registry goes on with the run, whose attempts are not known here; empty without one."""
+    """Describe the other registry that continues this run with attempts unknown here; empty without one."""
     from orchestrator.controller.run_dirs.other_registry import find_other_registry
 
     other = find_other_registry(run, attempts, store.path)
@@ -201,7 +201,7 @@ def _may_live(run: "Run", attempts: "Sequence[Attempt]") -> bool:
 
 
 def _still_good(tier: Tier, name: str) -> str:
-    """Why a refused copy stays all the same: what was bad is another copy, or a disk for a moment."""
+    """Return why a refused copy is kept: its bytes verify now, so another copy was bad or a read failed temporarily."""
     from checkpointing.verification.verify import verify_in
 
     bad = {fault.file for fault in verify_in(tier.storage, name, 2).faults}
@@ -212,7 +212,7 @@ def _still_good(tier: Tier, name: str) -> str:
 
 
 def _delete(screen: Screen, store: "Store", lease: "Lease | None", item: GcCandidate) -> bool:
-    """Delete one folder, then write that down; False when it could not be deleted."""
+    """Delete one folder, then record the deletion. Returns False if it could not be deleted."""
     from checkpointing.retention.garbage import delete
 
     try:
@@ -230,7 +230,7 @@ def _delete(screen: Screen, store: "Store", lease: "Lease | None", item: GcCandi
 
 
 def _fence(store: "Store", lease: "Lease | None", item: GcCandidate) -> Callable[[], bool]:
-    """What allows each step: debris must be nobody's still; for what is committed the lease must be ours still."""
+    """Return the check before each deletion step: debris must be unused, a committed checkpoint needs our lease."""
     from checkpointing.format.commit import parse_name
 
     if item.what != REFUSED:
@@ -306,7 +306,7 @@ def du(screen: Screen, runs: tuple[str, ...]) -> None:
 
 
 def _rows(screen: Screen, store: "Store", run: "Run") -> Iterator[dict[str, Any]]:
-    """One row for each tier and trust, and one for what is no checkpoint."""
+    """Yield one row per tier and trust, and one for folders that are not checkpoints."""
     warn_of_missing(screen, run.name, run.run_dir)
     trust = {row.name: str(row.trust) for row in store.checkpoints(run.name)}
     place, own = RunDir(Path(run.run_dir)), own_checkpoints(store, run)
@@ -316,7 +316,7 @@ def _rows(screen: Screen, store: "Store", run: "Run") -> Iterator[dict[str, Any]
             committed = {entry.name for entry in tier.catalog.committed()}
             for name in tier.catalog.names():
                 if name not in own and not tier.is_within(place):
-                    continue  # of another run with this name
+                    continue  # belongs to another run of this name
                 kind = trust.get(name, "COMMITTED") if name in committed else DEBRIS
                 empty = {"run": run.name, "tier": tier.label, "trust": kind, "count": 0, "bytes": 0, "collectable": 0}
                 row = sums.setdefault(kind, empty)

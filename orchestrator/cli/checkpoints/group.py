@@ -1,4 +1,4 @@
-"""`orch ckpt`: the group, and which module holds which of its verbs."""
+"""`orch ckpt`: the group and the modules of its verbs."""
 
 import click
 

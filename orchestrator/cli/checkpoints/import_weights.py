@@ -1,4 +1,4 @@
-"""A run's first checkpoint, made of weights from elsewhere: checked against the model, and written beside the runs."""
+"""A run's first checkpoint from imported weights: checked against the model and written beside the runs."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -15,12 +15,12 @@ from orchestrator.errors import CheckpointInvalid, ConfigError
 STAGING = ".imports"
 """Folder below `cluster.root` where a checkpoint is made before its run has a folder."""
 SHOWN = 12
-"""Misfits that are told one by one."""
+"""Maximum number of mismatches listed one by one."""
 
 
 @contextmanager
 def staged(cluster: ClusterConfig) -> Iterator[Path]:
-    """Where the checkpoint is made; its run's folder takes it over from there."""
+    """Yield the folder in which the checkpoint is made, until its run's folder takes it over."""
     from checkpointing.storage.durable import temporary_folder
     from orchestrator.submission.create_run import writable_root
 
@@ -35,9 +35,9 @@ def bring(
     screen: Screen, config: Any, staging: Path | None, *,
     source: Callable[[], AbstractContextManager[Any]], where: str, weights_only: bool,
 ) -> dict[str, Any]:  # fmt: skip
-    """Check that what `source` opens fits the workload of `config`, and make the checkpoint in `staging`, if given.
+    """Check that the weights of `source` fit the workload of `config`, and write the checkpoint to `staging`, if given.
 
-    Returns what to say of it. Raises ConfigError where it does not fit or the user's code fails, CheckpointInvalid.
+    Returns a summary. Raises ConfigError if they do not fit or the user's code fails, CheckpointInvalid if unreadable.
     """
     verify.prepare()
     from checkpointing.errors import CheckpointError
@@ -78,7 +78,7 @@ def _made(screen: Screen, staging: Path, step: int, tensors: dict[str, Any], ext
     from checkpointing.format.commit import Name
     from checkpointing.storage.backends import LocalStorage
 
-    # Attempt 0: before any that trains, so that the first one inherits it.
+    # Attempt 0: before any attempt that trains, so the first one inherits it.
     name = Name(step=step, attempt=0, nonce=token_hex(4))
     world = {"ranks": 1, "imported": True}
     with screen.bar("importing") as meter:

@@ -42,7 +42,7 @@ def pin(screen: Screen, target: str, note: str) -> None:
     copies = find(target, screen.warn)
     found, note = copies[0], " ".join(note.split())
     garbage.pin(_pins(found, target), found.name, note, time.time())
-    # Retention may have taken it while we wrote.
+    # Retention may have deleted it before the pin was written.
     if not any(_is_there(copy) for copy in copies if copy.name == found.name):
         garbage.unpin(_pins(found, target), found.name)
         raise NotFound(f"{found.name} was deleted at this very moment", where=found.path, hint="pin a newer one")
@@ -85,7 +85,7 @@ def _is_there(target: Target) -> bool:
 
 
 def _pinned(words: str) -> "tuple[Storage, list[str]]":
-    """The pins that are meant: also of a checkpoint that is not there any more."""
+    """Return the storage and names of the matching pins, including pins of deleted checkpoints."""
     from checkpointing.format.commit import parse_name
     from checkpointing.retention.garbage import pinned_names
     from checkpointing.storage.backends import LocalStorage
@@ -105,7 +105,7 @@ def _pinned(words: str) -> "tuple[Storage, list[str]]":
 
 _NOT_RESUMED = ("CORRUPT", "SUSPECT", "DELETED", "WRITING")
 _NAMED = 5
-"""Steps of checkpoints that are gone which a warning names."""
+"""Maximum number of lost checkpoints named in a warning."""
 
 
 @click.command("ls", cls=Verb)
@@ -128,7 +128,7 @@ def ls(screen: Screen, run: str, everything: bool) -> None:
     place = RunDir(Path(found.run_dir))
     warn_of_missing(screen, found.name, found.run_dir)
     tiers = tiers_of(place)
-    visible = Path(found.run_dir).is_dir()  # else the warning above has said it, and nothing is known of what was in it
+    visible = Path(found.run_dir).is_dir()  # if not, the warning above covers it, and the folder's content is unknown
     of_command = is_command(place)
     if of_command:
         _add_own_places(rows)
@@ -161,9 +161,9 @@ def _row(row: Any, now: float) -> dict[str, Any]:
 
 
 def _add_places(screen: Screen, rows: dict[str, dict[str, Any]], place: RunDir, own: "OwnCheckpoints") -> bool:
-    """Where each checkpoint lies, and those on disk that no controller has read into the registry yet.
+    """Add the tiers of each checkpoint, and a row for each one on disk that is not in the registry yet.
 
-    Returns whether every tier could be read. Checkpoints of another run with this name are only counted.
+    Returns whether every tier could be read. Checkpoints of another run of this name are only counted.
     """
     now, answered = time.time(), True
     for tier in tiers_of(place):
@@ -194,7 +194,7 @@ def _add_own_places(rows: dict[str, dict[str, Any]]) -> None:
 
 
 def _mark_gone(screen: Screen, run: str, rows: dict[str, dict[str, Any]], *, of_command: bool) -> None:
-    """Mark checkpoints as gone that no tier has and that orch has not deleted."""
+    """Mark checkpoints as gone that no tier has and that orch did not delete."""
     gone = [row for row in rows.values() if not row["tiers"] and row["trust"] != "DELETED"]
     for row in gone:
         what = f"gone: there is no {row['path']}" if of_command else "gone: no tier has it"
@@ -208,7 +208,7 @@ def _mark_gone(screen: Screen, run: str, rows: dict[str, dict[str, Any]], *, of_
 
 
 def _then(rows: dict[str, dict[str, Any]], gone: list[dict[str, Any]]) -> str:
-    """Describe the checkpoint that a resume loads; not for a `command:`, whose program chooses it."""
+    """Describe the checkpoint that a resume loads. Not for a `command:`, whose program chooses it."""
     left = [row["step"] for row in rows.values() if row["tiers"] and row["trust"] not in _NOT_RESUMED]
     if left:
         return f"a resume goes back to step {max(left)}"
@@ -220,7 +220,7 @@ def _then(rows: dict[str, dict[str, Any]], gone: list[dict[str, Any]]) -> str:
 
 
 def _add_verdicts(rows: dict[str, dict[str, Any]], tiers: list[Tier]) -> None:
-    """What `orch ckpt verify` found of copies that are there."""
+    """Add the results of `orch ckpt verify` for existing copies."""
     from checkpointing.verification.verdicts import read_verdicts
 
     labels = {tier.catalog.place: tier.label for tier in tiers}
@@ -239,13 +239,13 @@ def _test_json(test: RestoreTest) -> dict[str, Any]:
 
 
 def _best(row: dict[str, Any]) -> str:
-    """`val_loss 2.2500`, and whether that is the best."""
+    """Return the metric in words, such as `val_loss 2.2500 best`."""
     numbers = " ".join(f"{name} {decimal(value)}" for name, value in (row["metric"] or {}).items())
     return f"{numbers} best" if row["best"] else numbers
 
 
 def _verified(row: dict[str, Any]) -> str:
-    """The bad copies, or else the newest verification."""
+    """Return the bad copies, or else the newest verification."""
     from checkpointing.verification.verdicts import RESTORE_TESTED
 
     bad = [f"INVALID on {found['tier']}" for found in row["verified"] if not found["ok"]]
@@ -279,7 +279,7 @@ def _show(screen: Screen, rows: list[dict[str, Any]]) -> None:
 
 
 def _without_tests(row: dict[str, Any]) -> dict[str, Any]:
-    """Cells without what TESTED says: whose pin it is while a test is under way, and which test the reason is of."""
+    """Return cells that do not repeat TESTED: the pin of a running test, and a reason without the test's prefix."""
     pin, reason = row["pin_words"], row["reason"]
     under_way = any(test["ended_at"] is None for test in row["restore_tests"])
     return {

@@ -1,4 +1,4 @@
-"""Checkpoints on a command line: `RUN@STEP`, a folder or a URL; pinned while a command reads them."""
+"""Checkpoints named on a command line: `RUN@STEP`, a folder or a URL. They are pinned while a command reads them."""
 
 import os
 import shlex
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class BestCheckpoints:
-    """The numbers of a run's checkpoints by name, and the names of the best ones, the best first."""
+    """The metric of a run's checkpoints by name, and the names of the best ones, best first."""
 
     metric: str = ""
     numbers: dict[str, float] = field(default_factory=dict)
@@ -36,9 +36,9 @@ class BestCheckpoints:
 def best_checkpoints(
     place: RunDir, tiers: Collection[Tier], checkpoints: "OwnCheckpoints", bad: Collection[str] = ()
 ) -> BestCheckpoints:
-    """Read the manifests of all checkpoints of the run that can be read here; `bad` ones are never the best.
+    """Read the metric from all readable manifests of the run. `bad` checkpoints are never the best.
 
-    Nothing is read of a run that has no `checkpoint.best.metric`.
+    Reads nothing if the run has no `checkpoint.best.metric`.
     """
     config = read_config(place)
     if config is None or not config.checkpoint.best.metric:
@@ -59,7 +59,7 @@ def best_checkpoints(
                 if entry.name not in numbers and (number := _number(tier, entry.name, policy.metric)) is not None:
                     numbers[entry.name] = number
         except OSError:
-            continue  # `orch ckpt ls` says which tier cannot be read
+            continue  # `orch ckpt ls` reports the unreadable tier
     trusted = [entry for name, entry in sorted(entries.items(), reverse=True) if name not in refused]
     return BestCheckpoints(metric=policy.metric, numbers=numbers, names=best_names(trusted, policy, numbers))
 
@@ -73,7 +73,7 @@ def _number(tier: Tier, name: str, metric: str) -> float | None:
 
 
 def name_of_best(run: "Run") -> str:
-    """The name of the best checkpoint of a run; raises ConfigError where none is chosen, NotFound where none is yet."""
+    """Return the name of a run's best checkpoint. Raises ConfigError if no metric is set, NotFound without a value."""
     place = RunDir(Path(run.run_dir))
     with open_store(readonly=True) as store:
         bad = [row.name for row in store.checkpoints(run.name) if row.trust in (Trust.CORRUPT, Trust.SUSPECT)]
@@ -99,7 +99,7 @@ if TYPE_CHECKING:
     from orchestrator.registry.records import Run
 
 Warn = Callable[[str, str], None]
-"""Told of what stands in the way, as `Screen.warn` is: a code, and words."""
+"""Warning callback with the signature of `Screen.warn`: a code and a message."""
 
 WAYS_TO_STORES = "credentials come from the environment; s3:// places need: pip install 'orch[s3]'"
 WAYS = (
@@ -110,9 +110,9 @@ WAYS = (
 
 @dataclass(frozen=True)
 class Target:
-    """One committed checkpoint (or a folder that is said to be one) and where it lies.
+    """A committed checkpoint (or a folder given as a checkpoint) and its location.
 
-    What is not `shared` lies on the disk of a node, which has only the files that its own ranks wrote.
+    If not `shared`, it is on a node's own disk, which has only the files that this node's ranks wrote.
     """
 
     storage: "Storage"
@@ -132,7 +132,7 @@ class Target:
 
     @property
     def config_file(self) -> Path | None:
-        """The file with the configuration that it was saved with, where its run's folder is known."""
+        """Config file of the attempt that saved it; None if its run's folder is unknown."""
         from checkpointing.format.commit import parse_name
 
         parts = parse_name(self.name)
@@ -140,7 +140,7 @@ class Target:
 
     @property
     def run_config_file(self) -> Path | None:
-        """The same of its run, of which the attempt that saved it may have been a smaller one."""
+        """Config file of its run (the attempt that saved it may have been smaller); None if the folder is unknown."""
         from checkpointing.format.commit import parse_name
 
         parts = parse_name(self.name)
@@ -148,14 +148,15 @@ class Target:
 
     @property
     def config(self) -> Any:
-        """The configuration of the run that it belongs to (`JobConfig`), None where that is not known."""
+        """Configuration of its run (`JobConfig`); None if unknown."""
         return None if self.run_dir is None else read_config(self.run_dir)
 
 
 def find(words: str, warn: Warn) -> list[Target]:
-    """The checkpoints that `words` mean, the nearest complete copy first for each; raises NotFound or ConfigError.
+    """Return the checkpoints that match `words`, for each the nearest complete copy first.
 
-    A tier that cannot be read is told to `warn`; when nothing is found in the others, its OSError is raised.
+    Raises NotFound or ConfigError. An unreadable tier is reported to `warn`; its OSError is raised if no other tier
+    has a checkpoint.
     """
     if is_location(words):
         return [target_at(words)]
@@ -166,7 +167,7 @@ def find(words: str, warn: Warn) -> list[Target]:
         run = known_run(name)
     except NotFound:
         if not mark and Path(name).is_dir():
-            return [target_at(words)]  # a folder beside, typed without a slash
+            return [target_at(words)]  # a folder in the current directory, typed without a slash
         before, colon, number = name.rpartition(":")
         if not (colon and number.isdigit()):
             raise
@@ -191,23 +192,23 @@ def find(words: str, warn: Warn) -> list[Target]:
 
 
 def find_one(words: str, warn: Warn) -> Target:
-    """The one checkpoint that `words` mean, its nearest complete copy."""
+    """Return the nearest complete copy of the checkpoint that matches `words`."""
     return find(words, warn)[0]
 
 
 def known_run(name: str) -> "Run":
-    """The run of this name, beginning of a name, or `@last`; raises NotFound."""
+    """Return the run by name, beginning of a name, or `@last`. Raises NotFound."""
     with open_store(readonly=True) as store:
         return store.run(name)
 
 
 def is_location(words: str) -> bool:
-    """Whether this is a path or URL: names of runs have no slash."""
+    """Return whether this is a path or URL. Run names contain no slash."""
     return "/" in words or words in (".", "..") or words.startswith("~")
 
 
 def target_at(words: str) -> Target:
-    """A checkpoint by its folder's path or URL; of the run whose folder it lies in."""
+    """Return the checkpoint at a folder's path or URL, with the run whose folder contains it."""
     from checkpointing.format.commit import parse_name
     from checkpointing.storage.backends import LocalStorage, storage_at, without_secrets
 
@@ -229,7 +230,7 @@ def target_at(words: str) -> Target:
 
 
 def _no_checkpoint(target: Target, words: str) -> ConfigError:
-    """What a folder is that is no checkpoint's, and what to name instead."""
+    """Return an error that describes a folder other than a checkpoint's, with what to name instead."""
     unlike = ConfigError(f"`{target.name}` is not the name of a checkpoint's folder", where=words, hint=WAYS)
     if "://" in words and not words.startswith("file://"):
         return unlike
@@ -243,16 +244,16 @@ def _no_checkpoint(target: Target, words: str) -> ConfigError:
 
 
 class ExportGiven(ConfigError):
-    """Weights for other programs are named where a checkpoint of a run is needed."""
+    """Error for exported weights given where a run's checkpoint is needed."""
 
 
 def is_export(folder: Path) -> bool:
-    """Whether weights lie in a folder as `orch ckpt import` takes them."""
+    """Return whether a folder contains weights that `orch ckpt import` accepts."""
     return any(folder.glob("*.safetensors")) or (folder / "checkpoint.pt").exists()
 
 
 def _of_run(folder: Path) -> str:
-    """How the newest checkpoint of a run is named, by the registry or by its folder."""
+    """Return a hint that names the newest checkpoint of a run, by the registry or by its folder."""
     from checkpointing.format.commit import parse_name
 
     try:
@@ -272,9 +273,9 @@ def _run_above(folder: Path) -> RunDir | None:
 
 
 def listing(run: "Run", place: RunDir, warn: Warn) -> list[Target]:
-    """All committed checkpoints of a run, newest first; copies together, the nearest complete one first.
+    """Return all committed checkpoints of a run, newest first; copies are adjacent, the nearest complete one first.
 
-    Another run with its name in a shared tier has none of them.
+    Checkpoints of another run of this name in a shared tier are left out.
     """
     from checkpointing.format.commit import parse_name
 
@@ -282,7 +283,7 @@ def listing(run: "Run", place: RunDir, warn: Warn) -> list[Target]:
         own = own_checkpoints(store, run)
     found: dict[str, list[Target]] = {}
     unread: OSError | None = None
-    # Shared tiers first: what a node has of its own may be a part.
+    # Shared tiers first: a node's own disk may have only a part.
     for tier in sorted(tiers_of(place), key=lambda tier: not tier.shared):
         try:
             entries, _ = own_and_others(tier, place, own)
@@ -317,7 +318,7 @@ def _of_step(run: str, run_dir: str, words: str, step: str, listed: list[Target]
 
 
 def _after_last(target: str) -> tuple[str, str, str]:
-    """`@last@500` means step 500 of the last run."""
+    """Split `@last@500` into the run `@last` and step 500."""
     name, mark, step = target[1:].partition("@")
     return f"@{name}", mark, step
 
@@ -329,8 +330,8 @@ NOTE = "being read by orch, process"
 def kept_while_read(*targets: Target) -> Iterator[None]:
     """Pin these checkpoints within the block, unless they are pinned already.
 
-    Raises NotFound for a checkpoint that was deleted before the pin was written. A read-only folder is read without a
-    pin; a checkpoint deleted meanwhile raises NotFound, too.
+    Raises NotFound for a checkpoint deleted before the pin was written. In a read-only folder nothing is pinned, and a
+    checkpoint deleted during the block raises NotFound, too.
     """
     from checkpointing.errors import CheckpointError
 
@@ -347,7 +348,7 @@ def kept_while_read(*targets: Target) -> Iterator[None]:
 
 
 def require_there(*targets: Target) -> None:
-    """Raise NotFound for a checkpoint that does not exist any more."""
+    """Raise NotFound for a checkpoint that no longer exists."""
     from checkpointing.tiers.catalog import Catalog
 
     for target in targets:
@@ -357,7 +358,7 @@ def require_there(*targets: Target) -> None:
 
 
 def _pin(target: Target) -> bool:
-    """Write a pin unless the checkpoint has one; return whether it was written."""
+    """Pin the checkpoint unless it is pinned; return whether a pin was written."""
     from checkpointing.retention import garbage
     from checkpointing.storage.backends import LocalStorage
 

@@ -1,4 +1,4 @@
-"""PURE: what restore tests say of a run's checkpoints: on which layouts each was restored, and which is proven."""
+"""PURE: results of restore tests by checkpoint: the layouts each was restored on, and the newest proven one."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -9,12 +9,12 @@ from orchestrator.states import Trust
 from trainer.contract.restore_test import UNDECIDED, Outcome
 
 BY_A_TEST = "restore test "
-"""How the reason of a trust begins that a restore test has found, and the note of a pin that one holds."""
+"""Prefix of a trust's reason that comes from a restore test, and of the note of a pin that a restore test holds."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Proven:
-    """A checkpoint that restore tests have restored on `layouts`, the last time at `ended_at`."""
+    """A checkpoint that restore tests restored on `layouts`, most recently at `ended_at`."""
 
     step: int
     checkpoint: str
@@ -23,7 +23,7 @@ class Proven:
 
 
 def by_checkpoint(tests: Iterable[RestoreTest]) -> dict[str, list[RestoreTest]]:
-    """The tests of each checkpoint, by its name."""
+    """Group the tests by the name of their checkpoint."""
     found: dict[str, list[RestoreTest]] = {}
     for test in tests:
         found.setdefault(test.checkpoint, []).append(test)
@@ -31,14 +31,14 @@ def by_checkpoint(tests: Iterable[RestoreTest]) -> dict[str, list[RestoreTest]]:
 
 
 def newest_by_layout(tests: Iterable[RestoreTest]) -> dict[str, RestoreTest]:
-    """Return the newest test with a verdict on each layout, among the tests of one checkpoint."""
+    """Return, from the tests of one checkpoint, the newest test with a verdict on each layout."""
     finished = [test for test in tests if test.ended_at is not None and test.verdict not in UNDECIDED]
     newest = {test.layout: test for test in sorted(finished, key=_ended)}
     return dict(sorted(newest.items(), key=lambda item: (item[0] != SAME, len(item[0]), item[0])))
 
 
 def layouts_in_words(tests: Iterable[RestoreTest]) -> str:
-    """Of one checkpoint: `same, 1` where it was restored on both, or what was found, and what is under way."""
+    """Describe the tests of one checkpoint: `same, 1` if restored on both, else the failures; then running tests."""
     known = list(tests)
     newest = newest_by_layout(known)
     bad = [f"{test.verdict} on {layout}" for layout, test in newest.items() if test.verdict != Outcome.RESTORED]
@@ -48,20 +48,20 @@ def layouts_in_words(tests: Iterable[RestoreTest]) -> str:
 
 
 def reason_beside_tests(trust: str, reason: str) -> str:
-    """Why a checkpoint is trusted so, where people see its restore tests beside it."""
+    """Return the reason of a checkpoint's trust for display beside its restore tests, without repeating them."""
     if not reason.startswith(BY_A_TEST):
         return reason
     return "" if trust == Trust.RESTORED else reason.partition(": ")[2]
 
 
 def newest_proven(tests: Iterable[RestoreTest], there: Mapping[str, float]) -> Proven | None:
-    """The newest checkpoint that was restored by a test; `there`: when those that can be restored were committed."""
+    """Return the newest checkpoint that a test restored. `there` maps restorable checkpoints to their commit times."""
     proven = [_proven(group) for name, group in by_checkpoint(tests).items() if name in there]
     return max((one for one in proven if one), key=lambda one: (there[one.checkpoint], one.step), default=None)
 
 
 def _proven(tests: list[RestoreTest]) -> Proven | None:
-    """What stands of one checkpoint: what was found corrupt on one layout is proven on none, until it is restored."""
+    """Return the layouts that one checkpoint is proven on. CORRUPT on any layout voids all earlier restores."""
     newest = newest_by_layout(tests).values()
     corrupt_at = max((_ended(test) for test in newest if test.verdict == Outcome.CORRUPT), default=0.0)
     good = [test for test in newest if test.verdict == Outcome.RESTORED and _ended(test) > corrupt_at]

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Tier:
-    """One place where a run keeps checkpoints; `label` is what people call it: `run`, or its path.
+    """A place where a run keeps checkpoints. `label` is its name for users: `run`, or its path.
 
-    `is_copy_target` tells that jobs copy checkpoints to it from a faster tier, those of earlier attempts too.
+    `is_copy_target` is True if jobs copy checkpoints to it from a faster tier, including those of earlier attempts.
     """
 
     label: str
@@ -37,12 +37,12 @@ class Tier:
         return self.catalog.storage
 
     def is_within(self, place: RunDir) -> bool:
-        """Whether it lies in the run's folder, where no other run has checkpoints."""
+        """Return whether it is inside the run's folder, which has no checkpoints of other runs."""
         return self.catalog.root.is_relative_to(place.path)
 
 
 class UnreachableStorage:
-    """The storage of a tier that this machine has no means to reach; whatever is asked of it is an OSError."""
+    """Storage of a tier that this machine cannot reach; every call raises OSError."""
 
     def __init__(self, reason: str) -> None:
         self._reason = reason
@@ -67,7 +67,7 @@ class UnreachableStorage:
 
 
 def read_config(place: RunDir) -> Any:
-    """The newest config of a run; None when there is none that can be read."""
+    """Return the newest config of a run; None if none can be read."""
     try:
         return job_config.load(place, place.newest_attempt)
     except (OSError, ValueError, TypeError, KeyError):
@@ -75,28 +75,28 @@ def read_config(place: RunDir) -> Any:
 
 
 def is_command(place: RunDir) -> bool:
-    """Whether the run's ranks are a `command:`, which keeps checkpoints where it likes."""
+    """Return whether the run's ranks are a `command:`, which chooses its own place for checkpoints."""
     config = read_config(place)
     return config is not None and bool(config.command)
 
 
 def keeps_on_nodes(place: RunDir) -> bool:
-    """Whether some tier is on the nodes' own disks, of which this machine sees its own at most."""
+    """Return whether a tier is on the nodes' own disks, of which this machine sees at most its own."""
     config = read_config(place)
     return config is not None and any(not tier.shared for tier in config.checkpoint.tiers)
 
 
 def tiers_of(place: RunDir) -> list[Tier]:
-    """Every place where the run keeps checkpoints: the run's own folder first, nodes' disks as this machine has them.
+    """Return every tier of the run that is visible from this machine, the run's own folder first.
 
-    One that cannot be spoken to from here is listed too, and raises OSError when it is.
+    An unreachable tier is included; listing it raises OSError.
     """
     from checkpointing.config import RUN
     from checkpointing.tiers.catalog import Catalog
 
     config = read_config(place)
     if config is None:
-        # Nobody knows what its jobs copy where.
+        # Without a config, assume that jobs copy to it.
         return [Tier("run", Catalog(place.checkpoints), is_copy_target=True)]
     said = config.checkpoint.tiers
     found = [Tier("run", Catalog(place.checkpoints), is_copy_target=bool(said) and said[0].path != RUN)]
@@ -107,14 +107,14 @@ def tiers_of(place: RunDir) -> list[Tier]:
 
 
 def own_checkpoints(store: "Store", run: "Run") -> "OwnCheckpoints":
-    """Which names are of this run's checkpoints, by its attempts in the registry."""
+    """Return the set of names of this run's checkpoints, by its attempts in the registry."""
     from orchestrator.controller.run_dirs.inheritable_checkpoints import OwnCheckpoints
 
     return OwnCheckpoints.from_rows(run, store.attempts(run.name))
 
 
 def own_and_others(tier: Tier, place: RunDir, own: "OwnCheckpoints") -> "tuple[list[Entry], list[Entry]]":
-    """Committed checkpoints of the run in this tier, and those of other runs with its name; raises OSError."""
+    """Return this run's committed checkpoints in the tier, and those of other runs of this name. Raises OSError."""
     entries = tier.catalog.committed()
     if tier.is_within(place):
         return entries, []
@@ -122,7 +122,7 @@ def own_and_others(tier: Tier, place: RunDir, own: "OwnCheckpoints") -> "tuple[l
 
 
 def _configured(place: RunDir, said: "TierConfig", *, is_copy_target: bool) -> list[Tier]:
-    """One configured tier as it is seen from here: of nodes' own disks those folders that this machine has."""
+    """Return one configured tier as visible from here: of the nodes' own disks only the folders on this machine."""
     from checkpointing.tiers.catalog import Catalog
     from checkpointing.tiers.tier import resolve_tier
 
@@ -151,9 +151,9 @@ def _on_this_machine(tier: "ResolvedTier", label: str) -> "list[tuple[str, Catal
 
 
 def missing_files(storage: "Storage", name: str) -> tuple[frozenset[str], int]:
-    """Files of a checkpoint that this place does not have, and how many there are in all; raises OSError.
+    """Return the files of a checkpoint that are missing here, and the total number of files. Raises OSError.
 
-    None are lacking when the manifest cannot be believed: that is for a verification to tell.
+    None are reported as missing if the manifest is invalid; verification reports that.
     """
     from checkpointing.verification.verify import read_sealed
 

@@ -19,7 +19,7 @@ from orchestrator.errors import CheckpointInvalid, NotFound
 
 
 def prepare() -> None:
-    """One thread: many that wait for few cores are slower, and a login node is not ours alone. No word about NumPy."""
+    """Use one thread, since many are slower on few cores and a login node is shared; silence NumPy's warning."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy", category=UserWarning)
 
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
     from checkpointing.verification.verify import Fault, Report
 
 LEAST_KEPT = 2
-"""Level from which on what was found is written down: below it most bytes were not looked at."""
+"""Lowest level whose result is recorded; lower levels leave most bytes unread."""
 
 SHOWN = 20
-"""Faults of one checkpoint that people are shown; programs get all."""
+"""Maximum number of faults of one checkpoint in text output; JSON has all."""
 
 
 @click.command("verify", cls=Verb)
@@ -62,7 +62,7 @@ def verify(screen: Screen, target: str, level: int, copies: bool) -> int:
 
 
 def _kept(screen: Screen, target: Target, level: int, *, alone: bool) -> dict[str, Any] | None:
-    """The answer for one checkpoint, which is pinned meanwhile; None for one of several that its run has deleted."""
+    """Verify one checkpoint, pinned meanwhile. Returns None if it is one of several and its run has deleted it."""
     try:
         with kept_while_read(target):
             return _answer(screen, target, level)
@@ -77,7 +77,7 @@ def _answer(screen: Screen, target: Target, level: int) -> dict[str, Any]:
     with screen.bar(target.name if target.step is None else f"step {target.step}") as meter:
         report = _report(target, level, meter)
     if not report.ok and target.run is not None:
-        require_there(target)  # a checkpoint that its run deleted meanwhile has no fault
+        require_there(target)  # a checkpoint that its run deleted meanwhile is not faulty
     rate = report.bytes / report.seconds / 1024**3 if report.seconds > 0 else 0.0
     _show(screen, target, report, rate)
     _record_verdict(screen, target, report)
@@ -98,17 +98,17 @@ def _report(target: Target, level: int, meter: Any) -> "Report":
 
 
 def _check_readable(target: Target) -> None:
-    """Raise the OSError of a place that gives no answer: that is no fault of the checkpoint."""
+    """Raise the OSError of a place that does not answer. That is not a fault of the checkpoint."""
     from checkpointing.errors import ManifestError
     from checkpointing.format.commit import read_commit
 
-    # Whatever else is wrong with COMMIT is for the verification to tell.
+    # Other faults of COMMIT are reported by the verification.
     with suppress(ManifestError, FileNotFoundError, NotADirectoryError, IsADirectoryError):
         read_commit(target.storage, target.name)
 
 
 def _part(target: Target, level: int, meter: Any, absent: Collection[str], count: int) -> "Report":
-    """What a node has of a checkpoint: the files that are there. Structure and values need all of them."""
+    """Verify the files of a checkpoint that this node has. Structure and values need all files."""
     from checkpointing.verification.verify import verify_in
 
     report = verify_in(target.storage, target.name, min(level, 2), meter)
@@ -124,7 +124,7 @@ def _whole(target: Target, level: int, meter: Any) -> "Report":
 
         return verify_in(target.storage, target.name, level, meter)
     prepare()
-    # The only levels that need torch, which takes seconds to import.
+    # Only these levels need torch, which takes seconds to import.
     from checkpointing.engine.audit.audit import audit_in
     from trainer.worker.saved_state.checkpoint_contents import expected
 
@@ -133,11 +133,11 @@ def _whole(target: Target, level: int, meter: Any) -> "Report":
 
 
 def _record_verdict(screen: Screen, target: Target, report: "Report") -> None:
-    """Write down what was found of a run's checkpoint: retention must not rely on a bad copy."""
+    """Record the result for a run's checkpoint, so that retention does not rely on a bad copy."""
     if target.run_dir is None or report.level < LEAST_KEPT:
         return
     if report.faults and not any(fault.is_damage for fault in report.faults):
-        return  # a file that cannot be read now may be read later
+        return  # a file that is unreadable now may be readable later
     from checkpointing.storage.backends import LocalStorage
     from checkpointing.tiers.catalog import Catalog
     from checkpointing.verification import verdicts

@@ -1,1 +1,1 @@
-"""Verbs about the machine and the cluster: doctor, nodes, controller."""
+"""Verbs for the machine and the cluster: doctor, nodes, controller."""

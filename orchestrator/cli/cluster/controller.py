@@ -24,20 +24,20 @@ from orchestrator.states import LIVE_RUNS
 from trainer.contract.config_sections.scheduler_kinds import choices
 
 ALIVE_WITHIN = 30.0
-"""Seconds that a new controller may take until it has the lease."""
+"""Seconds within which a new controller must acquire the lease."""
 LOOK_EVERY = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Started:
-    """A controller that lives, and whether this command started it."""
+    """Health of a live controller, and whether this command started it."""
 
     started: bool
     health: Health
 
 
 def start_controller(screen: Screen, kind: str) -> Started:
-    """Start a controller for this kind of scheduler unless one lives; raises Precondition when it does not come up."""
+    """Start a controller for this kind of scheduler unless one is alive. Raises Precondition if it does not come up."""
     started = service.ensure_running(registry_path(), kind)
     screen.if_interrupted = lambda: "interrupted: `orch controller status` says whether the controller has come up"
     key = lease_key(kind)
@@ -72,15 +72,15 @@ def controller() -> None:
 @click.option("--cluster", type=click.Choice(choices()), default="auto", help="Which runs to serve.")
 @click.pass_obj
 def run(screen: Screen, idle_exit: float | None, cluster: str) -> None:
-    """Run a controller in the foreground until stopped (`orch submit` starts one by itself).
+    """Run a controller in the foreground until stopped (`orch submit` starts one automatically).
 
-    One controller serves one cluster: the Slurm that this host reaches, or, if there is none (or with
-    `--cluster local`), the local jobs of this host.
+    One controller serves one cluster: the Slurm that this host reaches, or without one (or with `--cluster local`) the
+    local jobs of this host.
     """
     from orchestrator.controller import service
     from orchestrator.scheduler.available_schedulers import resolve
 
-    # The daemon tells what it does by logging; in the foreground that goes to the terminal.
+    # The daemon reports its actions by logging; in the foreground the log goes to the terminal.
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     kind = resolve(cluster)
     screen.if_interrupted = lambda: "interrupted: no controller runs here; the jobs go on"
@@ -94,8 +94,8 @@ def run(screen: Screen, idle_exit: float | None, cluster: str) -> None:
 def start(screen: Screen, cluster: str) -> None:
     """Start a controller in the background if none is alive; it ends when nothing is left to do.
 
-    Without `--cluster` one is started for each cluster that has live runs and is reached from here, or else for that of
-    the newest run, or, if there is none, for the Slurm that this host reaches, or for its local jobs.
+    Without `--cluster` it starts one for each reachable cluster with live runs. Without live runs it starts one for the
+    cluster of the newest run, or else for the Slurm that this host reaches or for its local jobs.
     """
     from orchestrator.cli.cluster.controller import start_controller
 
@@ -129,8 +129,8 @@ def _kinds_to_start(cluster: str) -> list[str]:
 def tick(screen: Screen) -> int:
     """Make one pass over the runs of this host and of the Slurm it reaches; do nothing if a controller is alive.
 
-    It replaces a stalled controller: it waits until the lease has expired, or says why it cannot (exit code 4). The
-    exit code is 5 if a scheduler did not answer: its runs are unchanged.
+    It replaces a stalled controller once its lease has expired, or reports why it cannot (exit code 4). The exit code
+    is 5 if a scheduler did not answer: its runs are unchanged.
     """
     screen.if_interrupted = lambda: "interrupted: the next pass goes on where this one stopped"
     report, stalled = _pass()
@@ -154,9 +154,9 @@ def tick(screen: Screen) -> int:
 
 
 def _pass() -> "tuple[TickReport | None, str]":
-    """A pass for each kind of scheduler here, as one report; None where others act for all of them.
+    """Run a pass for each kind of scheduler here and merge the reports; None if controllers are alive for all of them.
 
-    With it why nobody acts for one of them.
+    Also returns why no controller acts for one of them; empty if all are served.
     """
     from orchestrator.controller import service
     from orchestrator.scheduler.available_schedulers import kinds, lease_key
@@ -171,7 +171,7 @@ def _pass() -> "tuple[TickReport | None, str]":
 @controller.command("status")
 @click.pass_obj
 def status(screen: Screen) -> None:
-    """Say which controllers are alive, for which clusters, and when they last looked at the runs."""
+    """List the live controllers, their clusters, and when they last looked at the runs."""
     from orchestrator.controller import service
     from orchestrator.registry import fast_queries
 
@@ -217,7 +217,7 @@ def stop(screen: Screen) -> None:
 def install(screen: Screen, via: str, every: int, only_print: bool, remove: bool) -> None:
     """Let cron (or Slurm's scrontab) run `orch controller tick`, so that runs survive a reboot of the login node.
 
-    Restore tests that are due begin by it too, as `restore_tests` of each run's configuration says.
+    These passes also begin restore tests that are due, by `restore_tests` of each run's configuration.
     """
     from orchestrator.cli.cluster import crontab
 
@@ -241,7 +241,7 @@ def install(screen: Screen, via: str, every: int, only_print: bool, remove: bool
 
 
 def _plain(value: Any) -> Any:
-    """A report as plain JSON data, times as ISO 8601."""
+    """Return a report as plain JSON data, with times as ISO 8601."""
     from dataclasses import asdict, is_dataclass
 
     fields = asdict(value) if is_dataclass(value) and not isinstance(value, type) else value

@@ -1,4 +1,4 @@
-"""The user's crontab or scrontab: read it, and replace the lines that are ours."""
+"""The user's crontab or scrontab: reading it and replacing our lines."""
 
 import os
 import shlex
@@ -14,12 +14,12 @@ from orchestrator.home import registry_path, state_home
 MARK = "# orch controller:"
 LOG = "controller-tick.log"
 TEMPLATE, OPTIONS = "controller.scrontab", "#SCRON"
-"""The file of `sbatch_templates/` that has our lines, and how those begin that are for Slurm alone."""
+"""The template in `sbatch_templates/` with our lines, and the prefix of its Slurm-only lines."""
 TIMEOUT = 30.0
 
 
 def lines(via: str, every: int) -> list[str]:
-    """Our lines: a mark by which they are found again, for scrontab its options, and the command."""
+    """Return our lines: the mark that identifies them, options (scrontab only), and the command."""
     words = [sys.executable, "-P", "-m", "orchestrator.cli.main", "controller", "tick", "--quiet"]
     registry = str(registry_path().absolute())
     places = {"ORCH_HOME": str(state_home().resolve()), "ORCH_REGISTRY": registry, **_search_paths()}
@@ -31,26 +31,26 @@ def lines(via: str, every: int) -> list[str]:
         log=shlex.quote(str(state_home().resolve() / LOG)),
     )
     wanted = [line for line in filled.splitlines() if via == "scrontab" or not line.startswith(OPTIONS)]
-    # In a crontab a bare per cent sign ends the command.
+    # In a crontab an unescaped percent sign ends the command.
     return [*wanted[:-1], wanted[-1].replace("%", "\\%")]
 
 
 def _search_paths() -> dict[str, str]:
-    """What finds Slurm here: cron starts commands with a PATH of two folders and nothing else."""
+    """Return the variables with which Slurm is found; cron sets a PATH of two folders and nothing else."""
     folders = dict.fromkeys(name for name in os.environ.get("PATH", "").split(":") if os.path.isdir(name))
     others = {
         name: os.environ[name] for name in ("SLURM_CONF", "SLURM_CLUSTERS", "LD_LIBRARY_PATH") if os.environ.get(name)
     }
-    # Some crons take no more than 1000 characters: folders that are not there only make the line longer.
+    # Some crons accept at most 1000 characters, so missing folders are left out.
     return {"PATH": ":".join(folders), **others}
 
 
 def read(via: str) -> list[str]:
-    """All lines of the user's table; an empty one when there is none yet."""
+    """Return all lines of the user's table; empty if it does not exist yet."""
     done = _run(via, "-l")
     if done.returncode == 0:
         return done.stdout.splitlines()
-    # Nothing else may count as empty: what is read here is written back in place of the whole table.
+    # No other error counts as empty: the returned lines replace the whole table when written back.
     if "no crontab" in done.stderr.lower():
         return []
     raise Precondition(
@@ -61,7 +61,7 @@ def read(via: str) -> list[str]:
 
 
 def without(table: list[str]) -> list[str]:
-    """The table without our lines: a mark, the options under it, and the command that follows."""
+    """Return the table without our lines: the mark, the options below it, and the command."""
     kept: list[str] = []
     ours = False
     for line in table:
@@ -75,8 +75,8 @@ def without(table: list[str]) -> list[str]:
 
 
 def write(via: str, table: list[str]) -> None:
-    """Put the whole table back."""
-    (state_home() / LOG).touch(mode=0o600)  # Slurm opens a job's `--output` with a umask that is not ours
+    """Replace the user's whole table."""
+    (state_home() / LOG).touch(mode=0o600)  # Slurm opens a job's `--output` with a different umask
     done = _run(via, "-", text="".join(f"{line}\n" for line in table))
     if done.returncode:
         raise Precondition(

@@ -28,11 +28,11 @@ from trainer.contract.config_sections.scheduler_kinds import SLURM
 COMMANDS = ("sbatch", "squeue", "scancel", "scontrol", "srun")
 ANSWER_WITHIN = 10.0
 CommandRunner = Callable[[list[str]], str]
-"""Runs a Slurm command and returns what it printed; raises OrchError."""
+"""Runs a Slurm command and returns its output; raises OrchError."""
 
 
 def ask_slurm(command: list[str]) -> str:
-    """The answer of a Slurm command; raises OrchError when there is none or it is a refusal."""
+    """Return the output of a Slurm command. Raises OrchError if it fails or does not answer."""
     from orchestrator.scheduler.slurm.command_output import run_command, unreachable
 
     done = run_command(command, ANSWER_WITHIN)
@@ -44,9 +44,9 @@ def ask_slurm(command: list[str]) -> str:
 def slurm(
     root: Path | None, *, wanted: bool, jobs: Mapping[str, Resources], ask: CommandRunner = ask_slurm
 ) -> Iterator[Check]:
-    """Commands, an answer, accounting, configuration, nodes. `wanted`: the configuration asks for Slurm by name.
+    """Check Slurm's commands, answer, accounting, configuration and nodes.
 
-    `jobs`: what configurations ask of the nodes, by their names.
+    `wanted`: the configuration names Slurm. `jobs`: node requirements of configurations, by name.
     """
     missing = [name for name in COMMANDS if shutil.which(name) is None]
     if len(missing) == len(COMMANDS):
@@ -85,13 +85,13 @@ def slurm(
 
 
 def parse_config(text: str) -> dict[str, str]:
-    """`scontrol show config`: one `Name = value` line each."""
+    """Parse `scontrol show config`: one `Name = value` line each."""
     pairs = (line.partition("=") for line in text.splitlines() if "=" in line)
     return {name.strip(): value.strip() for name, _, value in pairs}
 
 
 def accounting(settings: Mapping[str, str], ask: CommandRunner) -> Check:
-    """Whether `sacct` tells of ended jobs."""
+    """Check whether `sacct` reports ended jobs."""
     without = "the queue, heartbeats and outcome files decide; that a node failed is known later or not at all"
     if settings.get("AccountingStorageType", "").endswith("none") or shutil.which("sacct") is None:
         return Check("accounting", WARN, f"there is no accounting here: {without}")
@@ -103,7 +103,7 @@ def accounting(settings: Mapping[str, str], ask: CommandRunner) -> Check:
 
 
 def demand(source: str, asked: Resources, ask: CommandRunner, *, wanted: bool) -> Check:
-    """Whether the nodes that Slurm reports have what a configuration asks for."""
+    """Check whether the nodes that Slurm reports meet the requirements of a configuration."""
     try:
         partitions, nodes = partitions_here(ask(list(PARTITIONS))), read_nodes(ask(list(NODES)))
     except OrchError as error:
@@ -124,7 +124,7 @@ def demand(source: str, asked: Resources, ask: CommandRunner, *, wanted: bool) -
 
 
 def promises(settings: Mapping[str, str]) -> Iterator[Check]:
-    """What the site's settings mean for runs: how fast a failure is seen, what preemption leaves, who requeues."""
+    """Explain the site's settings: time to detect a failure, time to save on preemption, requeueing."""
     wait, timeout = seconds(settings.get("KillWait")), seconds(settings.get("SlurmdTimeout"))
     lead = f"{wait} s" if wait is not None else "an unknown time"
     yield Check("stop", OK, f"KillWait {lead}: what a job has to save in after SIGTERM; --signal gives it more")
@@ -160,13 +160,13 @@ def _preemption(settings: Mapping[str, str]) -> Check:
 
 
 def seconds(text: str | None) -> int | None:
-    """`30 sec` as 30."""
+    """Return the leading number: `30 sec` is 30."""
     match = re.match(r"(\d+)", text or "")
     return int(match[1]) if match else None
 
 
 def periodic_passes() -> Check:
-    """Who could keep runs going after a reboot of this host."""
+    """Check whether cron or scrontab keeps runs going after a reboot of this host."""
     from orchestrator.cli.cluster import crontab
 
     ways = []
@@ -188,7 +188,7 @@ def periodic_passes() -> Check:
 
 
 FIRST_RUN = "slurm-first-run"
-"""The preset that a newcomer submits first."""
+"""Preset that a new user submits first."""
 MARKS = {OK: "ok  ", INFO: "note", WARN: "warn", FAIL: "FAIL"}
 
 
@@ -218,7 +218,7 @@ def doctor(screen: Screen, root: Path | None, source: str) -> int:
 
 
 def _cluster(source: str, found: list[Check]) -> dict[str, Any]:
-    """The `cluster` part of the user's configuration; what is wrong with it is a finding."""
+    """Return the `cluster` section of the user's configuration; its errors become findings."""
     from orchestrator.config.compose import compose  # omegaconf: only for the verbs that read configurations
 
     try:
@@ -230,7 +230,7 @@ def _cluster(source: str, found: list[Check]) -> dict[str, Any]:
 
 
 def _jobs(source: str) -> dict[str, Resources]:
-    """What a run of this configuration asks of the nodes, by its name; nothing where Slurm is not here to be asked."""
+    """Return the resources of a run of this configuration, by its name; empty if Slurm is not available here."""
     from orchestrator.config.compose import compose  # as above
     from orchestrator.scheduler.available_schedulers import kinds
     from orchestrator.submission.create_run import first_job
@@ -239,7 +239,7 @@ def _jobs(source: str) -> dict[str, Resources]:
         return {}
     try:
         return {source: first_job(compose(source, (), environ=os.environ).config, SLURM).resources}
-    except OrchError:  # told by `_cluster`, where it is the configuration that was asked for
+    except OrchError:  # reported by `_cluster` if it is the requested configuration
         return {}
 
 

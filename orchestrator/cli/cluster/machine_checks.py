@@ -26,7 +26,7 @@ _LITTLE = 5 * 1024**3
 
 @dataclass(frozen=True)
 class Check:
-    """One finding. `fail` must be mended before runs can go on; `warn` should be known."""
+    """Result of a check. `fail` must be fixed before runs can continue; `warn` is worth knowing."""
 
     name: str
     level: str
@@ -35,7 +35,7 @@ class Check:
 
 
 def machine(root: Path | None) -> Iterator[Check]:
-    """Everything that can be known without Slurm."""
+    """Run every check that does not need Slurm."""
     yield python()
     yield from packages()
     yield compiler()
@@ -54,7 +54,7 @@ def python(version: tuple[int, ...] = sys.version_info[:3]) -> Check:
 
 
 def packages() -> Iterator[Check]:
-    """Installed versions, from their metadata: nothing is imported, torch least of all."""
+    """Check installed versions by their metadata, without importing anything, in particular torch."""
     missing, found = [], {}
     for name, least in NEEDED.items():
         try:
@@ -71,7 +71,7 @@ def packages() -> Iterator[Check]:
 
 
 def compiler(headers: Path | None = None) -> Check:
-    """What `train.compile` needs on the nodes: a C++ compiler, and the headers of this Python."""
+    """Check for the requirements of `train.compile` on nodes: a C++ compiler and the headers of this Python."""
     word = os.environ.get("CXX", "g++")
     file = (headers or Path(sysconfig.get_path("include"))) / "Python.h"
     if shutil.which(word) is None:
@@ -92,7 +92,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def state_folder() -> Check:
-    """`ORCH_HOME` can be made and written."""
+    """Check that `ORCH_HOME` can be created and written."""
     try:
         home = state_home()
         _write_and_rename(home)
@@ -105,7 +105,7 @@ def state_folder() -> Check:
 
 
 def registry(path: Path) -> Iterator[Check]:
-    """Its file system, the journal that is safe there, and its version."""
+    """Check the registry's file system, the journal mode that is safe there, and its version."""
     from orchestrator.registry import fast_queries, file_systems, versions
 
     try:
@@ -129,7 +129,7 @@ def registry(path: Path) -> Iterator[Check]:
 
 
 def run_folder(root: Path | None) -> Iterator[Check]:
-    """The folder of all runs can be written and renamed in, and has room."""
+    """Check that the folder of all runs is writable, supports rename, and has free space."""
     if root is None:
         yield Check("root", INFO, "no folder for runs was looked at", "orch doctor --root FOLDER")
         return
@@ -163,7 +163,7 @@ def run_folder(root: Path | None) -> Iterator[Check]:
 
 
 def is_local(root: Path) -> bool:
-    """Whether the folder lies on a file system that other hosts cannot see."""
+    """Return whether the folder is on a file system that other hosts cannot see."""
     from orchestrator.registry.file_systems import mounted
 
     mount = mounted(_nearest(root))
@@ -178,7 +178,7 @@ def _kind(path: Path) -> str:
 
 
 def _nearest(path: Path) -> Path:
-    """The path, or the nearest folder above it that exists."""
+    """Return the path, or its nearest ancestor that exists."""
     path = path.expanduser().absolute()
     while not path.exists():
         path = path.parent
@@ -186,7 +186,7 @@ def _nearest(path: Path) -> Path:
 
 
 def _write_and_rename(folder: Path) -> None:
-    """What every commit needs: write, fsync, rename, read under the new name. Leaves nothing; raises OSError."""
+    """Try the operations of every commit: write, fsync, rename, read under the new name. Cleans up; raises OSError."""
     if not folder.is_dir():
         raise NotADirectoryError(20, "is not a folder", str(folder))
     first = folder / f".orch-probe-{secrets.token_hex(6)}"

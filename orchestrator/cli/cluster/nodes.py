@@ -1,4 +1,4 @@
-"""`orch nodes`: the nodes that runs have used, and those that jobs are kept away from."""
+"""`orch nodes`: the nodes that runs have used, and excluded nodes."""
 
 import socket
 import time
@@ -52,7 +52,7 @@ def ls(screen: Screen) -> None:
 
 def _row(node: Any, now: float) -> dict[str, Any]:
     by = node.excluded_by(now)
-    used = node.attempts or node.failures  # else it was only excluded
+    used = node.attempts or node.failures  # otherwise it was only excluded
     return {
         "node": node.name,
         "cluster": node.cluster,
@@ -73,7 +73,7 @@ def _ago(age: float | None) -> str:
 
 
 def _for(left: float | None) -> str:
-    """How long an exclusion holds yet."""
+    """Format the remaining time of an exclusion."""
     return "until released" if left is not None and left > UNTIL_RELEASED / 2 else span(left)
 
 
@@ -86,7 +86,7 @@ def _for(left: float | None) -> str:
 def exclude(screen: Screen, names: tuple[str, ...], period: str | None, why: str, no_controller: bool) -> int:
     """Keep jobs away from nodes: no job of any run that is submitted from now on gets them.
 
-    NODE is a name or a host list (gpu[003,017]). Jobs that are queued or run already keep their nodes.
+    NODE is a name or a host list (gpu[003,017]). Jobs that are already queued or running keep their nodes.
     """
     until = UNTIL_RELEASED if period is None else time.time() + _seconds(period)
     by = f"{own_name()}@{socket.gethostname()}"
@@ -104,7 +104,7 @@ def _seconds(period: str) -> float:
 
 
 def _expanded(names: tuple[str, ...]) -> list[str]:
-    """Single names of what may be host lists; raises ConfigError."""
+    """Expand host lists to single names. Raises ConfigError."""
     from orchestrator.scheduler.slurm.command_output import expand_nodes
     from orchestrator.scheduler.slurm.sbatch_values import check_nodes  # as for cluster.exclude
 
@@ -116,14 +116,14 @@ def _expanded(names: tuple[str, ...]) -> list[str]:
 @NO_CONTROLLER
 @click.pass_obj
 def release(screen: Screen, names: tuple[str, ...], no_controller: bool) -> int:
-    """Remove the exclusion of nodes: from the next attempt on they may be used again."""
+    """Remove the exclusion of nodes: they may be used again from the next attempt on."""
     return _request_each(screen, RELEASE, _expanded(names), {}, no_controller)
 
 
 def _request_each(screen: Screen, verb: str, names: list[str], args: dict[str, Any], no_controller: bool) -> int:
-    """Write the requests down, let the controller act, and say what it answered."""
+    """Record the requests, let the controller act, and print its answers."""
     with open_store() as store:
-        clusters = {name: _clusters(store, verb, name) for name in names}  # all, before anything is written
+        clusters = {name: _clusters(store, verb, name) for name in names}  # all before the first request
         asked = [item for name in names for item in _requested(store, verb, name, clusters[name], args)]
         kinds = sorted({item["kind"] for item in asked if item["where"].reached})
         silent = {kind: wake_controller(screen, kind, no_controller=no_controller) for kind in kinds}
@@ -141,7 +141,7 @@ def _request_each(screen: Screen, verb: str, names: list[str], args: dict[str, A
 
 
 def _clusters(store: Any, verb: str, name: str) -> list[str]:
-    """The clusters that have this node, as the registry knows, or as Slurm here says. Raises NotFound, Precondition."""
+    """Return the clusters that have this node, from the registry or from Slurm. Raises NotFound, Precondition."""
     from orchestrator.scheduler.scheduler_instance import is_one_host
 
     found = [node.cluster for node in store.nodes() if node.name == name]
@@ -158,7 +158,7 @@ def _clusters(store: Any, verb: str, name: str) -> list[str]:
 
 
 def _cluster_with(name: str) -> str:
-    """The cluster that is reached from here, which has a node that no run has used yet; raises NotFound."""
+    """Return the cluster reachable from here that has this so far unused node. Raises NotFound."""
     from orchestrator.scheduler.available_schedulers import FACTORIES, instance_of, kinds
 
     reached = False
@@ -176,7 +176,7 @@ def _cluster_with(name: str) -> str:
 def _requested(
     store: Any, verb: str, name: str, clusters: list[str], args: dict[str, Any]
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """One request for each cluster that has this node; a run of that cluster carries it. Raises Precondition."""
+    """Record one request per cluster with this node, under a run of that cluster. Raises Precondition without a run."""
     now, asked = time.time(), []
     for cluster in clusters:
         run = next((run for run in store.runs() if run.domain == cluster), None)

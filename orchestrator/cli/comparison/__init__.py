@@ -1,1 +1,1 @@
-"""`orch compare`: runs beside each other, and whether they computed the same."""
+"""`orch compare`: runs side by side, and whether they computed the same."""

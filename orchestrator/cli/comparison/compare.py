@@ -33,23 +33,23 @@ from orchestrator.states import LIVE_RUNS
 from trainer.contract.run_dir import RunDir
 
 BARS, PLAIN_BARS = "▁▂▃▄▅▆▇█", "_.-=*#%@"
-"""From the lowest to the highest loss; the second for terminals that cannot show the first."""
+"""Characters from the lowest to the highest loss; the second set for terminals that cannot show the first."""
 NOT_FINITE = "x"
 _OUTLIERS = 0.02
-"""Share of the highest losses that do not stretch the scale."""
+"""Share of the highest losses that are excluded from the scale."""
 
 
 @dataclass(frozen=True)
 class LossCurve:
-    """Loss by step, NaN and infinities included; of a step that was trained again, the newest."""
+    """Loss by step, including NaN and infinities; for a step that was trained again, the newest value."""
 
     losses: Mapping[int, float] = field(default_factory=dict)
     tokens_per_s: float | None = None  # median over all steps
-    computed: Mapping[int, str] = field(default_factory=dict)  # all that training computed, by `computed_part`
+    computed: Mapping[int, str] = field(default_factory=dict)  # all computed numbers, by `computed_part`
 
     @classmethod
     def read(cls, run_dir: Path) -> "LossCurve":
-        """What the attempts of a run have written; empty for a run that has trained nothing, or is not visible."""
+        """Read the metrics of a run's attempts; empty if it has not trained or its folder is not visible."""
         losses: dict[int, float] = {}
         speeds: list[float] = []
         computed: dict[int, str] = {}
@@ -63,14 +63,14 @@ def _read_into(path: Path, losses: dict[int, float], speeds: list[float], comput
         try:
             losses[step] = number(fields["loss"])
         except (ValueError, KeyError, TypeError):
-            continue  # of a version that writes something else
+            continue  # written by a version with another format
         computed[step] = computed_part(fields)
         if isinstance(speed := fields.get("tokens_per_s"), (int, float)):
             speeds.append(speed)
 
 
 def common_steps(curves: Sequence[LossCurve], most: int) -> list[int]:
-    """Steps that all of them have trained, at most so many, evenly spread, the last one included."""
+    """Return at most `most` steps that all curves have, evenly spaced, including the last one."""
     shared = sorted(set.intersection(*(set(curve.losses) for curve in curves))) if curves else []
     if len(shared) <= most:
         return shared
@@ -79,7 +79,7 @@ def common_steps(curves: Sequence[LossCurve], most: int) -> list[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """The same scale for all curves that are compared: from step `first` to `last`, from loss `low` to `high`."""
+    """The scale shared by all compared curves: steps `first` to `last`, losses `low` to `high`."""
 
     first: int
     last: int
@@ -88,7 +88,7 @@ class Scale:
 
     @classmethod
     def of(cls, curves: Sequence[LossCurve]) -> "Scale | None":
-        """None where no run has a finite loss."""
+        """Return the scale of the curves; None if no run has a finite loss."""
         steps = [step for curve in curves for step in curve.losses]
         finite = sorted(loss for curve in curves for loss in curve.losses.values() if math.isfinite(loss))
         if not finite:
@@ -98,7 +98,7 @@ class Scale:
 
 
 def sparkline(curve: LossCurve, scale: Scale | None, width: int, bars: str = BARS) -> str:
-    """The curve in at most `width` characters; empty for a run without losses, a gap where it has none."""
+    """Draw the curve in at most `width` characters, with blanks for missing steps; empty for a run without losses."""
     if scale is None or not curve.losses:
         return ""
     cells: list[list[float]] = [[] for _ in range(min(width, scale.last - scale.first + 1))]
@@ -108,7 +108,7 @@ def sparkline(curve: LossCurve, scale: Scale | None, width: int, bars: str = BAR
 
 
 def _bar(losses: Sequence[float], scale: Scale, bars: str) -> str:
-    """The mean of a few steps as one character."""
+    """Return the mean of a few steps as one character."""
     finite = [loss for loss in losses if math.isfinite(loss)]
     if not losses:
         return " "
@@ -120,18 +120,18 @@ def _bar(losses: Sequence[float], scale: Scale, bars: str) -> str:
 
 POINTS = 10
 WIDE, NARROW = 60, 24
-"""Characters of a curve, with much room and with little."""
+"""Width of a curve in characters, on wide and on narrow terminals."""
 BESIDE = 74
-"""Columns that the table of runs needs beside their names."""
+"""Columns of the run table beside the names."""
 SOFTWARE = ("code.orch", "code.user", "env.python", "env.torch", "env.driver", "data.fingerprint")
-"""What runs of one configuration may differ in all the same; fields of a run's identity."""
+"""Identity fields that may differ between runs of one configuration."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Compared:
-    """One of the runs; `config` is resolved and flat, times are seconds."""
+    """A compared run. `config` is resolved and flat; times are in seconds."""
 
-    row: dict[str, Any]  # as `orch status` has it
+    row: dict[str, Any]  # as in `orch status`
     config: Mapping[str, Any]
     software: Mapping[str, Any]
     curve: LossCurve
@@ -153,7 +153,7 @@ def compare(screen: Screen, runs: tuple[str, ...], tags: tuple[str, ...], points
     """Compare runs: whether they are equal, where they differ, speed, losses at the steps they share.
 
     It lists the keys of the configuration and the software that differ, and draws each loss in one line, all on the
-    same scale. It says whether training computed the same, bit for bit, at all steps they share, or where not first.
+    same scale. It reports whether all shared steps are equal bit for bit, or the first difference.
     """
     tagged = list(reversed(rows_with_tags(tags))) if tags else []
     chosen = list({row["run"]: row for row in [*map(one_row, dict.fromkeys(runs)), *tagged]}.values())
@@ -177,7 +177,7 @@ def compare(screen: Screen, runs: tuple[str, ...], tags: tuple[str, ...], points
 
 
 def _too_few(names: Sequence[str], tags: Sequence[str], tagged: bool) -> ConfigError:
-    """What to say of one run or none, and what to type instead; `tagged`: some run has all of the tags."""
+    """Return the error for fewer than two runs, with a command that works. `tagged`: a run has all of the tags."""
     pair, listed = _pair(names), ", ".join(f"`orch status -t {tag}`" for tag in dict.fromkeys(tags))
     having = f"all of the tags {', '.join(tags)}" if len(tags) > 1 else f"the tag {', '.join(tags)}"
     if unknown := unknown_tags(tags):
@@ -191,7 +191,7 @@ def _too_few(names: Sequence[str], tags: Sequence[str], tagged: bool) -> ConfigE
 
 
 def _pair(names: Sequence[str]) -> str:
-    """A command that compares what was named, with the newest of the other runs."""
+    """Return a command that compares the named run with the newest of the others."""
     from orchestrator.registry import fast_queries
 
     others = [row["run"] for row in fast_queries.newest(registry_path(), 2 + len(names)) if row["run"] not in names]
@@ -219,13 +219,13 @@ def _read(row: dict[str, Any]) -> Compared:
 
 
 def _end(run: Run, attempts: Sequence[Attempt], now: float) -> float:
-    """When the run ended, or now."""
+    """Return the time at which the run ended, or `now` for a live run."""
     ended = [attempt.ended_at for attempt in attempts if attempt.ended_at is not None]
     return now if run.state in LIVE_RUNS else max(ended, default=run.updated_at)
 
 
 def _software(identity: Mapping[str, Any], key: str) -> Any:
-    """A field of an identity, short enough for a table: digests and commits by their beginnings."""
+    """Return an identity field for a table, with digests and commits abbreviated."""
     part, _, name = key.partition(".")
     value = (identity.get(part) or {}).get(name)
     if key == "code.orch" and isinstance(value, dict):
@@ -243,7 +243,7 @@ def _place(place: Mapping[str, Any]) -> str:
 
 
 def _differences(values: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Keys of which not all have the same value, with all values; None for a key that is not there."""
+    """Return the values of all runs for each key in which they differ; None for a missing key."""
     keys = dict.fromkeys(key for one in values for key in one)
     rows = {key: [one.get(key) for one in values] for key in keys}
     differing = {key: row for key, row in rows.items() if len({dump_line(value) for value in row}) > 1}
@@ -283,7 +283,7 @@ def _equality(found: Sequence[Compared], equality: Equality) -> dict[str, Any]:
 
 
 def _labels(found: Sequence[Compared], width: int) -> list[str]:
-    """What stands for the runs in tables: names where there is room for them, else numbers."""
+    """Return the column titles of the runs: their names if they fit, otherwise numbers."""
     names = [run.name for run in found]
     room = min((width - 32) / len(found) - 2, width - BESIDE)
     return names if max(map(len, names)) <= room else [f"#{index}" for index in range(1, len(found) + 1)]
@@ -372,7 +372,7 @@ def _loss_table(screen: Screen, found: Sequence[Compared], steps: Sequence[int],
 
 
 def _where_they_stand(found: Sequence[Compared], labels: Sequence[str]) -> str:
-    """The progress that commands report, which have no losses by step; empty where every run is a workload's."""
+    """Describe the progress that commands report, for lack of losses by step; empty if every run is a workload's."""
     if not any(run.config.get("command") for run in found):
         return ""
     stands = [

@@ -11,7 +11,7 @@ from trainer.contract.run_dir import RunDir
 
 
 def metrics_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Every whole line with its step; nothing of a file that is not there, or not visible."""
+    """Yield every complete line with its step; nothing if the file is missing or not visible."""
     try:
         stream = open_regular(path)
     except OSError:
@@ -22,17 +22,17 @@ def metrics_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 fields = json.loads(line)
                 yield int(fields["step"]), fields
             except (ValueError, KeyError, TypeError, OverflowError):
-                continue  # torn by a kill, or of a version that writes something else
+                continue  # torn by a kill, or written by a version with another format
 
 
 LOSS, GRADIENT_NORM = "loss", "gradient norm"
 _METRIC, _VALIDATION = "metric ", "validation "
-"""Before the names of the workload's numbers; the second sorts behind the first."""
+"""Prefixes of the names of the workload's numbers; the second sorts after the first."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Computed:
-    """What one run has computed, as `computed_part` has it; of a step that was trained again, the newest."""
+    """Numbers computed by one run, as `computed_part` text by step; for a step that was trained again, the newest."""
 
     steps: Mapping[int, str]
     validations: Mapping[int, str]
@@ -40,7 +40,7 @@ class Computed:
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """The first number that is not the same in all runs; `values` in their order, None for a run that has none."""
+    """The first number that differs between runs. `values` is in the order of the runs, with None if missing."""
 
     step: int
     what: str
@@ -53,7 +53,7 @@ class Difference:
 
 @dataclass(frozen=True, kw_only=True)
 class Equality:
-    """How many steps and validations the runs share, what was compared, and the first difference, if any."""
+    """Number of shared steps and validations, the compared quantities, and the first difference, if any."""
 
     steps: int
     validations: int
@@ -62,7 +62,7 @@ class Equality:
 
     @property
     def equal(self) -> bool | None:
-        """None where they share no step: nobody can say."""
+        """Whether all shared numbers are equal; None without a shared step."""
         return self.difference is None if self.steps else None
 
     def __str__(self) -> str:
@@ -77,18 +77,18 @@ def _all_of(count: int, what: str) -> str:
 
 
 def computed_part(fields: Mapping[str, Any]) -> str:
-    """Loss, gradient norm and the workload's numbers of a line, without times and speeds; as JSON, for it is small."""
+    """Return loss, gradient norm and the workload's numbers of a line as compact JSON, without times and speeds."""
     return json.dumps([fields.get("loss"), fields.get("grad_norm"), fields.get("metrics")], separators=(",", ":"))
 
 
 def read_validations(run_dir: Path) -> dict[int, str]:
-    """What the attempts of a run have validated, by step; empty where nobody has, or the folder is not visible."""
+    """Return the validations of a run's attempts by step; empty without any or if the folder is not visible."""
     files = [attempt.validation for attempt in RunDir(run_dir).all_attempts()]
     return {step: computed_part(fields) for file in files for step, fields in metrics_lines(file)}
 
 
 def compare_computed(runs: Sequence[Computed]) -> Equality:
-    """Hold two or more runs to each other, step by step; the validation of a step comes after the step itself."""
+    """Compare two or more runs step by step. The validation of a step comes after the step itself."""
     steps = set.intersection(*(set(run.steps) for run in runs))
     validations = set.intersection(*(set(run.validations) for run in runs))
     lines = sorted([*((step, _METRIC) for step in steps), *((step, _VALIDATION) for step in validations)])
@@ -106,7 +106,7 @@ def _difference(step: int, kind: str, runs: Sequence[Computed]) -> Difference | 
     numbers = [_numbers(part, kind) for part in parts]
     for name in dict.fromkeys(name for one in numbers for name in one):
         values = tuple(one.get(name) for one in numbers)
-        if len({repr(value) for value in values}) > 1:  # equal bits: NaN is NaN, and 0.0 is not -0.0
+        if len({repr(value) for value in values}) > 1:  # bitwise: NaN equals NaN, and 0.0 differs from -0.0
             return Difference(step=step, what=name, values=values)
     return None
 

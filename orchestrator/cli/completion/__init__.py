@@ -1,1 +1,1 @@
-"""Shell completion: the scripts, and what they ask `orch` for at every Tab."""
+"""Shell completion: the scripts, and the candidates that `orch` returns for them."""

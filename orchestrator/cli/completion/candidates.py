@@ -13,18 +13,18 @@ from orchestrator.states import ENDED_RUNS, LIVE_RUNS, RunState
 from trainer.contract.config_sections.scheduler_kinds import choices
 
 VARIABLE = "_ORCH_COMPLETE"
-"""Set by the scripts to the command line up to the cursor: the program answers instead of doing anything."""
+"""Set by the completion scripts to the command line up to the cursor; the program then only prints candidates."""
 OPEN, FILE = "open", "file"
-"""Types of a candidate beside the usual `plain`: more is to be typed without a space; names of files."""
+"""Types of a candidate besides the usual `plain`: incomplete word (no space after it), and file name."""
 
 
 def answer(program: click.Command, line: str) -> Iterator[str]:
-    """`KIND<tab>VALUE<tab>TEXT` for each candidate; KIND is `word`, `open` (no space after it) or `file`."""
+    """Yield `KIND<tab>VALUE<tab>TEXT` for each candidate; KIND is `word`, `open` (no space after it) or `file`."""
     words = split_arg_string(line)
     incomplete = "" if line[-1:].isspace() or len(words) < 2 else words.pop()
     try:
         found = ShellComplete(program, {}, "orch", VARIABLE).get_completions(words[1:], incomplete)
-    except click.UsageError:  # the line is wrong already
+    except click.UsageError:  # the line is already invalid
         return
     for item in found:
         yield "\t".join((_kind(item), *(" ".join(str(text or "").split()) for text in (item.value, item.help))))
@@ -44,11 +44,11 @@ _STATES: dict[str, typing.Collection[str]] = {
     "top": LIVE_RUNS, "attach": LIVE_RUNS, "save": LIVE_RUNS, "drill": LIVE_RUNS, "cancel": {*LIVE_RUNS, RunState.HELD},
     "resume": _STOPPED, "rm": _STOPPED,
 }  # fmt: skip
-"""Verbs that take runs in some states only."""
+"""Verbs that take only runs in some states."""
 
 
 def candidates(context: click.Context, parameter: str, incomplete: str) -> list[Item]:
-    """What may stand there and begins with `incomplete`; nothing where that is free text, or the registry is silent."""
+    """Return the candidates that begin with `incomplete`; empty for free text or an unreadable registry."""
     source = source_of(context, parameter)
     if source is None:
         return []
@@ -60,7 +60,7 @@ def candidates(context: click.Context, parameter: str, incomplete: str) -> list[
 
 
 def source_of(context: click.Context, parameter: str) -> Source | None:
-    """Where candidates for this parameter of a verb come from; None for free text."""
+    """Return the source of candidates for this parameter of a verb; None for free text."""
     verb = context.command_path.partition(" ")[2]
     return _SOURCES.get(f"{verb} {parameter}") or _SOURCES.get(parameter)
 
@@ -78,7 +78,7 @@ def _runs(context: click.Context, incomplete: str) -> Iterator[Item]:
 
 
 def _checkpoints(context: click.Context, incomplete: str) -> Iterator[Item]:
-    """Names of runs, and after the `@` the steps of one."""
+    """Yield names of runs, and after the `@` the steps of one run."""
     run, mark, _ = incomplete.partition("@")
     names = dict(fast_queries.run_names(registry_path()))
     if mark or run in names:
@@ -94,7 +94,7 @@ def _checkpoints(context: click.Context, incomplete: str) -> Iterator[Item]:
 
 
 def _configs(context: click.Context, incomplete: str) -> Iterator[Item]:
-    """Presets, or names of files where none begins so; keys where the configuration is that of another run."""
+    """Yield matching presets, or else file names; also keys if the run begins from another run's checkpoint."""
     from orchestrator.config import yaml_text
 
     if context.params.get("begin"):
@@ -107,7 +107,7 @@ def _configs(context: click.Context, incomplete: str) -> Iterator[Item]:
 
 
 def _keys(context: click.Context, incomplete: str) -> Iterator[Item]:
-    """Sections first, then their keys; `~KEY` restores a default; after the `=` what may stand there."""
+    """Yield sections, then their keys; after `=` the values. `~KEY` restores a default."""
     from orchestrator.config import keys
 
     sign = incomplete[:1] if incomplete[:1] in ("~", "+") else ""
@@ -157,7 +157,7 @@ def _runs_and_keys(context: click.Context, incomplete: str) -> Iterator[Item]:
 
 
 def _drill(context: click.Context, incomplete: str) -> Iterator[Item]:
-    """A run, then a kind of fault; with --demo a kind, then keys."""
+    """Yield runs, then kinds of fault; with --demo kinds, then keys."""
     from orchestrator.cli.drills.scorecard import EXPECTED
 
     demo, words = context.params.get("demo"), context.params.get("words") or ()
@@ -187,7 +187,7 @@ def _states(context: click.Context, incomplete: str) -> Iterator[Item]:
 
 
 def _accepted(context: click.Context, incomplete: str) -> Iterator[Item]:
-    """What may differ from what a run was trained with, once a person says so."""
+    """Yield the settings in which a resumed run may differ from its training so far with `--accept`."""
     from orchestrator.submission.resume_contract import CONFIG, IDENTITY, Rule
 
     yield from (CompletionItem(key) for key, term in {**IDENTITY, **CONFIG}.items() if term.rule is Rule.ACCEPT)
@@ -209,4 +209,4 @@ _SOURCES: dict[str, Source] = {
     "config diff first": _configs_and_runs, "config diff second": _configs_and_runs, "ckpt diff first": _checkpoints,
     "ckpt diff second": _checkpoints,
 }  # fmt: skip
-"""By the name of the parameter, or by verb and name where the name means something else there."""
+"""Sources by parameter name, or by verb and name where the name has another meaning."""

@@ -1,4 +1,4 @@
-"""`orch completion`: the script that a shell reads once."""
+"""`orch completion`: prints the completion script of a shell."""
 
 from pathlib import Path
 

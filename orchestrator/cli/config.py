@@ -1,4 +1,4 @@
-"""`orch config`: what a configuration resolves to, whether it holds, and how two of them differ."""
+"""`orch config`: resolve, validate and compare configurations."""
 
 import os
 import re
@@ -16,7 +16,7 @@ from orchestrator.home import registry_path
 
 SOURCE = click.argument("source", metavar="CONFIG")
 DIGITS = 6
-"""Fewest digits by which a stored configuration is found."""
+"""Minimum number of digits that identify a stored configuration."""
 OVERRIDES = click.argument("overrides", metavar="[KEY=VALUE ...]", nargs=-1)
 
 
@@ -45,7 +45,7 @@ def show(screen: Screen, source: str, overrides: tuple[str, ...], origin: bool) 
 
 
 def print_config(screen: Screen, data: dict[str, Any], origins: dict[str, str]) -> None:
-    """One `key = value  # origin` line for each value."""
+    """Print one `key = value  # origin` line per value."""
     from orchestrator.config.compose import flat
 
     shown = redacted_origins(origins)
@@ -60,11 +60,11 @@ def print_config(screen: Screen, data: dict[str, Any], origins: dict[str, str]) 
 @OVERRIDES
 @click.pass_obj
 def validate(screen: Screen, source: str, overrides: tuple[str, ...]) -> None:
-    """Check keys, types, ranges and sizes, and that the code is there.
+    """Check keys, types, ranges and sizes, and that the code exists.
 
     The exit code is 2, with the reason, if the configuration is invalid.
     """
-    from orchestrator.submission import user_code  # ast: only where code is looked at
+    from orchestrator.submission import user_code  # ast: only where code is inspected
 
     composed = _compose(source, overrides)
     user_code.check(composed.config)
@@ -111,12 +111,10 @@ def _compose(source: str, overrides: tuple[str, ...]) -> Any:
 
 
 def warn_of(screen: Screen, config: Any) -> None:
-    """Warn of methods with misspelled names, of modules that a job finds elsewhere, and of a pipeline that mostly
-    waits.
-    """
+    """Warn of misspelled method names, modules that a job resolves elsewhere, and pipelines with much idle time."""
     from orchestrator.submission.pipeline_warning import few_micro_batches
     from orchestrator.submission.user_code import (
-        near_methods,  # ast: only where code is looked at
+        near_methods,  # ast: only where code is inspected
         shadowed_helpers,
     )
 
@@ -129,8 +127,8 @@ def warn_of(screen: Screen, config: Any) -> None:
 
 
 def run_of(name: str) -> str | None:
-    """The run of this whole name, or `@last`; None where there is none, or no registry that can be read."""
-    from orchestrator.cli.runs.status import one_row  # only for a mistake
+    """Return the run with exactly this name, or `@last`; None without one or if the registry is unreadable."""
+    from orchestrator.cli.runs.status import one_row  # only after a mistake
 
     try:
         run = str(one_row(name)["run"]) if name.strip() and registry_path().exists() else None
@@ -140,7 +138,7 @@ def run_of(name: str) -> str | None:
 
 
 def find_config(name: str) -> dict[str, Any]:
-    """The configuration that `name` means: a file, a run or digest in the registry, or a preset."""
+    """Return the configuration called `name`: a file, a preset, or a run or digest in the registry."""
     if name.endswith((".yaml", ".yml")) or Path(name).is_file():
         return _data(_compose(name, ()))
     try:
@@ -159,7 +157,7 @@ def find_config(name: str) -> dict[str, Any]:
 
 
 def _near_run(name: str) -> str:
-    """The offer of the registry for a run's name that it does not have; empty where none is near."""
+    """Return the registry's suggestion for a misspelled run name; empty if none is close."""
     from orchestrator.cli.access.registry import open_store
 
     if not registry_path().exists():

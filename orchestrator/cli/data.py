@@ -1,4 +1,4 @@
-"""`orch data prepare`: text files become memory-mapped token shards."""
+"""`orch data prepare`: conversion of text files to memory-mapped token shards."""
 
 import shlex
 import time

@@ -1,4 +1,4 @@
-"""`orch db`: where the registry is, a copy of it, and a new one made from the run directories."""
+"""`orch db`: the registry's location, backup, and rebuild from run directories."""
 
 import shlex
 from pathlib import Path
@@ -69,7 +69,9 @@ def rebuild(screen: Screen, roots: tuple[Path, ...], more: tuple[Path, ...]) -> 
             where="command line: orch db rebuild",
             hint="name every `cluster.root`:  orch db rebuild --root ~/orch-runs",
         )
-    from orchestrator.registry_rebuild.rebuild import rebuild as make  # sqlalchemy: after the roots have been checked
+    from orchestrator.registry_rebuild.rebuild import (
+        rebuild as make,
+    )  # sqlalchemy: after the checks
 
     screen.if_interrupted = lambda: "interrupted: nothing is lost; the same command begins again"
     old: list[Path] = []
@@ -87,7 +89,7 @@ def rebuild(screen: Screen, roots: tuple[Path, ...], more: tuple[Path, ...]) -> 
 
 
 def _known_folders() -> dict[str, str]:
-    """The folders of the runs that the registry has, by name; empty for one that cannot be read any more."""
+    """Return the folders of the runs in the registry, by name; empty if the registry is unreadable."""
     from orchestrator.registry import fast_queries
 
     try:
@@ -97,7 +99,7 @@ def _known_folders() -> dict[str, str]:
 
 
 def _warn_of_runs_left_out(screen: Screen, before: dict[str, str], roots: tuple[Path, ...]) -> None:
-    """Say which runs were known before, are there, and lie below none of the folders that were named."""
+    """Warn of runs that were known before and still exist, but are in none of the named folders."""
     from orchestrator.registry import fast_queries
 
     now = fast_queries.run_folders(registry_path())

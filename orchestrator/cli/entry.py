@@ -1,4 +1,4 @@
-"""What the `orch` program begins with: few imports, so that Ctrl-C ends it without a word while more are read."""
+"""Start of the `orch` program: few imports, so Ctrl-C ends it quietly while the others load."""
 
 import os
 import signal
@@ -6,21 +6,21 @@ import sys
 
 
 def main() -> None:
-    """Load the program, then run it; nothing has been done that would have to be told of before."""
-    before = signal.getsignal(signal.SIGINT)  # ignored in the background of a script: it stays so
+    """Load the program, then run it. Until then Ctrl-C kills the process; there is nothing to report."""
+    before = signal.getsignal(signal.SIGINT)  # ignored in the background of a script; keep that
     if before is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     _use_utf8()
-    from orchestrator.cli.main import main as run  # the slow part, on a busy login node
+    from orchestrator.cli.main import main as run  # slow on a busy login node
 
     signal.signal(signal.SIGINT, before)
     run()
 
 
 def _use_utf8() -> None:
-    """Begin again in Python's UTF-8 mode, where the locale has another encoding.
+    """Restart in Python's UTF-8 mode if the locale has another encoding.
 
-    A node may have another locale, and a name has the same bytes everywhere. Output keeps the terminal's encoding.
+    Nodes may have other locales, but a name must have the same bytes everywhere. Output keeps the terminal's encoding.
     """
     if sys.flags.utf8_mode or sys.getfilesystemencoding() == "utf-8" or not sys.executable:
         return

@@ -1,4 +1,4 @@
-"""The `orch` program: which module holds which verb, and the edge where errors become exit codes."""
+"""The `orch` program: the table of verbs and their modules, and the edge where errors become exit codes."""
 
 import os
 import re
@@ -81,7 +81,7 @@ def orch(context: click.Context) -> None:
 
 
 def verbs() -> list[str]:
-    """Every verb as it is typed: `submit`, `ckpt ls`."""
+    """Return every verb as it is typed: `submit`, `ckpt ls`."""
     context = click.Context(orch)
     found = []
     for name in orch.list_commands(context):
@@ -98,11 +98,11 @@ DELETED_BY_ORCH = (
 
 
 def run(args: Sequence[str] | None = None) -> int:
-    """Run one command line; returns the exit code, after telling a person or a program what went wrong."""
+    """Run one command line and return the exit code. Errors are reported as text or JSON."""
     words = list(sys.argv[1:] if args is None else args)
     screen = Screen()
     screen.words = tuple(words)
-    screen.json = "--json" in words  # known before parsing, so that a parsing error is JSON too
+    screen.json = "--json" in words  # known before parsing, so a parsing error is JSON too
     screen.debug = "--debug" in words
     try:
         result = orch.main(words, prog_name="orch", obj=screen, standalone_mode=False)
@@ -110,7 +110,7 @@ def run(args: Sequence[str] | None = None) -> int:
     except ReaderGone:
         return READER_GONE
     except OutputLost as error:
-        screen.json = False  # there is nowhere for an object to go
+        screen.json = False  # no place to write an object to
         return _report_error(screen, error)
     except RunExpected as error:
         error.hint = DELETED_BY_ORCH if words[0] == "rm" else f"orch {shlex.join(_of_run(error, words))}"
@@ -134,7 +134,7 @@ def run(args: Sequence[str] | None = None) -> int:
         return _report_error(screen, ConfigError(f"{shown[0]!a} is not UTF-8 text", where="command line", hint=hint))
     except MemoryError:
         return _report_error(screen, Precondition("not enough memory", hint=_MORE_MEMORY))
-    except Exception as error:  # outermost edge: recorded, and told  # noqa: BLE001
+    except Exception as error:  # outermost edge: recorded and reported  # noqa: BLE001
         return _internal(screen, error, words)
     return result if isinstance(result, int) else 0
 
@@ -150,7 +150,7 @@ def _report_error(screen: Screen, error: OrchError) -> int:
 
 
 def _without_home() -> Precondition:
-    """What pathlib raises a RuntimeError for, at ~ in a path and at the user's own configuration."""
+    """Return the error for pathlib's RuntimeError on `~` in a path or in the location of the user's configuration."""
     with suppress(RuntimeError):
         Path.home()
         return Precondition("a path begins with ~NAME, and NAME has no account here", hint="type the whole path")
@@ -163,7 +163,7 @@ def _of_the_system(error: OSError) -> Precondition:
         where = os.environ.get("PWD", "")
         return Precondition("the current folder is not there any more", where=where, hint="cd to a folder that is")
     name = f": {error.filename}" if error.filename else ""
-    from orchestrator.cli.terminal.streams import cure  # only when something is wrong
+    from orchestrator.cli.terminal.streams import cure  # only after an error
 
     return Precondition(f"{error.strerror or error}{name}", hint=cure(error))
 
@@ -177,7 +177,7 @@ def _has_current_folder() -> bool:
 
 
 def _is_near(error: click.ClickException) -> bool:
-    """Whether what click takes for near is a slip of the finger, and not another word."""
+    """Return whether click's suggestion is a likely typo and not an unrelated word."""
     if not isinstance(error, click.NoSuchOption):
         return True
     return bool(nearest(error.option_name, error.possibilities or (), 0.8))
@@ -197,7 +197,7 @@ def _usage(screen: Screen, error: click.ClickException, words: Sequence[str]) ->
     code = "NotFound" if isinstance(error, click.FileError) else "Usage"
     hint = ""
     if isinstance(error, click.NoSuchOption):
-        from orchestrator.cli.terminal.command_classes import what_to_type  # only for a mistake
+        from orchestrator.cli.terminal.command_classes import what_to_type  # only after a mistake
 
         hint = what_to_type(error, words)
     if isinstance(error, NoSuchCommand):
@@ -209,7 +209,7 @@ def _usage(screen: Screen, error: click.ClickException, words: Sequence[str]) ->
 
 
 def redacted(words: Sequence[str]) -> str:
-    """A command line as it may be kept: what is secret stands in values of `env` and `notify`, and in URLs."""
+    """Return a command line fit for storage: without values of `env` and `notify` and without credentials in URLs."""
     from checkpointing.storage.backends import without_secrets
 
     return without_secrets(
@@ -233,7 +233,7 @@ def _internal(screen: Screen, error: Exception, words: Sequence[str]) -> int:
         saved = state_home() / "last-error.txt"
         descriptor = os.open(saved, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(descriptor, "w", errors="backslashreplace") as stream:
-            os.fchmod(descriptor, 0o600)  # one that was there keeps its mode
+            os.fchmod(descriptor, 0o600)  # an existing file keeps its mode
             stream.write(f"orch {redacted(words)}\n\n{text}")
         where = f"the traceback is in {saved}"
     except OSError:
@@ -246,22 +246,22 @@ def _internal(screen: Screen, error: Exception, words: Sequence[str]) -> int:
 
 
 def _complete(line: str) -> int:
-    """Answer a shell that asks what may follow."""
-    from orchestrator.cli.completion.candidates import answer  # only when a shell asks
+    """Print the completion candidates that a shell requests."""
+    from orchestrator.cli.completion.candidates import answer  # only for completion
 
     screen = Screen()
     try:
         for candidate in answer(orch, line):
             screen.raw(candidate)
     except (OSError, OrchError, RuntimeError):
-        return 1  # a state folder that cannot be: the verb itself says so, a Tab says nothing
+        return 1  # unusable state folder: the verb itself reports it, completion stays silent
     return 0
 
 
 def main(args: Sequence[str] | None = None) -> None:
     """Entry point of the `orch` program."""
     prepare()
-    asked = os.environ.get("_ORCH_COMPLETE")  # the command line so far, at a Tab
+    asked = os.environ.get("_ORCH_COMPLETE")  # the command line so far, on Tab
     sys.exit(run(args) if asked is None else _complete(asked))
 
 

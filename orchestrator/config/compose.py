@@ -30,7 +30,7 @@ def merged(values: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Values:
-    """Plain values, equal if they are written alike: 1, 1.0 and True are not."""
+    """Plain values, equal if their text is equal: 1, 1.0 and True differ."""
 
     written: str
     plain: dict[str, Any] = field(compare=False)
@@ -54,7 +54,7 @@ def _defaults() -> dict[str, Any]:
 
 
 def _changed(values: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
-    """Leave out values that are the defaults, as most of a stored config are: to merge one takes long."""
+    """Drop values equal to their defaults, which are most of a stored config: merging a value is slow."""
     found = {}
     for name, value in values.items():
         default = defaults.get(name)
@@ -80,7 +80,7 @@ def writable_schema(kind: Any) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """Return copies of all dicts and lists, with keys as text; tuples become lists."""
+    """Return copies of all dicts and lists, with string keys; tuples become lists."""
     if isinstance(value, dict):
         return {str(key): plain(item) for key, item in value.items()}
     return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
@@ -88,13 +88,13 @@ def plain(value: Any) -> Any:
 
 DEFAULT = "default"
 _DOLLAR = "\ud8fe"
-"""Stands for a `$` that is a part of a name until everything is resolved; no text and no file name can have it."""
+"""Placeholder for a literal `$` in a name until everything is resolved. No text or file name can contain it."""
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})", re.ASCII)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Composed:
-    """A resolved config: as dataclasses, as plain JSON data, its SHA-256, and where each value came from."""
+    """A resolved config: dataclasses, plain JSON data, SHA-256 digest and the origin of each value."""
 
     config: RunConfig
     data: dict[str, Any]
@@ -110,11 +110,11 @@ def compose(
     preset_wins: bool = False,
     settings: Sequence[str] = (),
 ) -> Composed:
-    """Resolve a preset or file, weakest first: defaults, presets, site, user, the file and its own includes, overrides.
+    """Resolve a preset or file.
 
-    `preset_wins`: presets are stronger than site and user, for what must be the same everywhere. `settings`: what a
-    verb sets by itself, weaker than the overrides alone.
-    Raises ConfigError that names the key, the place and what to type.
+    Layers, weakest first: defaults, presets, site, user, the file's includes, the file, `settings` (set by a verb),
+    overrides. `preset_wins` makes presets stronger than site and user, for runs that must be the same everywhere.
+    Raises ConfigError that names the key, its origin and the remedy.
     """
     path = layers.locate(source, Path.cwd(), "")
     stem = re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).strip("-.") or "run"
@@ -139,11 +139,11 @@ def recompose(
     checked: bool = True,
     may_change: MayChange = lambda key: True,
 ) -> Composed:
-    """The config of a submitted run with overrides; raises ConfigError as `compose` does.
+    """Return the config of a submitted run with overrides applied; raises ConfigError as `compose` does.
 
-    Its text was tokenized into `data.path` and its code copied when it was submitted: neither is looked for again.
-    Keys that this orch does not know any more are left out. `checked` is False for what was taken before. Where
-    sizes do not fit, others are offered of the keys that `may_change`.
+    Its text was tokenized into `data.path` and its code copied at submission, so neither is looked up again. Keys
+    unknown to this version of orch are dropped. `checked` is False for a config that was accepted before. If sizes do
+    not fit, the hint suggests changes only to keys that `may_change`.
     """
     gone = {("data", "text")} if data.get("data", {}).get("path") else set()
     gone |= {("workload", "path")} if data.get("workload", {}).get("snapshot") else set()
@@ -163,13 +163,13 @@ def recompose(
 
 
 def without_secrets(composed: Composed) -> Composed:
-    """The same; raises ConfigError for a secret that would be written to `config.json` and the registry."""
+    """Return `composed`; raises ConfigError for a secret that would be written to `config.json` and the registry."""
     redaction.require_none(flat(composed.data), composed.origins, composed.config.env_from)
     return composed
 
 
 def _values(data: Mapping[str, Any], kind: Any, above: keys.Path) -> Iterator[tuple[keys.Path, Any]]:
-    """Every value of a resolved config under its path; an entry of an open map may have dots in its name."""
+    """Yield each value of a resolved config with its path; entries of open maps may have dots in their names."""
     for name, value in data.items():
         path = (*above, str(name))
         if keys.is_section(kind):
@@ -184,7 +184,7 @@ def _values(data: Mapping[str, Any], kind: Any, above: keys.Path) -> Iterator[tu
 
 
 def _literal(value: Any) -> Any:
-    """Escape every `$` in a resolved value, so that it is not read as a reference or a variable again."""
+    """Escape every `$` in a resolved value, so that it is not interpolated again."""
     return _replace_text(value, "$", _DOLLAR)
 
 
@@ -221,19 +221,19 @@ def _composed(
 
 
 def diff(before: dict[str, Any], after: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Where two resolved configs differ: dotted key -> (before, after), None for a key that is not there."""
+    """Return the differences of two resolved configs: dotted key -> (before, after), None for a missing key."""
     old, new = flat(before), flat(after)
     changed = [key for key in dict.fromkeys([*old, *new]) if _text(old, key) != _text(new, key)]
     return {key: (old.get(key), new.get(key)) for key in changed}
 
 
 def _text(values: dict[str, Any], key: str) -> bytes | None:
-    """A value as it is written: 1 is not true, and null is not absent."""
+    """Return the canonical JSON of a value, so that 1 differs from true and null from absent."""
     return canonical({key: values[key]}) if key in values else None
 
 
 def flat(data: dict[str, Any], prefix: keys.Path = ()) -> dict[str, Any]:
-    """A resolved config as dotted keys; lists and empty maps are values."""
+    """Flatten a resolved config to dotted keys; lists and empty maps are values."""
     found: dict[str, Any] = {}
     for key, value in data.items():
         below = (*prefix, key)
@@ -242,7 +242,7 @@ def flat(data: dict[str, Any], prefix: keys.Path = ()) -> dict[str, Any]:
 
 
 def _applied(assignments: Sequence[Assignment]) -> tuple[dict[str, Any], dict[keys.Path, str]]:
-    """Later assignments win; what they replace loses its origin."""
+    """Apply assignments in order; a replaced value loses its origin."""
     values: dict[keys.Path, Any] = {}
     origins: dict[keys.Path, str] = {}
     for item in assignments:
@@ -259,7 +259,7 @@ def _applied(assignments: Sequence[Assignment]) -> tuple[dict[str, Any], dict[ke
 
 
 def _check_entry(item: Assignment, *, known: bool) -> None:
-    """An entry of an open map is brought in with +, so that a typo in an existing one is found."""
+    """Require `+` for a new entry of an open map, which catches typos in existing names."""
     if known or not keys.within_open(item.path) or (item.adds and not item.clears):
         return
     key = keys.dotted(item.path)
@@ -278,7 +278,7 @@ def _nested(values: dict[keys.Path, Any]) -> dict[str, Any]:
 
 
 def _resolved(values: dict[str, Any], origins: dict[keys.Path, str]) -> dict[str, Any]:
-    """Types checked and converted, interpolations replaced, defaults filled in."""
+    """Check and convert types, resolve interpolations and fill in defaults."""
     from omegaconf.errors import OmegaConfBaseException  # heavy; only verbs that read configs need it
 
     try:
@@ -298,7 +298,7 @@ _LISTS: tuple[tuple[keys.Path, Any, str], ...] = (
     (("drill", "events"), DrillEvent, "{kind: kill-rank, rank: 1, step: 20}"),
     (("checkpoint", "tiers"), TierConfig, "{path: /scratch/ckpt, every: 1000, keep: 5}"),
 )
-"""Lists of mappings, of which OmegaConf does not check the entries."""
+"""Lists of mappings, whose entries OmegaConf does not check."""
 
 
 def _typed_entries(
@@ -322,7 +322,7 @@ def _where(path: keys.Path, origins: dict[keys.Path, str]) -> str:
 
 
 def _origin(key: str, origins: dict[keys.Path, str]) -> str:
-    """The origin of a value, or of what it lies in, or of what lies in it."""
+    """Return the origin of a value, of its nearest enclosing section, or of the values below it."""
     path = tuple(key.split("."))
     for depth in range(len(path), 0, -1):
         if path[:depth] in origins:
@@ -339,15 +339,15 @@ _FOLDERS: dict[keys.Path, Callable[[str], bool]] = {
     ("secrets_file",): bool,
     ("workload", "path"): lambda name: True,
 }
-"""Keys whose values are files or folders, and which of these values are."""
+"""Keys that hold files or folders, each with a predicate for values that are paths."""
 
 
 _PLACED_BY_ITSELF = ("/", "~", "$", "\\$")
-"""How a folder begins that is no relative one: the last two are references, and variables of the shell."""
+"""Prefixes of paths that are not relative; the last two are references and shell variables."""
 
 
 def _placed(values: dict[str, Any], folders: Mapping[keys.Path, str]) -> None:
-    """Make relative folders absolute before others refer to them: `${cluster.root}/x` lies below the root."""
+    """Make relative folders absolute before other values refer to them (`${cluster.root}/x`)."""
     for path, is_folder in _FOLDERS.items():
         branch = _branch(values, path)
         if branch is None or path[-1] not in branch:
@@ -364,7 +364,7 @@ def _placed(values: dict[str, Any], folders: Mapping[keys.Path, str]) -> None:
 
 
 def _branch(data: dict[str, Any], path: keys.Path) -> dict[str, Any] | None:
-    """The map that the last name of a path stands in; None where there is none."""
+    """Return the map that holds the last name of a path, or None."""
     branch: Any = data
     for name in path[:-1]:
         branch = branch.get(name) if isinstance(branch, dict) else None
@@ -374,9 +374,9 @@ def _branch(data: dict[str, Any], path: keys.Path) -> dict[str, Any] | None:
 def _absolute(
     data: dict[str, Any], origins: dict[keys.Path, str], environ: Mapping[str, str], folders: Mapping[keys.Path, str]
 ) -> dict[str, Any]:
-    """What a file names is meant from that file's folder, what is typed from the current one.
+    """Resolve folders against the file that names them, or the current folder if typed.
 
-    Both are written with the variables of this shell; the job starts elsewhere.
+    Variables of this shell are expanded here, because the job starts elsewhere.
     """
 
     def folder(name: str, *key: str) -> str:
@@ -391,7 +391,7 @@ def _absolute(
             return environ[variable]
 
         written = _VARIABLE.sub(value, name)
-        if not written.strip():  # an unset variable of the shell: it would mean the current folder
+        if not written.strip():  # an unset shell variable would mean the current folder
             what = f"`{keys.dotted(key)}`={name}: is empty, and must be a folder"
             here = folders.get(key) or "here"
             raise ConfigError(
@@ -409,14 +409,14 @@ def _absolute(
             branch[path[-1]] = folder(given, *path)
     for tier in data["checkpoint"]["tiers"]:
         tier["path"] = _tier(tier["path"], folder)
-    if (own := data["checkpoints"]["path"]).startswith(("/", "~", "$")):  # others are meant from where the command runs
+    if (own := data["checkpoints"]["path"]).startswith(("/", "~", "$")):  # others: from the command's folder
         data["checkpoints"]["path"] = folder(own, "checkpoints", "path")
     restored: dict[str, Any] = _replace_text(data, _DOLLAR, "$")
     return restored
 
 
 def _tier(path: str, folder: Callable[..., str]) -> str:
-    """A tier's folder with this shell's variables; a relative one lies below the run's folder, wherever that is."""
+    """Expand shell variables in a tier's folder; a relative one stays below the run's folder."""
     if path == RUN or "://" in path or not path.startswith(("/", "~", "$")):
         return path
     return folder(path, "checkpoint", "tiers")
@@ -436,7 +436,7 @@ def _built(data: dict[str, Any], origins: dict[keys.Path, str]) -> RunConfig:
 
 
 def _is_finite(value: Any) -> bool:
-    """Whether all numbers in a value are."""
+    """Return whether all numbers in a value are finite."""
     if isinstance(value, dict):
         return all(map(_is_finite, value.values()))
     if isinstance(value, list):

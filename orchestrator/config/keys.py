@@ -25,7 +25,7 @@ def dotted(path: Sequence[str]) -> str:
 
 @cache
 def section(kind: Any) -> dict[str, Any]:
-    """The keys of one dataclass with their types, in the order they are declared."""
+    """Return the keys of a dataclass with their types, in declaration order."""
     hints = typing.get_type_hints(kind)
     return {item.name: hints[item.name] for item in fields(kind)}
 
@@ -35,18 +35,18 @@ def is_section(kind: Any) -> bool:
 
 
 def is_open(kind: Any) -> bool:
-    """Whether users may add keys of their own here."""
+    """Return whether users may add their own keys here."""
     return typing.get_origin(kind) is dict
 
 
 def item_kind(kind: Any) -> Any:
-    """What a tuple or an open map holds."""
+    """Return the element type of a tuple or open map."""
     arguments = typing.get_args(kind)
     return arguments[1] if is_open(kind) else arguments[0]
 
 
 def kind_of(path: Path, where: str) -> Any:
-    """The type of the key at `path`; raises ConfigError, with the nearest right key, where there is none."""
+    """Return the type of the key at `path`; raises ConfigError with the nearest valid key if it is unknown."""
     kind: Any = RunConfig
     for depth, name in enumerate(path):
         if is_open(kind):
@@ -65,12 +65,12 @@ def kind_of(path: Path, where: str) -> Any:
 
 
 def within_open(path: Path) -> bool:
-    """Whether `path` names an entry of an open map."""
+    """Return whether `path` names an entry of an open map."""
     return any(is_open(kind_of(path[:depth], "")) for depth in range(len(path)))
 
 
 def unknown(path: Path, kind: Any, where: str, whole: Path = ()) -> ConfigError:
-    """The error for a key that section `kind` does not have; `whole`: all that was typed, if that is more."""
+    """Return the error for an unknown key of section `kind`; `whole` is the full typed key, if longer."""
     prefix, there = path[:-1], list(section(kind))
     typed = whole or path
     moved = dotted(present_path(typed)) if present_path(typed) != typed else ""
@@ -81,7 +81,7 @@ def unknown(path: Path, kind: Any, where: str, whole: Path = ()) -> ConfigError:
 
 
 def _nearest(typed: Path, path: Path, there: Sequence[str]) -> str:
-    """Return the key that is spelled most like the whole of `typed`, or like the unknown `path` in it."""
+    """Return the key spelled most like all of `typed`, or like the unknown `path` within it."""
     prefix, name = path[:-1], path[-1]
 
     def here(cutoff: float) -> str:
@@ -94,7 +94,7 @@ def _nearest(typed: Path, path: Path, there: Sequence[str]) -> str:
 
 
 def meant(name: str) -> str:
-    """The key with this name, whole or its last part, or the nearest one; empty where there is none."""
+    """Return the key with this full name or last part, or the nearest one; empty if nothing matches."""
     known = {dotted(key): key for key in every_key()}
     short = [whole for whole, path in known.items() if path[-1] == name]
     return name if name in known else next(iter(short), "") or nearest(name, known, 0.8)
@@ -102,7 +102,7 @@ def meant(name: str) -> str:
 
 @cache
 def every_key() -> tuple[Path, ...]:
-    """The paths of all values and open maps."""
+    """Return the paths of all values and open maps."""
     return tuple(_below(RunConfig, ()))
 
 
@@ -115,7 +115,7 @@ def _below(kind: Any, path: Path) -> Iterator[Path]:
 
 
 def default_of(path: Path) -> Any:
-    """The value of a key that nobody has set; None for an entry of an open map."""
+    """Return the default of a key; None for an entry of an open map."""
     value: Any = RunConfig()
     for name in path:
         value = value.get(name) if isinstance(value, dict) else getattr(value, name, None)
@@ -123,7 +123,7 @@ def default_of(path: Path) -> Any:
 
 
 def type_words(kind: Any) -> str:
-    """A type as one says it to a user."""
+    """Return a type in a user's words."""
     words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
     if typing.get_origin(kind) is tuple:
         inner = item_kind(kind)
@@ -138,10 +138,10 @@ _WORKLOAD = "workload"
 
 
 def value(node: Node, path: Path, where: str) -> Any:
-    """Return an entry of an open map as data: options for Slurm as they were typed, arguments as YAML reads them.
+    """Return an entry of an open map as data: Slurm options as typed, workload arguments as YAML values.
 
-    Raises ConfigError for a word that most programs read as true or false, outside of Slurm's options, and for a number
-    that is not finite: JSON has none, and `config.json` is what a job reads.
+    Raises ConfigError for an unquoted yes, no, on or off outside of Slurm options, and for a number that is not finite:
+    jobs read `config.json`, and JSON cannot hold it.
     """
     if path[0] != _WORKLOAD and _SBATCH in path:
         return yaml_text.as_typed(node)

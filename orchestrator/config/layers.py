@@ -1,4 +1,4 @@
-"""Where values come from: files with their includes and overrides become one list of assignments, weakest first."""
+"""Config sources: files with their includes and overrides become one list of assignments, weakest first."""
 
 import ast
 import difflib
@@ -21,7 +21,7 @@ from trainer.contract.config_sections.scheduler_kinds import choices
 
 INCLUDES = "includes"
 _COMMAND_LINE = ("notify", "command")
-"""A list of texts that may be written as one."""
+"""List of texts that may be written as one string."""
 _COMMAND = ("command",)
 _FOLDERS = ("workload", "path")
 _CLUSTER = ("cluster",)
@@ -30,26 +30,26 @@ _OVERRIDE = re.compile(r"(?P<sign>[+~]?)(?P<key>[A-Za-z_][\w\-]*(?:\.[\w\-]+)*)(
 
 
 def is_override(text: str) -> bool:
-    """Whether this reads `key=value`, `+key...` or `~key`, and is no path such as `~/mine.yaml`."""
+    """Return whether the text is `key=value`, `+key...` or `~key`, not a path such as `~/mine.yaml`."""
     match = _OVERRIDE.fullmatch(text)
     return match is not None and bool(match["sign"] or match["value"] is not None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Assignment:
-    """One value for one key, or, with `clears`, the way back to its default."""
+    """A value for one key, or with `clears` a reset to its default."""
 
     path: keys.Path
     value: Any
     origin: str
     clears: bool = False
-    adds: bool = True  # may bring a new entry into an open map
-    shipped: bool = False  # of a preset that orch brings along
-    folder: str = ""  # of the file that it stands in: relative folders are meant from there
+    adds: bool = True  # may add a new entry to an open map
+    shipped: bool = False  # from a preset that ships with orch
+    folder: str = ""  # folder of its file; relative folders are resolved against it
 
 
 def standing_files(environ: Mapping[str, str]) -> list[Path]:
-    """The site's and the user's config, where there are such; one named by the environment must exist."""
+    """Return the site and user configs that exist; one named in the environment must exist."""
     found = []
     for variable in ("ORCH_SITE_CONFIG", "ORCH_USER_CONFIG"):
         named = environ.get(variable)
@@ -63,7 +63,7 @@ def standing_files(environ: Mapping[str, str]) -> list[Path]:
 
 
 def _usual_file(variable: str, environ: Mapping[str, str]) -> Path:
-    """The file where the variable is not set; raises RuntimeError where the user's home is asked for and not known."""
+    """Return the default file of a variable that is not set; raises RuntimeError if the home is needed but unknown."""
     if variable == "ORCH_SITE_CONFIG":
         return Path("/etc/orch/site.yaml")
     folder = environ.get("XDG_CONFIG_HOME")
@@ -73,7 +73,7 @@ def _usual_file(variable: str, environ: Mapping[str, str]) -> Path:
 
 
 def locate(source: str, beside: Path, where: str) -> Path:
-    """The file of a preset or path; raises NotFound with near names, ConfigError when a file asked for it."""
+    """Return the file of a preset or path; raises NotFound with near names, ConfigError if a file includes it."""
     missing = ConfigError if where else NotFound
     as_path = Path(source).expanduser()
     if not where:
@@ -101,11 +101,11 @@ def locate(source: str, beside: Path, where: str) -> Path:
 
 
 _INTERPRETERS = {".py": "python, ", ".sh": "bash, "}
-"""What starts a script, by the end of its name; one that names its interpreter itself needs none."""
+"""Command prefix by file suffix; a script with a `#!` line needs none."""
 
 
 def _refuse_script(source: str, path: Path) -> None:
-    """Raise ConfigError for a program of somebody's own, NotFound where it is not even there, with what submits it."""
+    """Raise ConfigError for a user's script, NotFound if it is missing, with the command that submits it."""
     ending = Path(source).suffix
     if ending not in _INTERPRETERS and (ending or not path.is_file() or not _names_interpreter(path)):
         return
@@ -120,7 +120,7 @@ def _refuse_script(source: str, path: Path) -> None:
 
 
 def _workload_in(path: Path) -> str:
-    """What trains the workload that a module defines; empty for one that defines none."""
+    """Return a hint with the config of the workload class that a module defines, or an empty string."""
     try:
         tree = ast.parse(path.read_bytes())
     except (OSError, SyntaxError, ValueError):
@@ -133,7 +133,7 @@ def _workload_in(path: Path) -> str:
 
 
 def _as_command(source: str) -> str:
-    """What submits a script."""
+    """Return the command that submits a script."""
     starter = _INTERPRETERS.get(Path(source).suffix, "")
     script = source if starter or "/" in source else f"./{source}"
     word = script if re.fullmatch(r"[\w./~+-]+", script) else json.dumps(script, ensure_ascii=False)
@@ -152,14 +152,14 @@ _READ_FROM_FILE = "write the configuration into a regular file, and name that"
 
 
 def _no_file(path: Path) -> str:
-    """Why a path is not read."""
+    """Return why a path cannot be read."""
     if path.is_dir():
         return "is a folder"
     return "is a pipe or a device; only regular files are read" if path.exists() else "no such file"
 
 
 def _offer(source: str, where: str, beside: Path) -> str:
-    """The nearest file, or presets; only a file may include those that are parts of a configuration."""
+    """Return a hint with the nearest file or presets; only files may include partial presets."""
     typed = Path(source).expanduser()
     source = source.rstrip("/") or source
     if source.strip() and (inside := configs_in(beside / typed)):
@@ -179,7 +179,7 @@ def _offer(source: str, where: str, beside: Path) -> str:
 
 
 def from_file(path: Path, above: tuple[Path, ...] = ()) -> list[Assignment]:
-    """The assignments of one file, those of its includes first; raises ConfigError."""
+    """Return the assignments of a file, after those of its includes; raises ConfigError."""
     path = path.resolve()
     if path in above:
         chain = " -> ".join(str(step) for step in (*above, path))
@@ -203,11 +203,11 @@ def from_file(path: Path, above: tuple[Path, ...] = ()) -> list[Assignment]:
 
 
 _OTHER_INCLUDES = ("include", "defaults", "extends", "inherits", "inherit", "imports", "_base_", "base", "presets")
-"""Names under which other programs bring files in."""
+"""Include keys of other programs."""
 
 
 def _refuse_other_includes(pairs: Sequence[tuple[Node, Node]], path: Path) -> None:
-    """Raise ConfigError for a key that brings files in elsewhere, with the line to write instead."""
+    """Raise ConfigError for another program's include key, with the line to write instead."""
     for key, value in pairs:
         if key.value not in _OTHER_INCLUDES:
             continue
@@ -245,12 +245,12 @@ def _assignments(node: Node, kind: Any, path: keys.Path, where: str) -> Iterator
     here = yaml_text.place_of(node, where)
     nested = keys.is_section(kind) or keys.is_open(kind) or (kind is Any and isinstance(node, MappingNode))
     if kind is WorkloadConfig and isinstance(node, ScalarNode) and not yaml_text.is_null(node):
-        # `workload=my_pkg.mod:Class` is short for its target.
+        # `workload=my_pkg.mod:Class` is short for `workload.target`.
         yield Assignment(path=(*path, "target"), value=str(node.value), origin=here)
     elif (
         path == _COMMAND_LINE and isinstance(node, ScalarNode) and not (yaml_text.is_null(node) or _is_reference(node))
     ):
-        # One line is for the shell.
+        # A single line is a shell command.
         yield Assignment(path=path, value=["sh", "-c", str(node.value)], origin=here)
     elif not nested or (kind is Any and not node.value):
         yield Assignment(path=path, value=_value(node, kind, path, where), origin=here)
@@ -270,21 +270,21 @@ def _assignments(node: Node, kind: Any, path: keys.Path, where: str) -> Iterator
 
 
 def _section_meant(path: keys.Path, value: str) -> str:
-    """What to write instead of one value for a section; empty where nobody knows."""
+    """Return what to write instead of a scalar for a section; empty if unknown."""
     if _TARGET.fullmatch(value):
         return f"did you mean `workload: {{target: {value}}}`?"
     return _preset_meant(path, value)
 
 
 def _preset_meant(path: keys.Path, value: str) -> str:
-    """What to write instead of `cluster=NAME` or `model=NAME`; empty for a section that no preset fills."""
+    """Return what to write instead of `cluster=NAME` or `model=NAME`; empty for a section without presets."""
     parts = [name for name in yaml_text.names() if name.startswith(f"{keys.dotted(path)}/")]
     if not parts:
         return ""
     if path == _CLUSTER and value in choices():
         return f"{keys.dotted((*path, 'kind'))}={value}"
     near = yaml_text.nearest_part(keys.dotted(path), value)
-    if not near and path != _CLUSTER:  # `train=3` asks for a key
+    if not near and path != _CLUSTER:  # `train=3` needs a key
         return ""
     said = f"did you mean the preset {near}?  " if near else ""
     return f"{said}a YAML file brings a preset in, `includes: [{near or parts[0]}]`; there are {', '.join(parts)}"
@@ -301,7 +301,7 @@ def _kind_below(kind: Any, path: keys.Path, where: str) -> Any:
 
 
 def _value(node: Node, kind: Any, path: keys.Path, where: str) -> Any:
-    """A node as data; where the type is text, the text as it was written (`017` keeps its zero)."""
+    """Return a node as data; a value of type text keeps its spelling (`017` keeps its zero)."""
     is_list = keys.type_words(kind).startswith("a list")
     if yaml_text.is_null(node) and kind is not Any:
         hint = f"leave `{keys.dotted(path)}` out for its default" + (", or write ''" if kind is str else "")
@@ -325,7 +325,7 @@ def _value(node: Node, kind: Any, path: keys.Path, where: str) -> Any:
 
 
 def _as_list(path: keys.Path, text: str) -> str:
-    """The members of a list that was written as one text."""
+    """Return the items of a list that was written as one text."""
     if path == _FOLDERS:
         return str(Path(text).parent) if Path(text).suffix == ".py" else text
     words = text.split()
@@ -357,12 +357,12 @@ def _wrong(path: keys.Path, shown: Any, kind: Any, where: str, hint: str) -> Con
 
 
 def from_overrides(overrides: Sequence[str]) -> list[Assignment]:
-    """The assignments of the command line, in order; raises ConfigError."""
+    """Return the assignments of the command line, in order; raises ConfigError."""
     return [item for number, text in enumerate(overrides, 1) for item in _override(f"override #{number}", text)]
 
 
 def from_settings(settings: Sequence[str]) -> list[Assignment]:
-    """The assignments that a verb makes of its own accord, written as overrides are; nobody has typed them."""
+    """Return the assignments that a verb makes itself, in override syntax."""
     return [item for text in settings for item in _override("set by orch", text)]
 
 

@@ -12,23 +12,23 @@ _WEBHOOK = re.compile(r"(https?://)(?:[^\s/@\"']*@)?([^\s/?#\"']+)(?:[/?#][^\s\"
 
 
 def redacted_url(url: str) -> str:
-    """A URL with nothing but its host."""
+    """Return a URL reduced to its scheme and host."""
     return _WEBHOOK.sub(r"\1\2/***", url)
 
 
 def redacted_value(key: str, value: Any) -> Any:
-    """A value of a flat configuration as it may be shown."""
+    """Return a value of a flat configuration as it may be shown."""
     return redacted_url(value) if key in SECRET_KEYS and isinstance(value, str) else value
 
 
 def redacted(config: dict[str, Any]) -> dict[str, Any]:
-    """A resolved configuration as it may be shown."""
+    """Return a resolved configuration as it may be shown."""
     webhook = config.get("notify", {}).get("webhook")
     return {**config, "notify": {**config["notify"], "webhook": redacted_url(webhook)}} if webhook else config
 
 
 def redacted_origins(origins: dict[str, str]) -> dict[str, str]:
-    """Where values came from, without the secret that an override on a command line has."""
+    """Return the origins of values without the secret in a command-line override."""
     return {key: redacted_url(origin) if key in SECRET_KEYS else origin for key, origin in origins.items()}
 
 
@@ -38,25 +38,25 @@ _WORDS = frozenset(
         "AUTH", "JWT",
     }
 )  # fmt: skip
-"""Words in the name of a secret; TOKENIZERS has none of them."""
+"""Words in the name of a secret; TOKENIZERS does not match."""
 _SECRET_NAME = re.compile(
     r".*(PASSWORD|PASSWD|PASSPHRASE|(^|[^A-Z0-9])(SECRETS?|PWD|PASS)|(API|ACCESS|SECRET)[^A-Z0-9]?KEY)", re.DOTALL
 )
-"""Names that end so hold nothing but a secret, whatever it looks like (SECRET_ACCESS_KEY, PGPASSWORD)."""
+"""Name endings that always mean a secret, whatever the value looks like (SECRET_ACCESS_KEY, PGPASSWORD)."""
 _PLAIN_WORD = re.compile(r"[a-z_-]+")
 _VALUE = re.compile(r"[^\s<>\[\]{}|$/~.][^\s<>\[\]{}|]{7,}")
-"""What a secret may look like: no path, no placeholder, no variable of a shell."""
+"""Pattern of a possible secret: no path, placeholder or shell variable."""
 _NUMBER = re.compile(r"[-+]?[0-9][0-9_.]*([eE][-+]?[0-9]+)?")
 _OPTION = re.compile(r"--?(?P<name>[A-Za-z][\w-]*)(?:=(?P<value>.*))?", re.DOTALL)
 _TYPED = "override "
-"""How the origin of a value from the command line begins."""
+"""Prefix of the origin of a command-line value."""
 _ARGUMENTS = ("workload.args.", "cluster.template_args.")
 _COMMANDS = ("command", "notify.command", "restore_tests.command")
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Form:
-    """How credentials of one kind are written, and the variable that usually holds one."""
+    """Pattern of one kind of credential, and the environment variable that usually holds it."""
 
     what: str
     variable: str
@@ -80,9 +80,9 @@ _FORMS = tuple(
 
 
 def require_none(values: Mapping[str, Any], origins: Mapping[str, str], named: Sequence[str]) -> None:
-    """Raises ConfigError for the first secret among the values of a flat config, and never shows it.
+    """Raise ConfigError for the first secret in a flat config, without showing it.
 
-    `origins`: where each value came from; `named`: what `env_from` names already.
+    `origins`: origin of each value; `named`: variables already in `env_from`.
     """
     for key, what, variable in _found(values):
         secret = f"{key}: {what}, and would be written to config.json and the registry"
@@ -90,30 +90,30 @@ def require_none(values: Mapping[str, Any], origins: Mapping[str, str], named: S
 
 
 def refused(what: str, *, key: str, origins: Mapping[str, str], variable: str, named: Sequence[str]) -> ConfigError:
-    """The error for a secret in plain text, with what to type instead."""
+    """Return the error for a secret in plain text, with the command that avoids it."""
     names, origin = ",".join(dict.fromkeys([*named, variable])), origins.get(key, "")
-    # What an override has brought in is gone with it.
+    # A value from an override disappears with it, so `~key` is not needed.
     without = f"~{key} " if key == f"env.{variable}" and not origin.startswith(_TYPED) else ""
     hint = f"`export {variable}=...` and `{without}env_from=[{names}]` instead: the ranks then have {variable}"
     return ConfigError(what, where=place(origin), hint=hint)
 
 
 def shown_override(text: str) -> str:
-    """An override as it may be shown: a secret that it gives to `env` is no part of it."""
+    """Return an override as it may be shown: a secret given to `env` is masked."""
     match = re.match(r"\+?env(?:\.[^=]*)?=", text)
     secret = is_secret_name(text) or any(form.pattern.search(text) for form in _FORMS)
     return f"{match[0]}***" if match and secret else text
 
 
 def place(origin: str) -> str:
-    """Where a value came from, without the value that an override has."""
+    """Return the origin of a value, without the value of an override."""
     return origin.partition("=")[0] if origin.startswith(_TYPED) else origin
 
 
 def _found(values: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """Key, what is wrong with its value, and the variable to be used instead."""
+    """Yield the key, the complaint and the variable to use instead."""
     for key, value in values.items():
-        if key in SECRET_KEYS:  # it is moved out of the config
+        if key in SECRET_KEYS:  # moved out of the config elsewhere
             continue
         name = key.removeprefix("env.")
         variable = key.rpartition(".")[2]
@@ -138,14 +138,14 @@ def _variable(name: str, key: str, form: _Form) -> str:
 
 
 def is_secret_name(name: str) -> bool:
-    """Whether one of the words of a variable's name is a secret's."""
+    """Return whether a word of the variable's name marks a secret."""
     return _SECRET_NAME.fullmatch(name.upper()) is not None or any(
         word in _WORDS for word in re.split(r"[^A-Z0-9]", name.upper())
     )
 
 
 def _may_be_secret(value: Any, name: str) -> bool:
-    """Whether a variable of this name, which has a secret's word in it, may hold a secret here."""
+    """Return whether a variable with a secret's name may hold a secret in this value."""
     text = "" if value is None or isinstance(value, bool | dict | list | tuple) else str(value)
     if _SECRET_NAME.fullmatch(name.upper()):
         return bool(text.strip()) and text.lower() not in _NO_SECRETS and not _is_elsewhere(name, text)
@@ -153,7 +153,7 @@ def _may_be_secret(value: Any, name: str) -> bool:
 
 
 def _is_elsewhere(name: str, text: str) -> bool:
-    """Whether a value is a placeholder or a variable of the shell, the current folder, or the number of a pass."""
+    """Return whether a value is a placeholder, shell variable, current folder or pass number."""
     word = re.split(r"[^A-Z0-9]", name.upper())[-1]
     is_folder = word == "PWD" and text.startswith(("/", "~", "."))
     return bool(_PLACEHOLDER.fullmatch(text)) or is_folder or (word == "PASS" and text.isdigit())
@@ -162,11 +162,11 @@ def _is_elsewhere(name: str, text: str) -> bool:
 _PLACEHOLDER = re.compile(r"<[^<>]*>|\$\w+|\$?\{+[^{}]*\}+|\*+")
 _NO_SECRETS = frozenset({"0", "1", "true", "false", "yes", "no", "on", "off", "none", "null", "disabled", "enabled"})
 _BOOLEANS = ("disabled",)
-"""Words of 8 letters and more that switch something."""
+"""Switch-like values of 8 letters or more."""
 
 
 def _options(words: Sequence[Any]) -> Iterator[tuple[str, str]]:
-    """Options of a command that are given a secret, with the variable to be used instead."""
+    """Yield command options that are given a secret, each with the variable to use instead."""
     texts = [word for word in words if isinstance(word, str)]
     for word, following in zip(texts, [*texts, ""][1:], strict=True):
         match = _OPTION.fullmatch(word)
@@ -174,7 +174,7 @@ def _options(words: Sequence[Any]) -> Iterator[tuple[str, str]]:
             continue
         value = following if match["value"] is None else match["value"]
         *_, last = parts = re.split(r"[_-]", match["name"].upper())
-        # `--sort-key=timestamp` sorts.
+        # `--sort-key=timestamp` is a sort order, not a secret.
         plain = parts[-2:] not in (["API", last], ["ACCESS", last], ["SECRET", last]) and _PLAIN_WORD.fullmatch(value)
         name = "_".join(parts)
         if (

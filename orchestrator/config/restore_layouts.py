@@ -1,4 +1,4 @@
-"""PURE: the layouts on which a checkpoint is restored, and what they mean for a configuration."""
+"""PURE: layouts on which a checkpoint is restored, and the config values they imply."""
 
 import math
 from typing import Any
@@ -9,10 +9,10 @@ from trainer.contract.config_sections.parallel_config import Strategy
 
 
 def with_layout(data: dict[str, Any], layout: str) -> dict[str, Any]:
-    """The sections of a config that are others on `layout`: `same`, `RANKS` or `NODESxRANKS`.
+    """Return the config sections that change on `layout`: `same`, `RANKS` or `NODESxRANKS`.
 
-    Tensor, context and expert parallelism and replicas stay as far as they fit, a pipeline does not; the rest of the
-    ranks shard. A forward pass takes as many sequences as before, or as many fewer as divide a rank's share.
+    Tensor, context and expert parallelism and replication are kept as far as they fit; pipeline parallelism is turned
+    off, and the remaining ranks shard. The micro-batch size is kept, or reduced to a divisor of a rank's share.
     """
     cluster, parallel = dict(data["cluster"]), dict(data["parallel"])
     cluster |= {"spare_nodes": 0, "min_nodes": 0}
@@ -25,7 +25,7 @@ def with_layout(data: dict[str, Any], layout: str) -> dict[str, Any]:
         left = nodes * ranks // (cp * tp)
         replicas = parallel["dp_replicate"] if left % parallel["dp_replicate"] == 0 else 1
         strategy = parallel.get("strategy", Strategy.AUTO)
-        if strategy == Strategy.DDP:  # one stands for all ranks
+        if strategy == Strategy.DDP:  # its single replica degree covers all ranks
             replicas = 1
         if strategy == Strategy.HSDP and replicas == 1:
             strategy = Strategy.AUTO
@@ -40,7 +40,7 @@ def with_layout(data: dict[str, Any], layout: str) -> dict[str, Any]:
 
 
 def _micro_batch_size(train: dict[str, Any], ranks: int) -> int:
-    """As it is where it divides the share of each of so many data-parallel ranks, else the largest below that does."""
+    """Return the largest size, at most the configured one, that divides each of `ranks` equal shares of the batch."""
     asked: int = train["micro_batch_size"]
     share, rest = divmod(train["batch_size"], ranks)
     if rest or not asked:
@@ -49,20 +49,20 @@ def _micro_batch_size(train: dict[str, Any], ranks: int) -> int:
 
 
 def _ep(data: dict[str, Any], sharding: int) -> int:
-    """The most of the ranks that shared experts which can share them among so many that share layers."""
+    """Return the largest divisor of the expert-parallel degree that fits `sharding` ranks and the experts' width."""
     asked = math.gcd(data["parallel"].get("ep", 1), sharding)
     width = data.get("model", {}).get("experts", {}).get("ffn_dim", 1)
     return next(ep for ep in range(asked, 0, -1) if asked % ep == 0 and (ep == 1 or width % (sharding // ep) == 0))
 
 
 def nodes_and_ranks(layout: str) -> tuple[int, int]:
-    """Nodes, and ranks on each."""
+    """Return the number of nodes, and of ranks per node."""
     nodes, times, ranks = layout.partition("x")
     return (int(nodes), int(ranks)) if times else (1, int(nodes))
 
 
 def rank_count(layout: str, config: RunConfig) -> int:
-    """How many ranks a test on `layout` has."""
+    """Return the number of ranks of a test on `layout`."""
     if layout == SAME:
         return config.cluster.world_size
     nodes, ranks = nodes_and_ranks(layout)

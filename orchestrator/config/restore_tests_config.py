@@ -1,4 +1,4 @@
-"""When the checkpoints of a run are restored to test them, and how."""
+"""Settings of restore tests of a run's checkpoints."""
 
 import math
 import re
@@ -16,40 +16,41 @@ SAMPLES = ("unproven", "newest", "oldest", "random")
 
 @dataclass(frozen=True, kw_only=True)
 class RestoreTestsConfig:
-    """Restore tests of this run's checkpoints: jobs of their own that restore one, and train a few steps from it."""
+    """Restore tests of this run's checkpoints: separate jobs that restore one and train a few steps from it."""
 
     every: str = "1d"
-    """`1d`, `6h`, `30m`: after so much training, then this often; `nightly`; a crontab line (`0 3 * * *`); or `off`.
+    """`1d`, `6h`, `30m`: after this much training, then at this interval; `nightly`; a crontab line (`0 3 * * *`); or
+    `off`.
 
-    The last checkpoint of a run that has succeeded is tested once, too."""
+    The last checkpoint of a successful run is also tested once."""
 
     sample: str = "unproven"
-    """Which checkpoint: `unproven` (the newest that no test has restored), `newest`, `oldest` or `random`."""
+    """Checkpoint to test: `unproven` (the newest not yet restored by a test), `newest`, `oldest` or `random`."""
 
     tier: str = ""
-    """Path of the tier whose copies are tested; empty: where the checkpoint was committed, if all nodes see it."""
+    """Path of the tier whose copies are tested; empty: the tier of the commit, if all nodes see it."""
 
     layouts: tuple[str, ...] = (SAME,)
-    """Each is tested: `same` as the run, a number of ranks on one node (`1`), or nodes x ranks per node (`2x4`)."""
+    """Layouts to test, each one: `same` as the run, ranks on one node (`1`), or nodes x ranks per node (`2x4`)."""
 
     steps: int = 3
-    """Steps to train from the checkpoint, compared with the run's own."""
+    """Steps to train from the checkpoint and compare with the run's own."""
 
     level: int = 4
-    """Level of `orch ckpt verify` before it: 2 is every byte, 3 the structure, 4 every value."""
+    """Level of the `orch ckpt verify` that runs first: 2 checks every byte, 3 the structure, 4 every value."""
 
     budget: float = 0.005
     """Largest share of the run's rank-hours that its restore tests may use."""
 
     max_parallel: int = 1
-    """Restore tests of all runs that may be under way together."""
+    """Most restore tests that may be active at once, over all runs."""
 
     cluster: dict[str, Any] = field(default_factory=dict)
-    """Keys of `cluster` that are others for the tests (`partition`, `qos`, `time`, `mem`); not its size: `layouts`."""
+    """Keys of `cluster` that differ in tests (`partition`, `qos`, `time`, `mem`); `layouts` sets the size."""
 
     command: tuple[str, ...] = ()
-    """For a run of a `command`: the program that restores $ORCH_CHECKPOINT; exit code 0 is a pass, 7 a bad checkpoint,
-    any other no verdict."""
+    """For a run of a `command`: the program that restores $ORCH_CHECKPOINT. Exit code 0 is a pass, 7 a bad checkpoint,
+    any other gives no verdict."""
 
     def __post_init__(self) -> None:
         if self.sample not in SAMPLES:
@@ -76,7 +77,7 @@ class RestoreTestsConfig:
 
 
 def is_schedule(every: str) -> bool:
-    """Whether the text is one that `restore_tests.every` may have."""
+    """Return whether the text is a valid `restore_tests.every`."""
     if every in (OFF, NIGHTLY):
         return True
     seconds = interval_seconds(every)
@@ -84,14 +85,14 @@ def is_schedule(every: str) -> bool:
 
 
 def interval_seconds(every: str) -> float | None:
-    """The seconds of an interval; None for any other schedule."""
-    return None if every.endswith("s") else parse_span(every)  # seconds are no interval between jobs
+    """Return the seconds of an interval; None for any other schedule."""
+    return None if every.endswith("s") else parse_span(every)  # seconds are too short between jobs
 
 
 def _is_cron(every: str) -> bool:
     from datetime import datetime
 
-    from cronsim import CronSim, CronSimError  # only for who uses it
+    from cronsim import CronSim, CronSimError  # optional: only crontab lines need it
 
     try:
         return len(every.split()) == 5 and bool(CronSim(every, datetime(2026, 1, 1)))

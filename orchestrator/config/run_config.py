@@ -14,19 +14,19 @@ _STATES = tuple(str(state) for state in RunState)
 
 @dataclass(frozen=True, kw_only=True)
 class NotifyConfig:
-    """Messages about this run, sent by the controller once for each change of state."""
+    """Notifications about this run, sent by the controller once for each change of state."""
 
     webhook: str = ""
-    """URL that gets a POST with JSON; its `text` is a sentence, as Slack, Mattermost and others show it."""
+    """URL that receives a POST with JSON; its `text` is a sentence, in the format of Slack and Mattermost."""
 
     mail: str = ""
-    """Mail addresses, separated by commas; sent by `sendmail`, or else by SMTP on localhost."""
+    """Mail addresses, separated by commas; sent with `sendmail`, or by SMTP on localhost if it is missing."""
 
     command: tuple[str, ...] = ()
     """A program with arguments, or one line for `sh`; it gets `ORCH_*` variables, and the JSON on stdin."""
 
     on: tuple[str, ...] = ("HELD", "FAILED", "SUCCEEDED")
-    """States of the run that are told."""
+    """Run states that trigger a notification."""
 
     def __post_init__(self) -> None:
         if self.webhook and not re.fullmatch(r"https?://[^\s/?#@]+([/?#]\S*)?", self.webhook, re.ASCII):
@@ -46,10 +46,10 @@ class NotifyConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterConfig(ClusterShape):
-    """What to request from Slurm, or to simulate on this machine."""
+    """Resources to request from Slurm, or to simulate on this machine."""
 
     shared_root: bool = False
-    """Allow a `root` that others can write too; [security.md](security.md) says what protects the runs there."""
+    """Allow a `root` that others can write to; [security.md](security.md) describes the protection of its runs."""
     partition: str = ""
     """Slurm partition; empty: the site's default."""
     account: str = ""
@@ -67,13 +67,13 @@ class ClusterConfig(ClusterShape):
     python: str = ""
     """Python on the compute nodes; empty: the one that runs orch, or the template's."""
     sbatch: dict[str, Any] = field(default_factory=dict)
-    """Further sbatch options, by their long names (`switches: 1@10:00`: wait for nodes under one switch); values stay
-    as they are written."""
+    """Further sbatch options, by their long names (`switches: 1@10:00`: wait for nodes under one switch); values keep
+    their spelling."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig(JobConfig):
-    """Everything `orch submit` needs to know."""
+    """The complete configuration for `orch submit`."""
 
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     restore_tests: RestoreTestsConfig = field(default_factory=RestoreTestsConfig)

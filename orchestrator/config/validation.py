@@ -27,7 +27,7 @@ from trainer.contract.secrets.run_secrets import is_name
 
 
 def program_size_complaints(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Values that are too long, each with what to type."""
+    """Yield values that are too long, each with a remedy."""
     variables = [f"{name}={value}" for name, value in config.env.items()]
     for name, variable in zip(config.env, variables, strict=True):
         if excess_bytes(variable):
@@ -49,11 +49,11 @@ def _too_long(text: str) -> str:
 
 
 SHOWN = 8
-"""Numbers of nodes that a message names."""
+"""Node counts that a message lists at most."""
 
 
 def elastic_complaints(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """What is wrong with `cluster.min_nodes`, and what to type; nothing for a layout that does not fit by itself."""
+    """Yield complaints about `cluster.min_nodes`; a full layout that does not fit is reported elsewhere."""
     cluster, least = config.cluster, config.cluster.min_nodes
     if least < 0:
         yield f"cluster.min_nodes={least}: must be 0 (never fewer than cluster.nodes) or a number of nodes", ""
@@ -74,7 +74,7 @@ def elastic_complaints(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 def _divides(config: RunConfig) -> bool:
-    """Whether the full layout fits; where it does not, that is what has to be said."""
+    """Return whether the batch size divides evenly on the full layout; if not, that is the error to report."""
     try:
         ranks = config.parallel.data_parallel_size(config.cluster.world_size)
     except ValueError:
@@ -106,13 +106,13 @@ _OF_WORKLOADS: dict[keys.Path, str] = {
     ("checkpoint",): _CHECKPOINTS,
     ("detection", "spike"): "orch sees no loss of the program's",
 }
-"""Sections without effect on a command, and what to use instead."""
+"""Sections without effect on a command, and their alternatives."""
 
 
 def refuse_ineffective(config: RunConfig, assignments: Sequence[Assignment]) -> None:
     """Raise ConfigError for the first assignment that has no effect on a `command`.
 
-    `assignments`: values for this run alone, without the site file and presets. A key that another value refers to
+    `assignments`: values for this run only, without the site file and presets. A key that another value references
     (`${train.steps}`) has an effect.
     """
     if not config.command:
@@ -139,7 +139,7 @@ def _texts(value: Any) -> list[str]:
 BUILT_IN = WorkloadConfig().target
 SECTIONS = frozenset(path[0] for path in keys.every_key() if len(path) > 1)
 LARGEST = 1 << 53
-"""Of whole numbers: beyond it not every one has a double of its own."""
+"""Largest whole number: beyond it, not every one is exact as a double."""
 KNOWN_TEXTS = ("python-stdlib",)
 """Entries of data.text that are names, not paths."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
@@ -148,13 +148,13 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 Origins = Mapping[tuple[str, ...], str]
 Complaint = tuple[str, str]
-"""What does not fit, beginning with the keys it is about, and what to type."""
+"""The misfit, beginning with the keys involved, and the remedy."""
 
 
 def check(config: RunConfig, origins: Origins, source: str = "", may_change: MayChange = lambda key: True) -> None:
-    """Raise ConfigError for the first thing that does not fit; `source` is the file that might have said it.
+    """Raise ConfigError for the first misfit; `source` is the file to name if the key is not set.
 
-    Other sizes are offered of the keys that `may_change`.
+    Hints suggest other sizes only for keys that `may_change`.
     """
     for what, hint in _complaints(config, may_change):
         raise refused(what, origins, hint, f"not set in {source}" if source else _DEFAULTS)
@@ -164,9 +164,9 @@ _DEFAULTS = "defaults only"
 
 
 def refused(what: str, origins: Origins, hint: str = "", unset: str = _DEFAULTS) -> ConfigError:
-    """The error for values that do not fit, with the places of all keys that `what` names.
+    """Return the error for values that do not fit, with the origins of all keys that `what` names.
 
-    Where `what` ends with what to type, that is the hint.
+    If `what` ends with ": type ...", that part becomes the hint.
     """
     what, _, advice = what.partition(": type ")
     hint = hint or (f"type {advice}" if advice else "")
@@ -180,7 +180,7 @@ def refused(what: str, origins: Origins, hint: str = "", unset: str = _DEFAULTS)
 
 
 def _named(what: str) -> set[tuple[str, ...]]:
-    """The keys a message speaks of: `a.b`, its first word, and short names within the sections it has named."""
+    """Return the keys that a message mentions: `a.b`, its first word, and short names within those sections."""
     full = {tuple(key.split(".")) for key in re.findall(r"\b[a-z_]+(?:\.[a-z_]+)+\b", what)}
     words = re.findall(r"[a-z_]+", what)
     sections = {key[0] for key in full} | set(words[:1])
@@ -189,7 +189,7 @@ def _named(what: str) -> set[tuple[str, ...]]:
 
 
 def _usual(what: str, origins: Origins) -> str:
-    """A preset may need another value than the default, and has one; what is typed can be left out."""
+    """Return a generic hint: drop a typed value; `~key` for others, since a preset may need and set its own value."""
     key = re.match(r"[a-z_]+(?:\.[a-z_]+)+", what)
     if key is None:
         return "`orch config show CONFIG` shows all values"
@@ -216,7 +216,7 @@ def _complaints(config: RunConfig, may_change: MayChange) -> Iterator[Complaint]
 
 
 def _too_large(value: Any, path: tuple[str, ...]) -> Iterator[Complaint]:
-    """Whole numbers that neither the registry nor every reader of JSON can hold; those in maps are the user's own."""
+    """Yield whole numbers too large for the registry or some JSON readers; open maps are the user's own."""
     if isinstance(value, dict) and not keys.is_open(keys.kind_of(path, "")):
         for name, inner in value.items():
             yield from _too_large(inner, (*path, name))
@@ -225,7 +225,7 @@ def _too_large(value: Any, path: tuple[str, ...]) -> Iterator[Complaint]:
 
 
 def _no_text(value: Any, path: tuple[str, ...]) -> Iterator[Complaint]:
-    """Half characters, which no file and no registry can hold: bytes of a command line that are no UTF-8."""
+    """Yield texts with lone surrogates, which come from non-UTF-8 command lines and cannot be stored."""
     if isinstance(value, dict):
         for name, inner in value.items():
             yield from _no_text(name, (*path, name))
@@ -277,7 +277,7 @@ def _program(config: RunConfig) -> Iterator[Complaint]:
 
 
 def _target_meant(target: str) -> str:
-    """A file's path, or a class after a dot, as it is written here; else an example."""
+    """Return a hint with a file path or dotted class written as a target, or an example."""
     file, mark, name = target.partition(":")
     if not mark and not file.endswith(".py"):
         file, _, name = file.rpartition(".")
@@ -311,7 +311,7 @@ def _restore_tests(config: RunConfig) -> Iterator[Complaint]:
 
 
 def _layouts(config: RunConfig) -> Iterator[Complaint]:
-    """Tests on a layout that cannot be had would be due for good, and keep all others from being begun."""
+    """Yield test layouts that do not fit; such a test would stay due forever and block all others."""
     data = asdict(config)
     for layout in config.restore_tests.layouts:
         if layout != SAME and (what := _misfit({**data, **with_layout(data, layout)})):
@@ -321,7 +321,7 @@ def _layouts(config: RunConfig) -> Iterator[Complaint]:
 
 
 def _misfit(data: dict[str, Any]) -> str:
-    """Why the ranks of such a config could not be started; empty when they could."""
+    """Return why the ranks of this config could not start; empty if they could."""
     try:
         found = refusal(build(RunConfig, data), may_change=lambda _: False)
     except ValueError as error:
@@ -346,7 +346,7 @@ def _ranks(config: RunConfig) -> Iterator[Complaint]:
 
 
 def _cluster(config: RunConfig) -> Iterator[Complaint]:
-    """Values that Slurm could not read: they would be found out by a run that cannot start."""
+    """Yield values that Slurm cannot parse, which would otherwise fail only when the run starts."""
     if what := _no_folder(config.cluster.root):
         hint = "cluster.root=FOLDER names another; a folder that is not there is made"
         yield f"cluster.root={config.cluster.root}: {what}", hint
@@ -356,18 +356,18 @@ def _cluster(config: RunConfig) -> Iterator[Complaint]:
 
 
 def _no_folder(place: str) -> str:
-    """Why no folder can be made of what is there; empty where it is one, or nothing is there."""
+    """Return why this place cannot become a folder; empty if it is one or does not exist."""
     try:
         mode = os.stat(place).st_mode
     except (FileNotFoundError, NotADirectoryError):
         return "is a link to nothing" if os.path.islink(place) else ""
     except OSError:
-        return ""  # whoever writes there says why it cannot
+        return ""  # the writer reports the error
     return "" if stat.S_ISDIR(mode) else "is a file, and must be a folder"
 
 
 LONGEST_PAUSE = 7 * 86400
-"""Seconds: a run that pauses longer between attempts has no controller for all that anybody can see."""
+"""Seconds; a run that pauses longer between attempts looks as if it had no controller."""
 
 
 def _pauses(config: RunConfig) -> Iterator[Complaint]:
@@ -380,7 +380,10 @@ def _pauses(config: RunConfig) -> Iterator[Complaint]:
 
 
 def _recompute(config: RunConfig) -> Iterator[Complaint]:
-    """torch 2.13 fails in the first backward pass where FSDP gathers parts of a layer whose products are kept."""
+    """Refuse a combination on which torch 2.13 fails.
+
+    The first backward pass fails if FSDP gathers parts of a layer whose matrix products are kept.
+    """
     train, wrap = config.train, config.parallel.fsdp.wrap
     if train.activation_checkpointing and train.recompute.keep == "products" and wrap not in ("auto", "Block"):
         yield (

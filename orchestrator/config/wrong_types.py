@@ -1,4 +1,4 @@
-"""Complaints of OmegaConf about a value, in our words: key, value, what to write."""
+"""Plain-language versions of OmegaConf's type errors: key, value, remedy."""
 
 import re
 from collections.abc import Container
@@ -11,7 +11,7 @@ _OTHER_FOLDERS = (("checkpoints", "path"), ("checkpoint", "tiers"))
 
 
 def complaint(error: Any, values: dict[str, Any], folders: Container[keys.Path]) -> tuple[str, keys.Path, str]:
-    """Return what is wrong, the key it is about, and what to write; `folders`: keys that may hold `$VARIABLE`."""
+    """Return the error, its key, and the remedy; `folders`: keys that may hold `$VARIABLE`."""
     path, given = _refused_value(str(error.full_key or ""), values)
     what, name = str(error).splitlines()[0], keys.dotted(path)
     if "nterpolation" in type(error).__name__ or isinstance(given, str) and "${" in given:
@@ -25,7 +25,7 @@ def complaint(error: Any, values: dict[str, Any], folders: Container[keys.Path])
 
 
 def _refused_value(full_key: str, values: dict[str, Any]) -> tuple[keys.Path, Any]:
-    """Return the key and the value that OmegaConf means by `a.b[0].c`, which may be an element of a list."""
+    """Return the key and value of OmegaConf's `a.b[0].c`, which may be a list element."""
     path = tuple(re.sub(r"\[\d+\].*", "", full_key).split("."))
     given: Any = values
     for name in re.findall(r"[^.\[\]]+", full_key):
@@ -37,7 +37,7 @@ def _refused_value(full_key: str, values: dict[str, Any]) -> tuple[keys.Path, An
 
 
 def _variable_meant(given: Any, is_folder: bool) -> str:
-    """Return what to write for `${HOME}`, a variable of the shell; empty for a reference to a key."""
+    """Return the remedy for `${HOME}`, a shell variable; empty for a reference to a key."""
     found = _SHELL_VARIABLE.search(given) if isinstance(given, str) else None
     if found is None:
         return ""

@@ -1,6 +1,6 @@
-"""YAML as configs use it, shipped presets, and the nearest name for a missing file.
+"""YAML dialect of configs, shipped presets, and the nearest name for a missing file.
 
-YAML 1.1, which PyYAML speaks by itself, reads `time: 1:00:00` as 3600, `no` as false and `1e5` as a text.
+YAML 1.1, PyYAML's default, reads `time: 1:00:00` as 3600, `no` as false and `1e5` as text.
 """
 
 import json
@@ -16,11 +16,11 @@ from orchestrator.errors import ConfigError
 from orchestrator.near_words import nearest
 
 MOST = 5000
-"""Entries of a folder beyond which nothing is looked for."""
+"""Most folder entries that are searched."""
 
 
 def near_file(path: Path, endings: Collection[str]) -> str | None:
-    """The name of the file beside `path` that has one of these endings and is named most like it; None without one."""
+    """Return the name nearest to `path` among its siblings with one of these endings, or None."""
     try:
         there = [file.name for _, file in zip(range(MOST), path.parent.iterdir(), strict=False)]
         names = sorted(name for name in there if Path(name).suffix in endings and (path.parent / name).is_file())
@@ -32,7 +32,7 @@ def near_file(path: Path, endings: Collection[str]) -> str | None:
 
 
 def configs_in(folder: Path, most: int = 3) -> list[Path]:
-    """The configurations in a folder, the newest first: YAML files that can be read and have a workload or a base."""
+    """Return the configs in a folder, newest first: readable YAML files with a workload, command, data or includes."""
     try:
         there = [file for _, file in zip(range(MOST), folder.glob("*.y*ml"), strict=False) if file.is_file()]
         newest = sorted(there, key=lambda file: file.stat().st_mtime, reverse=True)[:_LOOKED_AT]
@@ -46,7 +46,7 @@ _BEGINS = re.compile(r"^(includes|workload|command|data) *:", re.MULTILINE)
 
 
 def near_module(folder: Path, name: str) -> str:
-    """The module or package of a folder whose name is nearly this one; empty without one."""
+    """Return the module or package in a folder with a name close to this one; empty if none is close."""
     file = near_file(folder / name, (".py",))
     if file is not None and file.removesuffix(".py").isidentifier():
         return file.removesuffix(".py")
@@ -58,20 +58,20 @@ def near_module(folder: Path, name: str) -> str:
 
 
 def folder(name: str) -> Path:
-    """`configs` or `sbatch_templates`: beside the packages in a source tree, inside `orchestrator` in a wheel."""
+    """Return the path of `configs` or `sbatch_templates`, beside the packages or, in a wheel, inside `orchestrator`."""
     here = Path(__file__).resolve().parent.parent
     packed = here / "data" / name
     return packed if packed.is_dir() else here.parent / name
 
 
 def names() -> list[str]:
-    """Every preset as one writes it: `tiny-gpt`, `model/tiny`."""
+    """Return the names of all presets as users write them: `tiny-gpt`, `model/tiny`."""
     root = folder("configs")
     return sorted(path.relative_to(root).with_suffix("").as_posix() for path in root.rglob("*.yaml"))
 
 
 def nearest_part(section: str, name: str) -> str:
-    """The preset for this section that `name` means, with or without the section before it; empty without one."""
+    """Return the preset for this section that `name` means, with or without the section prefix; empty if none."""
     parts = {part.partition("/")[2]: part for part in names() if part.startswith(f"{section}/")}
     wanted = name.rpartition("/")[2].removesuffix(".yaml")
     return parts.get(wanted if wanted in parts else nearest(wanted, parts), "")
@@ -83,7 +83,7 @@ _PLAINLY = "write plain values only: words, numbers, lists and mappings"
 _TOO_DEEP = "the YAML is nested too deeply, or its aliases unfold without end"
 _MOST_NODES = 20_000
 _MOST_DIGITS = 1_000
-"""Of a number: no key takes one of so many, and Python refuses to read or write one of more than 4300."""
+"""Digits of a number: no key takes more, and Python refuses to convert more than 4300."""
 _SCALARS: tuple[tuple[str, str, str], ...] = (
     ("null", r"^(?:~|null|Null|NULL|)$", "~nN\0"),
     ("bool", r"^(?:true|True|TRUE|false|False|FALSE)$", "tTfF"),
@@ -100,7 +100,7 @@ _OLD_BOOLEANS = {"yes": "true", "on": "true", "no": "false", "off": "false"}
 
 
 class _Loader(yaml.SafeLoader):
-    """Resolves plain scalars by YAML 1.2's core schema."""
+    """Loader that resolves plain scalars by YAML 1.2's core schema."""
 
     yaml_implicit_resolvers: dict[str, Any] = {}
 
@@ -113,7 +113,7 @@ for _name, _pattern, _first in _SCALARS:
 
 
 def parse(text: str, where: str) -> Node | None:
-    """The node of one YAML document, None for an empty one; raises ConfigError with the line."""
+    """Return the node of one YAML document, or None for an empty one; raises ConfigError with the line."""
     try:
         node: Node | None = yaml.compose(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
@@ -123,7 +123,7 @@ def parse(text: str, where: str) -> Node | None:
         raise ConfigError(f"not YAML: {what}", where=place(where, mark), hint=hint) from error
     except yaml.YAMLError as error:
         raise ConfigError(f"not YAML: {str(error).splitlines()[0]}", where=where, hint="is it a text file?") from error
-    except RecursionError as error:  # PyYAML calls itself for each level
+    except RecursionError as error:  # PyYAML recurses for each level
         raise ConfigError(_TOO_DEEP, where=where, hint=_PLAINLY) from error
     if node is not None:
         _check(node, where, [])
@@ -131,7 +131,7 @@ def parse(text: str, where: str) -> Node | None:
 
 
 def _complaint(error: yaml.MarkedYAMLError) -> tuple[str, str]:
-    """What the parser says, as a sentence of its own, and what mends it."""
+    """Return the parser's error as a sentence, and a remedy."""
     what = error.problem or error.context or "unreadable"
     if "'\\t'" in what:
         return "a tab stands where the line is indented", "indent with spaces"
@@ -144,7 +144,7 @@ def _complaint(error: yaml.MarkedYAMLError) -> tuple[str, str]:
 
 
 def place(where: str, mark: Any) -> str:
-    """`file:line` for a file; a value on the command line has one line only."""
+    """Return `file:line` for a file; an override has only one line."""
     return where if mark is None or where.startswith("override") else f"{where}:{mark.line + 1}"
 
 
@@ -191,13 +191,13 @@ def is_null(node: Node) -> bool:
 
 
 def old_boolean(node: Node) -> str:
-    """`true` or `false` for an unquoted word that YAML 1.1 reads so and YAML 1.2 reads as text; empty for others."""
+    """Return `true` or `false` for an unquoted YAML 1.1 boolean (`yes`, text in YAML 1.2); empty for others."""
     is_word = isinstance(node, ScalarNode) and not node.style and node.tag == _CORE + "str"
     return _OLD_BOOLEANS.get(str(node.value).lower(), "") if is_word else ""
 
 
 def as_typed(node: Node) -> Any:
-    """The value of a node as Python data; a number that Python would write otherwise stays text (`007`, `1e3`)."""
+    """Return a node as Python data; a number that Python would print differently stays text (`007`, `1e3`)."""
     if isinstance(node, SequenceNode):
         return [as_typed(item) for item in node.value]
     if isinstance(node, MappingNode):
@@ -208,7 +208,7 @@ def as_typed(node: Node) -> Any:
 
 
 def plain(node: Node) -> Any:
-    """The value of a node as Python data: None, bool, int, float, str, list, dict."""
+    """Return a node as Python data: None, bool, int, float, str, list or dict."""
     if isinstance(node, SequenceNode):
         return [plain(item) for item in node.value]
     if isinstance(node, MappingNode):

@@ -1,1 +1,1 @@
-"""What `orch submit` and `orch resume` check and write before a controller takes over: config, identity, intent."""
+"""Checks and records of `orch submit` and `orch resume` before a controller takes over: config, identity, intent."""

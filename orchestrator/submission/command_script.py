@@ -19,18 +19,18 @@ SHELL = re.compile(r"(?:.*/)?(?:bash|sh|dash|zsh|ksh)")
 _PYTHON = re.compile(r"(?:.*/)?python[\d.]*")
 _ENDS = frozenset({";", "&&", "||", "&", "(", ")"})
 _FILTERS = frozenset({"tee", "cat", "grep", "egrep", "sed", "awk", "ts", "tr", "cut", "head", "tail", "logger", "sort"})
-"""Programs that end well whatever the program before them in a pipe did; nobody trains in them."""
+"""Pipe filters that succeed whatever the program before them did; no training runs in them."""
 _BOTH_STREAMS = re.compile(r"\d*>&\d")
 _LAST_WORDS = frozenset({"echo", "printf", "date", "true", ":"})
-"""Commands that always end well, so that a script whose last one they are does, too."""
+"""Commands that always succeed; so does a script that ends with one."""
 _KEEPS_CODE = re.compile(r"\bset\s+-\w*e|\berrexit\b|\bexit\b|\breturn\b|\btrap\b|\bexec\b|&&|\|\||\$\?")
-"""With these a script may well end with the code of its program."""
+"""Constructs with which a script may still return its program's exit code."""
 
 
 def refuse_lost_exit_code(command: Sequence[str], script: str = "") -> None:
-    """Raise ConfigError where a program that fails ends with exit code 0; `script`: text of a shell script.
+    """Raise ConfigError if a failing program would end with exit code 0; `script`: text of a shell script.
 
-    orch takes exit code 0 for the end of the training.
+    orch takes exit code 0 as the end of training.
     """
     text = inline_text(command) or script
     options = command[: command.index(text)] if text in command else command
@@ -73,7 +73,7 @@ def inline_text(command: Sequence[str]) -> str:
 
 
 def lines_of_words(text: str) -> Iterator[list[str]]:
-    """Yield the words of each line of a shell text, separators among them; lines with an open quote are left out."""
+    """Yield the words of each line of shell text, with separators; lines with an open quote are skipped."""
     for line in text.replace("\\\n", " ").splitlines():
         lexer = shlex.shlex(_BOTH_STREAMS.sub("", line), posix=True, punctuation_chars=";&|()")
         lexer.whitespace_split = True
@@ -99,37 +99,37 @@ _PROGRAMS = {
     "accelerate-launch": "accelerate launch",
 }
 _VERBS = {"accelerate": "launch", "fabric": "run", "lightning": "run", "colossalai": "run", "tune": "run"}
-"""Programs that start ranks with this verb only."""
+"""Programs that start ranks only with this verb."""
 _OF_PYTHON = frozenset({"torchrun", "accelerate launch", "deepspeed", "composer", "fabric run", "lightning run"})
-"""Launchers that start a Python script or module, and no program unless an option says so."""
+"""Launchers that start a Python script or module; `--no-python` makes them start a program."""
 _FLAGS = frozenset(
     {"standalone", "multi-gpu", "cpu", "tpu", "use-deepspeed", "use-fsdp", "no-python", "run-path", "quiet"}
 )
-"""Options of launchers that take no value."""
+"""Launcher options without a value."""
 _PER_NODE = ("nproc-per-node", "num-gpus", "ntasks-per-node", "npernode")
 _IN_ALL = ("num-processes", "ntasks", "np", "n")
 _NODES = ("nnodes", "num-machines", "num-nodes")
 _OWN_RANKS = re.compile(r"RANK|WORLD_SIZE|SLURM_|GROUP_|NODE_ID|NODEID")
-"""Variables by which a shell script starts on each rank what belongs there."""
+"""Variables that a shell script uses to start each rank itself."""
 _SEPARATORS = frozenset({"&&", "||", "|", ";", "&", "(", ")", "do", "then", "else", "{"})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """A launcher with its options (without dashes in front, `-` for `_`), and the words that it starts."""
+    """A launcher with its options (no leading dashes, `-` for `_`), and the words that it starts."""
 
     name: str
     options: dict[str, str]
     program: tuple[str, ...]
 
     def number(self, names: Sequence[str]) -> int:
-        """The value of the first of these options; 0 without a number."""
+        """Return the value of the first of these options; 0 if it is not a number."""
         values = [self.options[name] for name in names if name in self.options]
         return int(values[0]) if values and values[0].isdigit() else 0
 
 
 def refuse_launcher(config: RunConfig, script: str = "") -> None:
-    """Raise ConfigError for a launcher where there is more than one rank; `script`: text of a shell script."""
+    """Raise ConfigError for a launcher if there is more than one rank; `script`: text of a shell script."""
     if config.cluster.world_size == 1:
         return
     found = _launch(config.command)
@@ -145,7 +145,7 @@ def refuse_launcher(config: RunConfig, script: str = "") -> None:
 
 
 def _joins_nodes(found: Launch) -> bool:
-    """Whether the launcher makes one world of all nodes itself: it is started once on each."""
+    """Return whether the launcher joins all nodes into one world and is started once on each."""
     nodes = next((found.options[name] for name in _NODES if name in found.options), "1")
     return nodes != "1" and found.name in ("torchrun", "accelerate launch", "tune run")
 
@@ -160,9 +160,9 @@ def _instead(found: Launch, config: RunConfig) -> str:
 
 
 def _launch(command: Sequence[str]) -> Launch | None:
-    """Return the launcher among these words, behind whatever programs start it; None without one.
+    """Return the launcher among these words, behind any programs that start it, or None.
 
-    What stands after a script is an argument. So is a launcher's name before a script, unless it would start that.
+    Words after a script are its arguments. A launcher's name before a script counts only if it would start that script.
     """
     if not command or command[0] in _LAST_WORDS | _FILTERS:
         return None
@@ -177,7 +177,7 @@ def _launch(command: Sequence[str]) -> Launch | None:
 
 
 def _script_at(words: Sequence[str]) -> int:
-    """Return the place of the first script, or of the Python or shell that is given one; that of the last word else."""
+    """Return the index of the first script, or of the Python or shell that runs one; by default the last word's."""
     for at, (word, after) in enumerate(pairwise(words)):
         if word.endswith((".py", ".sh")) or SHELL.fullmatch(word):
             return at
@@ -187,7 +187,7 @@ def _script_at(words: Sequence[str]) -> int:
 
 
 def _is_started(found: Launch, words: Sequence[str], *, is_value: bool) -> bool:
-    """Whether words in the middle of a command are a launcher, and not merely its name, as of an environment."""
+    """Return whether words inside a command are a launcher, not just its name (of an environment, for example)."""
     if _PYTHON.fullmatch(words[0]):  # `python -m`
         return True
     if found.name == "tune run":
@@ -199,20 +199,20 @@ def _is_started(found: Launch, words: Sequence[str], *, is_value: bool) -> bool:
 
 
 def _is_mere_name(found: Launch, words: Sequence[str]) -> bool:
-    """Whether Python is started after it: `torchrun python x.py` would start a file named `python`."""
+    """Return whether Python follows the launcher: `torchrun python x.py` would start a file named `python`."""
     return found.name in _OF_PYTHON and words[0].rpartition("/")[2] == found.name and bool(
         len(words) > 1 and _PYTHON.fullmatch(words[1])
     )  # fmt: skip
 
 
 def _from_shell(command: Sequence[str]) -> Sequence[str]:
-    """Return the words from the shell on that the command starts; none where it starts no shell."""
+    """Return the command's words from its shell on, or none if it starts no shell."""
     at = _script_at(command)
     return command[at:] if SHELL.fullmatch(command[at]) else ()
 
 
 def _launch_at(words: Sequence[str]) -> Launch | None:
-    """Return the launcher that these words begin with."""
+    """Return the launcher at the start of these words."""
     program = words[0].rpartition("/")[2]
     if _PYTHON.fullmatch(words[0]) and "-m" in words and (at := words.index("-m")) + 1 < len(words):
         is_module = all(word.startswith("-") for word in words[1:at])
@@ -225,13 +225,13 @@ def _launch_at(words: Sequence[str]) -> Launch | None:
     found = _read(name, list(rest)) if name else None
     if found is None or found.name != "tune run":
         return found
-    # torchtune runs a recipe of its own, with torchrun only if it is told how many ranks.
+    # torchtune runs its own recipe, and uses torchrun only if given a number of ranks.
     ranks = any(option in found.options for option in (*_PER_NODE, *_NODES))
     return replace(found, program=()) if ranks else None
 
 
 def _read(name: str, words: list[str]) -> Launch:
-    """Read options up to the program; a word after an option is its value, unless a program begins there."""
+    """Read options up to the program; a word after an option is its value unless it begins a program."""
     options: dict[str, str] = {}
     while words and words[0].startswith("-"):
         option, mark, value = words.pop(0).lstrip("-").partition("=")
@@ -252,7 +252,7 @@ def _is_program(word: str) -> bool:
 
 
 def _simple_commands(text: str) -> Iterator[list[str]]:
-    """The simple commands of a shell text, roughly: words between separators and ends of lines."""
+    """Yield the simple commands of a shell text, approximately: words between separators and line ends."""
     for line in lines_of_words(text):
         words: list[str] = []
         for word in line:
@@ -266,11 +266,10 @@ def _simple_commands(text: str) -> Iterator[list[str]]:
 
 _INTERPRETER = re.compile(r"(?:.*/)?(?:python[\d.]*|bash|sh)")
 _PLAIN = re.compile(r"(?:-[uOBEsSIqv]+|--)")
-"""Options of an interpreter that take no value, and after which its script may stand."""
+"""Interpreter options without a value, which may precede a script."""
 _SCRIPT = re.compile(r"[^$~*?]+\.(?:py|sh)")
 _KEEP_FILES = frozenset({"default", "modules", "conda", "nccl"})
-"""Templates of jobs that see the files of this machine; in a container, or after a script of somebody's own, nobody
-knows."""
+"""Templates whose jobs see this machine's files; containers and custom scripts may not."""
 
 
 def check_command(config: RunConfig, beside: Path) -> None:
@@ -299,7 +298,7 @@ def check_command(config: RunConfig, beside: Path) -> None:
 
 
 def _refuse_one_text(command: tuple[str, ...], beside: Path) -> None:
-    """Raise ConfigError for a program with its arguments in one text (`["python train.py"]`)."""
+    """Raise ConfigError for a program and its arguments in one string (`["python train.py"]`)."""
     program, *arguments = command
     if len(program.split()) < 2 or (beside / program).exists() or shutil.which(program):
         return
@@ -329,7 +328,7 @@ def _shell_text(command: tuple[str, ...], beside: Path) -> str:
 
 
 def _check_program(command: tuple[str, ...], beside: Path) -> None:
-    """Raise ConfigError for a script that is there as the program itself, and that nothing starts."""
+    """Raise ConfigError for a script used as the program although it is not executable."""
     program = command[0]
     starter = _STARTERS.get(Path(program).suffix)
     if starter is None or not _SCRIPT.fullmatch(program):
@@ -346,7 +345,7 @@ _STARTERS = {".py": "python", ".sh": "bash"}
 
 
 def _script(command: tuple[str, ...]) -> str | None:
-    """The file that the command begins with, or that its interpreter is given; None where that is not plain."""
+    """Return the file that the command or its interpreter runs; None if that is unclear."""
     program, *words = command
     if not _INTERPRETER.fullmatch(program):
         return program if "/" in program and _SCRIPT.fullmatch(program) else None

@@ -1,4 +1,4 @@
-"""`orch submit` until the controller takes over: all checks precede the first write."""
+"""`orch submit` up to the controller's takeover: all checks precede the first write."""
 
 import math
 import os
@@ -38,7 +38,7 @@ from trainer.contract.user_code.code_record import CodeRecord
 
 
 def refuse_shared(root: Path) -> None:
-    """Raises Precondition for a folder of runs in which, or above which, others can rename what is there."""
+    """Raise Precondition for a root folder whose contents others can rename, there or above."""
     weak = weakness(root)
     if weak is None:
         return
@@ -52,12 +52,12 @@ def refuse_shared(root: Path) -> None:
 
 
 def data_folder(root: Path, config: RunConfig) -> Path:
-    """Where tokens of `data.text` lie: each user has an own folder below a shared root."""
+    """Return the folder for tokens of `data.text`; under a shared root, each user has one."""
     return root / (f".data-{os.geteuid()}" if config.cluster.shared_root else ".data")
 
 
 def check_data(folder: Path, config: RunConfig) -> None:
-    """Raises Precondition for tokens in a shared root that somebody else has prepared, or may change."""
+    """Raise Precondition for tokens in a shared root that another user prepared or may change."""
     if not config.cluster.shared_root or not folder.exists():
         return
     try:
@@ -71,7 +71,7 @@ def check_data(folder: Path, config: RunConfig) -> None:
 
 
 ANSWER_WITHIN = 30.0
-"""Seconds for all tiers together."""
+"""Time limit in seconds for all tiers together."""
 _MODULE = "checkpointing.tiers.tier"
 
 Finish = Callable[[Callable[[str], None]], None]
@@ -104,12 +104,12 @@ def _judge(answer: ChildAnswer) -> None:
 
 
 def _check_folders(config: RunConfig) -> None:
-    """Raise Precondition for a shared folder that cannot be made. Folders of nodes may exist on the nodes only."""
+    """Raise Precondition for a shared folder that cannot be created; node-local ones may exist only on the nodes."""
     for tier in config.checkpoint.tiers:
         if tier.path == RUN or "://" in tier.path or not tier.shared or config.command:
             continue
         folder = Path(tier.path).expanduser()
-        if not folder.is_absolute():  # below the run's folder, which is yet to be made
+        if not folder.is_absolute():  # below the run's folder, which does not exist yet
             continue
         there = next(place for place in (folder, *folder.parents) if os.path.lexists(place))
         if not there.is_dir():
@@ -121,9 +121,9 @@ def _check_folders(config: RunConfig) -> None:
 
 
 def check_tier_folders(config: RunConfig, folder: RunDir, known: Collection[str] = ()) -> None:
-    """Raise ConfigError for shared tiers that are one folder, and where one has another user's folder of this name.
+    """Raise ConfigError for shared tiers that are one folder, or that contain another user's folder of this name.
 
-    Tiers with a path in `known` have been accepted before: nothing is asked of their folders.
+    Tiers with a path in `known` were accepted before; their folders are not checked.
     """
     local = [tier for tier in config.checkpoint.tiers if tier.shared and "://" not in tier.path and not config.command]
     places = [resolve_tier(tier, folder.checkpoints, folder.name, "this-machine") for tier in local]
@@ -139,7 +139,7 @@ def check_tier_folders(config: RunConfig, folder: RunDir, known: Collection[str]
 
 
 def refuse_one_folder(places: Sequence[ResolvedTier]) -> None:
-    """Raise ConfigError for two tiers whose folders are one, by a link or a mount: the smaller `keep` would count."""
+    """Raise ConfigError for two tiers on one folder, by a link or mount: the smaller `keep` would win."""
     if found := one_folder(places):
         raise ConfigError(
             f"two tiers have the same folder: {found[0]} and {found[1]}",
@@ -149,7 +149,7 @@ def refuse_one_folder(places: Sequence[ResolvedTier]) -> None:
 
 
 def _foreign_folder(folder: Path) -> str:
-    """Why a run cannot use the folder of its name in a tier; empty where it can, or where there is none."""
+    """Return why a run cannot use the folder of its name in a tier; empty if it can, or if none exists."""
     try:
         found = folder.stat()
     except FileNotFoundError:
@@ -168,14 +168,14 @@ def _unusable(tier: str, reason: str, hint: str) -> Precondition:
 
 
 Warn = Callable[[str], None]
-"""Called with what Slurm says against a job that it may take all the same."""
+"""Callback for Slurm's objections to a job that it may still accept."""
 
 
 _BY_NODES = "node configuration is not available"
 
 
 def first_job(config: RunConfig, kind: str, name: str = "") -> JobSpec:
-    """The job of a first attempt, with placeholders where a submitted run has its number and nonce."""
+    """Return the job of a first attempt, with placeholders for its number and nonce."""
     name = name or f"{config.name}-N"
     root = Path(config.cluster.root).expanduser().absolute()
     run = Run(
@@ -187,14 +187,14 @@ def first_job(config: RunConfig, kind: str, name: str = "") -> JobSpec:
 
 
 def check_script(config: RunConfig, kind: str) -> None:
-    """Raises ConfigError, or SubmitRejected on this machine, for a job that could not even be written down."""
+    """Raise ConfigError, or SubmitRejected on this machine, for a job whose script cannot be written."""
     FACTORIES[kind].check(first_job(config, kind))
 
 
 def check_with_scheduler(config: RunConfig, kind: str, warn: Warn) -> None:
-    """Raises SubmitRejected, with its words and what to type, for a job that the scheduler would never take or start.
+    """Raise SubmitRejected, with the scheduler's message and a remedy, for a job it would never accept or start.
 
-    No answer is no refusal. What passes, and what only nodes explain that are down now, is told to `warn`.
+    A missing answer is not a refusal. Temporary refusals, and refusals explained by nodes now down, go to `warn`.
     """
     from orchestrator.scheduler.slurm.node_capacity import known_nodes, shortfall
 
@@ -204,7 +204,7 @@ def check_with_scheduler(config: RunConfig, kind: str, warn: Warn) -> None:
         return
     passes = refused.retryable is Retryable.YES
     if not passes and _BY_NODES in refused.what.lower():
-        # sbatch takes such a job where the nodes are only down, and where it lets it wait for ever.
+        # sbatch accepts such a job if its nodes are only down, or if it lets jobs wait forever.
         passes = True
         with suppress(SlurmUnreachable):
             passes = shortfall(spec.resources, known_nodes()) is None
@@ -216,7 +216,7 @@ def check_with_scheduler(config: RunConfig, kind: str, warn: Warn) -> None:
 
 
 Progress = Callable[[int, int], None]
-"""Called with bytes done and bytes in all while text is tokenized."""
+"""Callback with bytes tokenized and total bytes."""
 
 BUILT_IN = WorkloadConfig().target
 
@@ -226,7 +226,7 @@ class RunOrigin:
     """Inputs of a new run besides its configuration."""
 
     imported: dict[str, Any] | None = None
-    """The checkpoint that the run begins with."""
+    """Checkpoint that the run starts from."""
     code: CodeRecord | None = None
     """Record of the code, from importing the workload."""
     tags: tuple[str, ...] = ()
@@ -242,13 +242,13 @@ def create_run(
     origin: RunOrigin | None = None,
     on_recorded: Callable[[Run], None] = lambda run: None,
 ) -> tuple[Run, Attempt]:
-    """Check, prepare data, write the run and the intent of its first attempt, make its folder.
+    """Check, prepare data, write the run and the intent of its first attempt, create its folder.
 
-    `on_recorded` is called with the run as soon as it is in the registry; Ctrl-C never comes in between.
+    `on_recorded` is called with the run as soon as it is in the registry; Ctrl-C is held back in between.
 
-    A kill in between leaves nothing, or a run that the next pass of a controller finishes; a refusal after the row
-    is there leaves a run that the next pass cancels.
-    Raises ConfigError, SubmitRejected (of this machine), Precondition, RegistryError.
+    If killed, it leaves nothing or a run that the next controller pass finishes. A refusal after the row is written
+    leaves a run that the next pass cancels. Raises ConfigError, SubmitRejected (of this machine), Precondition,
+    RegistryError.
     """
     config, origin = composed.config, origin or RunOrigin()
     kind = _kind(cluster or config.cluster.kind)
@@ -287,12 +287,12 @@ def create_run(
     except Precondition as error:
         staged_secrets.discard(root, nonce)
         _take_back(store, run, error, now)
-    write_records(store, [run.name])  # a silent Slurm: nobody writes for hours that no job was submitted
+    write_records(store, [run.name])  # if Slurm is silent, the next write is hours away
     return run, attempt
 
 
 def check_beginning(config: RunConfig, where: str) -> None:
-    """Raises ConfigError for a run that could not begin with a checkpoint in its own folder."""
+    """Raise ConfigError for a run that cannot start from a checkpoint in its own folder."""
     if config.command:
         raise ConfigError(
             "a run of a torchrun script loads its weights itself", where=where, hint="give a workload, not a command"
@@ -306,7 +306,7 @@ def check_beginning(config: RunConfig, where: str) -> None:
 
 
 def _take_back(store: Store, run: Run, error: Precondition, now: float) -> NoReturn:
-    """Nobody may launch later what was refused now: only a controller may say that a run is cancelled, so ask it."""
+    """Request cancellation of a refused run, so that it is not launched later; only a controller may cancel a run."""
     store.add_user_request(run.name, "cancel", {"now": True}, now)
     hint = f"{error.hint}; then submit again ({run.name} will not be launched)"
     raise Precondition(error.what, where=error.where, hint=hint) from error
@@ -326,9 +326,9 @@ def _kind(wanted: str) -> str:
 
 
 def writable_root(text: str, *, shared: bool) -> Path:
-    """The folder of all runs, made when it is missing; raises Precondition when nothing can be written there.
+    """Return the folder of all runs, created if missing; raises Precondition if it is not writable.
 
-    `shared`: others may write it as well; without that it is refused.
+    `shared`: others may write to it too; without this flag that is refused.
     """
     root = Path(text).expanduser().absolute()
     try:
@@ -348,7 +348,7 @@ def writable_root(text: str, *, shared: bool) -> Path:
 
 
 def prepare_data(config: RunConfig, data: dict[str, Any], root: Path, progress: Progress | None = None) -> Index | None:
-    """Tokenize `data.text` below the root and fill `data.path` in; check what the run is going to read."""
+    """Tokenize `data.text` below the root and set `data.path`; check the data that the run will read."""
     if config.data.text:
         folder, index = _tokenized(config, root, progress)
         data["data"]["path"] = str(folder)
@@ -380,7 +380,7 @@ def _tokenized(config: RunConfig, root: Path, progress: Progress | None) -> tupl
 
 
 def read_index(path: str) -> Index:
-    """Return the index of a folder of tokens; raises ConfigError, also for shards changed after it was written."""
+    """Return the index of a token folder; raises ConfigError, also for shards changed after it was written."""
     folder = Path(path).expanduser()
     try:
         index = Index.read(folder)
@@ -424,5 +424,5 @@ def _check_fit(config: RunConfig, index: Index, path: str) -> None:
 
 
 def data_identity(path: str, index: Index) -> dict[str, Any]:
-    """What a run remembers of its data."""
+    """Return the data's entry in a run's identity."""
     return {"path": path, "fingerprint": index.fingerprint, "tokens": index.tokens, "shards": len(index.shards)}

@@ -1,11 +1,11 @@
-"""What is said of a pipeline with so few micro-batches that its ranks wait for each other."""
+"""Warning about a pipeline with too few micro-batches, whose ranks wait for each other."""
 
 from orchestrator.config.run_config import RunConfig
 from trainer.contract.pipeline.micro_batches import too_few
 
 
 def few_micro_batches(config: RunConfig) -> str | None:
-    """A warning with the share of each step that ranks wait, and what to type; of a config whose layout fits."""
+    """Return a warning with the share of each step that ranks wait and a remedy, or None; needs a layout that fits."""
     if config.parallel.pipeline.stages == 1 or not config.trains_built_in_workload:
         return None
     return too_few(

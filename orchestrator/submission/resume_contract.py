@@ -1,5 +1,6 @@
-"""What may differ between a checkpoint and the run that goes on from it: one rule for every config key and identity
-field. Pure.
+"""Allowed differences between a checkpoint and the run that continues from it. Pure.
+
+One rule for every config key and identity field.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -23,16 +24,16 @@ from trainer.contract.user_code.installed_packages import COMPUTING, normalized
 
 
 class Rule(StrEnum):
-    """What a change of one key means for a run that goes on."""
+    """Effect of changing one key in a run that continues."""
 
     HARMLESS = "harmless"  # the same numbers are computed
-    ACCEPT = "accept"  # training goes on otherwise than before: a person has to say so
+    ACCEPT = "accept"  # training continues differently; the user must accept it
     REFUSED = "refused"  # the checkpoint would not fit, or would mean something else
 
 
 @dataclass(frozen=True)
 class Term:
-    """The rule of one key with its reason; what to do instead, where a change is refused."""
+    """The rule of one key, its reason, and for a refused change the alternative."""
 
     rule: Rule
     why: str = ""
@@ -49,7 +50,7 @@ _FOLDER = Term(Rule.REFUSED, "the run's folder lies there; submit a new run")
 
 DATA_PATH, DATA_TEXT = "data.path", "data.text"
 OWN_FOLDER = ("name", "cluster.kind", "cluster.root", "workload.snapshot")
-"""Keys that a run which goes on cannot change whatever it has trained: a new one has a folder of its own."""
+"""Keys that a continued run cannot change, trained or not: they determine its folder."""
 CONFIG: Mapping[str, Term] = {
     "name": _FOLDER,
     "workload.target": Term(Rule.REFUSED, "another class has other state; submit a new run"),
@@ -202,7 +203,7 @@ CONFIG: Mapping[str, Term] = {
     "logs.keep": HARMLESS,
     "logs.every": HARMLESS,
 }
-"""Every key of a config; an entry of an open map has the rule of its map."""
+"""The rule of every config key; an entry of an open map has its map's rule."""
 
 USER_CODE = "code.user"
 PACKAGES, TORCH = "env.packages", "env.torch"
@@ -229,12 +230,12 @@ IDENTITY: Mapping[str, Term] = {
     "imported": HARMLESS,
     "restore_test": HARMLESS,
 }
-"""Every field of a run's identity (`orchestrator/submission/run_identity.py`)."""
+"""The rule of every identity field (`orchestrator/submission/run_identity.py`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """One key that differs between what was and what is."""
+    """A key whose values differ."""
 
     key: str
     before: Any
@@ -243,11 +244,11 @@ class Change:
 
 
 def config_changes(before: dict[str, Any], now: dict[str, Any]) -> list[Change]:
-    """Where two resolved configs differ, each with its rule."""
+    """Return the differences of two resolved configs, each with its rule."""
     changes = [
         Change(key=key, before=old, now=new, term=_term(key, now)) for key, (old, new) in diff(before, now).items()
     ]
-    # That an open map is no longer empty, or is now, its entries show.
+    # An open map that became empty or non-empty shows in its entries.
     return [
         change
         for change in changes
@@ -256,7 +257,7 @@ def config_changes(before: dict[str, Any], now: dict[str, Any]) -> list[Change]:
 
 
 def identity_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
-    """Where code, environment or data differ; what either side does not know is not compared."""
+    """Return the differences in code, environment or data; fields missing on either side are not compared."""
     return [
         Change(key=key, before=old, now=new, term=term)
         for key, term in IDENTITY.items()
@@ -266,7 +267,7 @@ def identity_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[
 
 
 def _values(before: Mapping[str, Any], now: Mapping[str, Any], key: str) -> tuple[Any, Any]:
-    """Return a field of both. Packages are those that the newest attempt recorded, else those of the submitter."""
+    """Return a field of both; packages come from the newest attempt's record, or else from the submitter's."""
     trained = CodeRecord.from_identity(before) if key in (PACKAGES, TORCH) else None
     if trained is None or trained.packages is None:
         return _field(before, key), _field(now, key)
@@ -297,7 +298,7 @@ def _is_other(key: str, old: Any, new: Any) -> bool:
 
 
 def check_keys(accepted: Collection[str]) -> None:
-    """Raises ConfigError for a key that no change can have, with the nearest right one."""
+    """Raise ConfigError for a key that does not exist, with the nearest one."""
     known = sorted({*CONFIG, *IDENTITY})
     for key in accepted:
         if not any(name in CONFIG for name in _above(key)) and key not in IDENTITY:
@@ -307,7 +308,7 @@ def check_keys(accepted: Collection[str]) -> None:
 
 
 def for_a_new_beginning(changes: Collection[Change]) -> list[Change]:
-    """The changes for a run that has no checkpoint: what would not fit one does no harm."""
+    """Return the changes for a run without checkpoints, where a misfit with a checkpoint is harmless."""
     return [
         replace(one, term=HARMLESS) if one.term.rule is Rule.REFUSED and one.key not in OWN_FOLDER else one
         for one in changes
@@ -315,7 +316,7 @@ def for_a_new_beginning(changes: Collection[Change]) -> list[Change]:
 
 
 def refuse(changes: Collection[Change]) -> None:
-    """Raises Precondition for what may not differ at all."""
+    """Raise Precondition for a change that is never allowed."""
     refused = [change for change in changes if change.term.rule is Rule.REFUSED]
     if refused:
         raise Precondition(
@@ -326,9 +327,9 @@ def refuse(changes: Collection[Change]) -> None:
 
 
 def require(changes: Collection[Change], accepted: Collection[str], command: str = "") -> None:
-    """Raises Precondition when something is refused, or differs without a person's word for it.
+    """Raise Precondition for a refused change, or a difference that the user has not accepted.
 
-    `command`: what was typed, for the hint.
+    `command`: the typed command, for the hint.
     """
     refuse(changes)
     asked = [change for change in changes if change.term.rule is Rule.ACCEPT and change.key not in accepted]
@@ -341,12 +342,12 @@ def require(changes: Collection[Change], accepted: Collection[str], command: str
 
 
 def rule_of(key: str) -> Rule:
-    """The rule of a key of the config; that of a key that there is not is harmless."""
+    """Return the rule of a config key; unknown keys are harmless."""
     return next((CONFIG[name].rule for name in _above(key) if name in CONFIG), Rule.HARMLESS)
 
 
 def _term(key: str, now: Mapping[str, Any]) -> Term:
-    """The rule of a key, or of the open map that it is an entry of; a key that is known no more has no effect."""
+    """Return the rule of a key, or of the open map that contains it; keys no longer known have no effect."""
     if key == "workload.path" and now["workload"]["snapshot"]:
         return CONFIG["workload.snapshot"]
     return next((CONFIG[name] for name in _above(key) if name in CONFIG), HARMLESS)
@@ -369,7 +370,7 @@ def _field(identity: Mapping[str, Any], key: str) -> Any:
 
 
 def words_of(change: Change) -> str:
-    """A change in one line; what is too long to print is only named."""
+    """Return a change in one line; values too long to print are left out."""
     if change.key == USER_CODE:
         return f"{change.key}: {shorten(changed_files(change.before, change.now))}"
     if isinstance(change.before, Mapping) and isinstance(change.now, Mapping):

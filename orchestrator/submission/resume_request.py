@@ -1,4 +1,4 @@
-"""Changes to a run that resumes, checked against the contract before the first write."""
+"""Changes to a run on resume, checked against the contract before the first write."""
 
 import os
 import shlex
@@ -56,10 +56,10 @@ _FIXED_BY_A_PERSON = kinds_with(lambda traits: traits.of_the_program or traits.c
 
 
 def keeps_nothing(store: Store, run: Run, config: Mapping[str, Any]) -> bool:
-    """Whether the run begins at step 0 as if it were new; `config` is its resolved one.
+    """Return whether the run would start over at step 0; `config` is its resolved config.
 
-    It has no checkpoint and has begun with none, and skips no batch, which it would do by its place in the data. A
-    program of the user's own may have kept what orch does not see, and so may a tier elsewhere.
+    It has no checkpoint, did not start from one, and skips no batches, which depend on the position in the data. A
+    user's command, or a tier elsewhere, may have kept data that orch cannot see.
     """
     if config.get("command") or store.checkpoints(run.name) or run.identity.get("imported"):
         return False
@@ -72,7 +72,7 @@ def keeps_nothing(store: Store, run: Run, config: Mapping[str, Any]) -> bool:
 
 
 def awaits_fixed_code(store: Store, run: Run) -> bool:
-    """Whether it failed, or is held, because of its own program, which a person was asked to fix."""
+    """Return whether the run failed or is held because of a program error that its user was asked to fix."""
     failure = store.attempts(run.name)[-1].failure
     return run.state is RunState.FAILED or (
         run.state is RunState.HELD and failure is not None and failure["kind"] in _FIXED_BY_A_PERSON
@@ -83,13 +83,13 @@ def resume_request(
     store: Store, run: Run, overrides: Sequence[str], accepted: Collection[str],
     note: Callable[[str], None] = lambda words: None,
 ) -> dict[str, Any]:  # fmt: skip
-    """What the controller is asked with, besides to resume: a new config, which is stored, and a new identity.
+    """Return the arguments of the resume request: a new config, which is stored, and a new identity.
 
-    Secrets that this shell has are newer than those in the run's file, and are written there.
+    Secrets in this shell are newer than those in the run's file, and replace them there.
 
-    Code that was fixed after a failure of its own is accepted, and told to `note`.
+    Code that was fixed after it failed is accepted and reported to `note`.
 
-    Raises ConfigError, Precondition where the contract refuses, and SubmitRejected where Slurm does. What is typed is
+    Raises ConfigError, Precondition if the contract refuses, and SubmitRejected if Slurm does. Typed overrides count as
     accepted.
     """
     check_keys(accepted)
@@ -98,7 +98,7 @@ def resume_request(
     webhooks: dict[str, str] = {}
     anew = keeps_nothing(store, run, data)
     if overrides:
-        # Keys that a newer orch has added are no change of anybody's.
+        # Keys added by a newer orch are not changes by the user.
         before, now = recompose(data, [], checked=False), _recomposed(data, overrides, anew)
         if not now.config.workload.snapshot:
             _check_code(run, now.config, anew)
@@ -117,9 +117,9 @@ def resume_request(
     if other_data:
         identity |= _data_at(data["data"]["path"])
         changes = _unless_only_moved(changes, run, identity)
-    elif config.data.path and Path(config.data.path, INDEX_NAME).exists():  # a job names what is away
+    elif config.data.path and Path(config.data.path, INDEX_NAME).exists():  # otherwise the job reports missing data
         read_index(config.data.path)
-    # Where nothing has trained, no number was computed with what is different now.
+    # Without training, no number depends on the differences.
     has_trained = bool(config.command or (run.step and not anew) or store.checkpoints(run.name))
     differs = _differences(run, identity, note if has_trained else lambda words: None)
     compared = differs if has_trained else []
@@ -136,7 +136,7 @@ def resume_request(
     folder = RunDir(Path(run.run_dir))
     if (secrets := renew(folder, config, os.environ, webhooks)) is not None:
         secrets.replace(folder.secrets)
-    # `base`: somebody else may change the run before this is answered.
+    # `base`: the run may change before this request is answered.
     asked: dict[str, Any] = {"config": store.put_config(data), "base": run.config_digest} if changes else {}
     return asked | ({"identity": identity} if differs or other_data else {})
 
@@ -149,7 +149,7 @@ def _differences(run: Run, identity: dict[str, Any], note: Callable[[str], None]
 
 
 def _recomposed(data: dict[str, Any], overrides: Sequence[str], anew: bool) -> Composed:
-    """The config with what is typed; what may not change at all is refused before it is asked whether it fits."""
+    """Return the config with overrides; refused changes are reported before misfits."""
     if not anew:
         there, now = recompose(data, [], checked=False).data, recompose(data, overrides, checked=False).data
         refuse([one for one in config_changes(there, now) if one.key not in (DATA_PATH, DATA_TEXT)])
@@ -157,7 +157,7 @@ def _recomposed(data: dict[str, Any], overrides: Sequence[str], anew: bool) -> C
 
 
 def _check_code(run: Run, config: RunConfig, anew: bool) -> None:
-    """Raises ConfigError for code that a job could not import."""
+    """Raise ConfigError for code that a job cannot import."""
     try:
         user_code.check(config, Path(run.identity.get("submit_dir") or Path.cwd()))
     except ConfigError as error:
@@ -171,7 +171,7 @@ def _data_at(path: str) -> dict[str, Any]:
 
 
 def _unless_only_moved(changes: list[Change], run: Run, identity: dict[str, Any]) -> list[Change]:
-    """The same tokens in another folder are the same data."""
+    """Mark a new data path as harmless if it holds the same tokens."""
     before, now = run.identity.get("data") or {}, identity.get("data") or {}
     if not before.get("fingerprint") or before["fingerprint"] != now.get("fingerprint"):
         return changes
@@ -179,9 +179,9 @@ def _unless_only_moved(changes: list[Change], run: Run, identity: dict[str, Any]
 
 
 def _check_tiers(before: RunConfig, now: RunConfig, folder: RunDir) -> None:
-    """Raise Precondition for a tier that is left out: what lies there would not be found, and the run would begin anew.
+    """Raise Precondition for a removed tier: its checkpoints would not be found, and the run would start over.
 
-    Raises ConfigError for a tier that is added and cannot be used.
+    Raises ConfigError for an unusable new tier.
     """
     kept = {tier.path for tier in now.checkpoint.tiers} or {RUN}
     for path in [tier.path for tier in before.checkpoint.tiers] or [RUN]:
@@ -196,9 +196,9 @@ def _check_tiers(before: RunConfig, now: RunConfig, folder: RunDir) -> None:
 
 
 def _check_job(run: Run, config: RunConfig) -> None:
-    """Raises ConfigError, or SubmitRejected with Slurm's words, for a job that the next attempt could not have.
+    """Raise ConfigError, or SubmitRejected with Slurm's message, for a job that the next attempt could not get.
 
-    Only where the run's own scheduler is reached from here.
+    Only if the run's own scheduler is reachable from here.
     """
     if FACTORIES[run.cluster].script is not None:
         check_script(config, run.cluster)
@@ -209,13 +209,13 @@ def _check_job(run: Run, config: RunConfig) -> None:
 
 
 def _client_here(run: Run) -> dict[str, Any]:
-    """What this shell's Slurm commands go by, where they reach the run's Slurm: it may have moved since the submit."""
+    """Return this shell's Slurm client settings if they reach the run's Slurm (it may have moved since)."""
     reached = instance_of(run.cluster)() if FACTORIES[run.cluster].named_by_environment else ""
     return client(run.cluster) if reached and run.scheduler in ("", reached) else {}
 
 
 def trained_identity(run: Run) -> dict[str, Any]:
-    """The run's identity with the code and packages that its newest attempt recorded, in place of the submitted."""
+    """Return the run's identity with the code and packages recorded by its newest attempt."""
     for attempt in reversed(RunDir(Path(run.run_dir)).all_attempts()):
         if (trained := CodeRecord.read(attempt.code)) is not None:
             return {**run.identity, "code": {**(run.identity.get("code") or {}), "files": trained.to_json()}}
@@ -223,9 +223,9 @@ def trained_identity(run: Run) -> dict[str, Any]:
 
 
 def current_identity(run: Run, config: RunConfig) -> dict[str, Any]:
-    """Code and environment as they are now, as far as this interpreter is the one that jobs of the run have.
+    """Return the present code and environment, as far as this interpreter is also that of the run's jobs.
 
-    Packages are looked for where the newest attempt found them, whatever interpreter that had.
+    Packages are read where the newest attempt found them, whichever interpreter it used.
     """
     now: dict[str, Any] = {"code": code(config, Path(run.identity.get("submit_dir", "")))}
     trained = trained_identity(run)
@@ -236,11 +236,11 @@ def current_identity(run: Run, config: RunConfig) -> dict[str, Any]:
         here = environment(run.cluster)
         shown = {name: value for name, value in here["variables"].items() if name not in config.env_from}
         now["env"] = {**here, "variables": shown}
-        if "job" in run.identity:  # the next attempts have the code that is compared here, and not the submitter's
+        if "job" in run.identity:  # the next attempts run the code compared here, not the submitter's
             now["job"] = {**run.identity["job"], "package_root": package_root()}
     else:
         now["code"]["orch"] = run.identity.get("code", {}).get("orch")
-    if config.workload.snapshot:  # the job trains from the copy that was made when the run was submitted
+    if config.workload.snapshot:  # the job trains from the copy made at submission
         now["code"] |= {key: trained.get("code", {}).get(key) for key in ("user", "files")}
         if before is not None:
             now["code"]["files"] = read_packages_again(before).to_json()
@@ -248,7 +248,7 @@ def current_identity(run: Run, config: RunConfig) -> dict[str, Any]:
 
 
 def _code_now(before: CodeRecord, named: CodeRecord | None, run: Run) -> CodeRecord:
-    """Read the files that trained again. A module that moved since is replaced by the file that would train now."""
+    """Read the trained files again; a module that moved since is replaced by the file that would now be imported."""
     again = read_again(before)
     if named is None or Submitter.of(run.identity).python != sys.executable:
         return again

@@ -1,4 +1,4 @@
-"""What it takes to reproduce a run: its code, its environment, its data. Never a secret."""
+"""Identity of a run for reproduction: code, environment, data. Contains no secrets."""
 
 import hashlib
 import os
@@ -22,7 +22,7 @@ from trainer.contract.user_code.installed_packages import find_site_folders, rea
 from trainer.contract.user_code.record_code import record_named
 
 DIFF_LIMIT = 256 * 1024
-"""Bytes of a dirty diff that are kept; its digest always covers all of it."""
+"""Bytes of an uncommitted diff that are kept; its digest covers all of it."""
 ANSWER_WITHIN = 10.0
 _OF_ANOTHER_REPOSITORY = frozenset(
     {
@@ -38,7 +38,7 @@ def identify(
     config: RunConfig, kind: str, *, data: dict[str, Any], environ: Mapping[str, str] = os.environ,
     imported: CodeRecord | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """The identity of a run that is about to be submitted, as plain JSON."""
+    """Return the identity of a run about to be submitted, as plain JSON."""
     return {
         "code": code(config, imported=imported),
         "env": environment(kind, environ),
@@ -50,15 +50,15 @@ def identify(
 
 
 def client(kind: str, environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """What says which Slurm was meant, for a run that goes there: a controller without it can go on with it."""
+    """Return the settings that select a Slurm, so that any controller can continue the run there; empty for others."""
     return {RECORDED: ClientEnvironment.here(environ).to_json()} if FACTORIES[kind].named_by_environment else {}
 
 
 def code(config: RunConfig, folder: Path | None = None, imported: CodeRecord | None = None) -> dict[str, Any]:
-    """orch's own version and content, the user's files, and the commit of every folder or script of the user's.
+    """Return orch's version and digest, the user's files, and the git commit of each user folder or script.
 
-    `folder`: where the run was submitted, to which script paths are relative; this process's folder by default.
-    `imported`: record of the imported modules; without it, the imports in the workload's text are followed.
+    `folder`: base of relative script paths, by default this process's folder. `imported`: record of the imported
+    modules; without it, the imports in the workload's source are followed.
     """
     beside = folder or Path()
     places = [Path(place).expanduser() for place in config.workload.path]
@@ -73,13 +73,13 @@ def code(config: RunConfig, folder: Path | None = None, imported: CodeRecord | N
 
 
 def _place(place: Path) -> dict[str, Any]:
-    """Return the git commit of a folder or file, and its changes since."""
+    """Return the git commit of a folder or file, and its uncommitted changes."""
     folder = place if place.is_dir() else place.parent
     sha = _git(folder, "rev-parse", "HEAD")
     if sha is None:
         return {"path": str(place)}
     diff = _git(folder, "diff", "HEAD", "--binary", "--no-ext-diff", "--no-textconv", "--", ".")
-    # -z: without it git quotes names that are not ASCII, and no such file is found.
+    # Without -z, git quotes non-ASCII names, and such files would not be found.
     listed = _git(folder, "ls-files", "-z", "--others", "--exclude-standard", "--", ".")
     untracked = [name for name in (listed or "").split("\0") if name]
     found: dict[str, Any] = {"path": str(place), "git": sha.strip(), "dirty": bool((diff or "").strip() or untracked)}
@@ -96,13 +96,13 @@ def _place(place: Path) -> dict[str, Any]:
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
-    """The answer of git about the repository of this folder, whatever repository a hook or a shell has chosen."""
+    """Return git's answer for this folder's repository, ignoring one selected by a hook or shell."""
     environ = {name: value for name, value in os.environ.items() if name not in _OF_ANOTHER_REPOSITORY}
     return _answer(["git", "-C", str(folder), *arguments], environ)
 
 
 def digest(places: Iterable[Path]) -> str:
-    """SHA-256 over the names and contents of all source files below `places`, in a fixed order."""
+    """Return the SHA-256 of the names and contents of all source files below `places`, in a fixed order."""
     total = hashlib.sha256()
     for place in places:
         for path in _files(place):
@@ -119,7 +119,7 @@ def _files(place: Path) -> list[Path]:
 
 
 def environment(kind: str, environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """Interpreter, packages, Slurm, driver and a short list of variables; torch is asked for, not imported."""
+    """Return interpreter, packages, Slurm, driver and selected variables; torch is not imported for its version."""
     return {
         "python": platform.python_version(),
         "executable": sys.executable,
@@ -133,12 +133,12 @@ def environment(kind: str, environ: Mapping[str, str] = os.environ) -> dict[str,
 
 
 def packages() -> dict[str, str]:
-    """Every installed distribution with its version, as jobs record theirs."""
+    """Return each installed distribution with its version, in the format of job records."""
     return read_versions(find_site_folders(sys.path)) or {}
 
 
 def variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Variables that change how a job computes; names that sound like a secret are left out."""
+    """Return the variables that change how a job computes, without names that suggest a secret."""
     return {
         name: value for name, value in sorted(environ.items()) if _VARIABLES.fullmatch(name) and not SECRET.search(name)
     }
@@ -159,7 +159,7 @@ def _version(name: str) -> str | None:
 
 
 def _answer(command: list[str], environ: Mapping[str, str] | None = None) -> str | None:
-    """What a command prints; None when it fails, is missing or does not answer in time."""
+    """Return a command's output; None if it fails, is missing or times out."""
     try:
         done = subprocess.run(
             command,

@@ -1,4 +1,4 @@
-"""The secrets of a run as its submitter gives them: variables of the shell, a file, and the URL of a webhook."""
+"""Secrets of a run from its submitter: shell variables, a file, and a webhook URL."""
 
 import copy
 from collections.abc import Mapping
@@ -18,14 +18,14 @@ from trainer.contract.secrets.secret_redaction import Redactor
 
 @dataclass(frozen=True, kw_only=True)
 class Submitted:
-    """A config as it may be written down, and what may not."""
+    """A config that may be stored, and its secrets, which may not."""
 
     data: dict[str, Any]
     secrets: RunSecrets = field(repr=False)
     redactor: Redactor = field(repr=False)
 
     def redacted(self, value: Any) -> Any:
-        """Plain data with no value of a secret in it."""
+        """Return plain data with all secret values removed."""
         if isinstance(value, str):
             return self.redactor.record(value)
         if isinstance(value, dict):
@@ -34,7 +34,7 @@ class Submitted:
 
 
 def submitted(composed: Composed, environ: Mapping[str, str]) -> Submitted:
-    """What a run with this config is written down with; raises ConfigError that names what is missing or in the way."""
+    """Return the storable form of a config and its secrets; raises ConfigError for a missing or misplaced secret."""
     config = without_secrets(composed).config
     values = _from_shell(config, environ, {})
     from_file = _from_file(config)
@@ -54,7 +54,7 @@ def submitted(composed: Composed, environ: Mapping[str, str]) -> Submitted:
 
 
 def _from_shell(config: RunConfig, environ: Mapping[str, str], kept: Mapping[str, str]) -> dict[str, str]:
-    """The values of `env_from`: those of the shell, else those that are known."""
+    """Return the values of `env_from`: from the shell, or as kept before."""
     known = {**kept, **environ}
     if missing := [name for name in config.env_from if name not in known]:
         what = f"env_from: {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set in this shell"
@@ -72,7 +72,7 @@ def _from_file(config: RunConfig) -> dict[str, str]:
 
 
 def without_webhook(data: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """A resolved config with nothing but the host of its webhook, and the whole URL by what is left of it."""
+    """Return a config with the webhook reduced to its host, and the full URL keyed by the reduced one."""
     url = data["notify"]["webhook"]
     shown = redacted_url(url)
     if shown == url:
@@ -81,7 +81,7 @@ def without_webhook(data: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str
 
 
 def with_webhook(data: dict[str, Any], folder: RunDir) -> dict[str, Any]:
-    """The config of a run with its whole webhook, for another run that takes it over; without one that is lost."""
+    """Return a run's config with its full webhook, for another run that takes it over; empty if the secret is lost."""
     url = data["notify"]["webhook"]
     if redacted_url(url) != url or not url:
         return data
@@ -93,9 +93,9 @@ def with_webhook(data: dict[str, Any], folder: RunDir) -> dict[str, Any]:
 
 
 def renew(folder: RunDir, config: RunConfig, environ: Mapping[str, str], webhooks: dict[str, str]) -> RunSecrets | None:
-    """What the file of a run that goes on is to hold, None where it holds that; what this shell has is newer.
+    """Return the new content of a continued run's secrets file, None if unchanged; this shell's values win.
 
-    Raises ConfigError for a variable that neither has, Precondition for a file that cannot be read.
+    Raises ConfigError for a variable in neither, Precondition for a file that cannot be read.
     """
     _from_file(config)
     try:

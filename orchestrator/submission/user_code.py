@@ -36,7 +36,7 @@ _LAST_WORDS = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class ChildAnswer:
-    """Findings of a child. `ended`: it finished in time; `died`: how it crashed, with its last line."""
+    """Findings of a child. `ended`: it finished in time; `died`: how it crashed, with its last output line."""
 
     found: dict[str, Any] = field(default_factory=dict)
     ended: bool = False
@@ -44,13 +44,13 @@ class ChildAnswer:
 
 
 class BoundedChild:
-    """`python -P -m MODULE DESCRIPTOR`: it reads JSON from stdin and writes JSON objects, a line each, to DESCRIPTOR.
+    """A child process `python -P -m MODULE DESCRIPTOR`, killed with its own children at the end of the block.
 
-    The child and its own children are killed at the end of the block.
+    It reads JSON from stdin and writes JSON objects, one per line, to DESCRIPTOR.
     """
 
     def __init__(self, module: str, order: Mapping[str, Any], environ: Mapping[str, str], what: str) -> None:
-        """`what`: description of the check, for the user who waits."""
+        """`what`: description of the check, shown to the user while waiting."""
         self._redactor = in_use(environ)
         self._what, self._printed = what, tempfile.TemporaryFile()  # noqa: SIM115  # closed when the block is left
         self._answers, theirs = os.pipe()
@@ -63,7 +63,7 @@ class BoundedChild:
         finally:
             os.close(theirs)
         assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # it died at once: `answer` reports its last words
+        with suppress(BrokenPipeError):  # it died at once; `answer` reports its last output
             self._process.stdin.write(json.dumps(order).encode())
             self._process.stdin.close()
 
@@ -78,7 +78,7 @@ class BoundedChild:
         self._printed.close()
 
     def answer(self, seconds: float, note: Callable[[str], None]) -> ChildAnswer:
-        """Wait for the end of the child, at most `seconds` after its start; a long wait calls `note`."""
+        """Wait for the child to end, at most `seconds` after its start; a long wait calls `note`."""
         text, noted, ended = b"", False, False
         while not ended and (left := self._started + seconds - time.monotonic()) > 0:
             if not noted and time.monotonic() - self._started >= NOTED_AFTER:
@@ -105,13 +105,13 @@ IMPORT_WITHIN = 60.0
 """Time limit of an import in seconds, torch included; a slower import is left to the job."""
 _MODULE = "trainer.worker.startup.inspect_workload"
 _SAME_ENVIRONMENT = frozenset({"default", "nccl"})
-"""Templates that add nothing to the job's import path."""
+"""Templates that do not change the job's import path."""
 
 Note = Callable[[str], None]
 
 
 class WorkloadInspection:
-    """An import that is under way; `finish` waits for it."""
+    """An import in progress; `finish` waits for it."""
 
     def __init__(self, config: RunConfig, kind: str, child: BoundedChild | None) -> None:
         self._config, self._kind, self._child = config, kind, child
@@ -127,8 +127,8 @@ class WorkloadInspection:
 def inspecting(config: RunConfig, kind: str, environ: Mapping[str, str]) -> Iterator[WorkloadInspection]:
     """Import the workload in a child process, which ends with this block.
 
-    Nothing is imported for the built-in model, unless the configuration names classes of it, and nothing where jobs
-    have another interpreter.
+    Nothing is imported if jobs use another interpreter, or for the built-in model unless the configuration names
+    classes in it.
     """
     wrap = config.parallel.fsdp.wrap
     plain = config.trains_built_in_workload and (wrap == "auto" or wrap.isdecimal())
@@ -141,13 +141,13 @@ def inspecting(config: RunConfig, kind: str, environ: Mapping[str, str]) -> Iter
 
 
 def job_environment(config: RunConfig, environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables that the job's processes will have, as far as they are known here."""
+    """Return the variables of the job's processes, as far as known here."""
     submitter = Submitter.here(environ)
     path = {"PYTHONPATH": submitter.package_root} if submitter.package_root else {}
     made = {**submitter.environ(environ), **path, "OMP_NUM_THREADS": "1", **config.env}
     given = {name: environ[name] for name in config.env_from if name in environ}
     if config.secrets_file:
-        with suppress(run_secrets.SecretsRefused, OSError):  # the submit itself names what is wrong with it
+        with suppress(run_secrets.SecretsRefused, OSError):  # the submission itself reports these errors
             given |= run_secrets.read_list(Path(config.secrets_file))
     run_secrets.enter(given, made)
     return made
@@ -159,7 +159,7 @@ def _judge(answer: ChildAnswer, config: RunConfig, kind: str, warn: Note) -> Cod
         what, hint = refused
         raise ConfigError(what, where=f"workload.target={target}", hint=hint)
     if failed := answer.found.get("failed"):
-        # Elsewhere there may be devices and files that are not here; modules are the same.
+        # A failure here proves nothing about other machines' devices and files, but modules are the same.
         if traits(kind).simulated_nodes or (answer.found["is_import"] and _same_environment(config)):
             raise ConfigError(failed, where="imported with the variables that a job has", hint=_HINT)
         warn(f"{failed}; the job imports it again, and fails if that happens there too")
@@ -187,7 +187,7 @@ _OURS = ("orch", "trainer.worker.workload")
 
 
 def near_methods(config: RunConfig) -> list[str]:
-    """What to say of each such method; only of a class that can be read without importing anything."""
+    """Return warnings about misspelled workload methods, found without importing the class."""
     module, _, name = config.workload.target.partition(":")
     files = [Path(folder).expanduser() / f"{module.replace('.', '/')}.py" for folder in config.workload.path]
     file = next((file for file in files if file.is_file()), None)
@@ -206,9 +206,9 @@ def near_methods(config: RunConfig) -> list[str]:
 
 
 def missing_method(kind: ast.ClassDef, tree: ast.Module) -> tuple[str, str] | None:
-    """A method that the class needs and nothing gives it, with the one that is named nearly so; None if it may work.
+    """Return a required method that the class cannot have, and a misspelling of it; None if the class may work.
 
-    Only of a class that is derived from BaseWorkload alone.
+    Only for a class derived from BaseWorkload alone.
     """
     ours = {
         alias.asname or alias.name
@@ -228,7 +228,7 @@ def missing_method(kind: ast.ClassDef, tree: ast.Module) -> tuple[str, str] | No
 
 
 def _slips(kind: ast.ClassDef, tree: ast.Module) -> list[tuple[str, str, int]]:
-    """Methods that nothing in the file names, what each is nearly called, and their lines."""
+    """Return unused methods with a name close to a workload method: name, intended name, line."""
     own = {node.name: node.lineno for node in kind.body if isinstance(node, ast.FunctionDef)}
     used = _used(tree)
     found = []
@@ -240,14 +240,14 @@ def _slips(kind: ast.ClassDef, tree: ast.Module) -> list[tuple[str, str, int]]:
 
 
 def _used(tree: ast.Module) -> set[str]:
-    """Every attribute, name and text of a file: what its own code may call a method by."""
+    """Return every attribute, name and string in a file, by which its code may call a method."""
     words = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     words |= {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     return words | {str(node.value) for node in ast.walk(tree) if isinstance(node, ast.Constant)}
 
 
 def _named(tree: ast.Module) -> set[str]:
-    """The same, with all that it defines and imports."""
+    """Return the names used, defined or imported in a file."""
     defined = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.alias)
     return _used(tree) | {node.name for node in ast.walk(tree) if isinstance(node, defined)}
 
@@ -259,7 +259,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 
 
 def check(config: RunConfig, beside: Path | None = None) -> None:
-    """Raise ConfigError for code that a job could not import or start, or would import something else for.
+    """Raise ConfigError for code that a job cannot import or start, or that another module would shadow.
 
     `beside`: the folder from which the run was submitted; this process's by default.
     """
@@ -285,7 +285,7 @@ def _check_folder(folder: Path) -> None:
 
 
 def _of_our_name(folder: Path) -> Path | None:
-    """What of this folder Python would import by the name of one of our packages."""
+    """Return the file or folder here that Python would import under the name of an orch package."""
     if folder.resolve() == _ROOT:
         return None
     for name in OURS:
@@ -298,7 +298,7 @@ def _of_our_name(folder: Path) -> Path | None:
 
 
 def _check_import_path(config: RunConfig) -> None:
-    """Refuse a PYTHONPATH that the job is to get in which other packages stand before orch's own."""
+    """Refuse a PYTHONPATH for the job in which other packages shadow orch's own."""
     key = "env" if _IMPORT_PATH in config.env else "env_from"
     value = config.env.get(_IMPORT_PATH, os.environ.get(_IMPORT_PATH, "") if _IMPORT_PATH in config.env_from else "")
     for folder in filter(None, value.split(os.pathsep)):
@@ -329,7 +329,7 @@ def _check_target(target: str, folders: list[Path]) -> None:
 
 
 def _refuse_shadowed(target: str, top: str, folders: list[Path]) -> None:
-    """A job finds Python's modules and installed ones before those of `workload.path`."""
+    """Refuse a module that Python's own or an installed one shadows: jobs search `workload.path` last."""
     if (shadowed := shadowing_file(top, folders, ImportSearch(last=folders))) is not None:
         own, first = shadowed
         raise ConfigError(
@@ -355,7 +355,7 @@ _ON_THE_PATH = "workload.path=[/folder/that/holds/it] puts a folder on the impor
 
 
 def _near_module(module: str, places: list[Path]) -> str:
-    """The module that is meant: without the end of its file's name, or the one that is spelled nearly so."""
+    """Return the intended module: without a file suffix, or with the nearest spelling."""
     if module.endswith(".py") and _file_of(module.removesuffix(".py"), places):
         return module.removesuffix(".py")
     top, _, name = module.rpartition(".")
@@ -374,7 +374,7 @@ def _file_of(module: str, places: list[Path]) -> Path | None:
 
 
 def _installed(module: str) -> Path | None:
-    """The file of an installed module, found without importing anything of it."""
+    """Return the file of an installed module, found without importing it."""
     top, _, rest = module.partition(".")
     spec = PathFinder.find_spec(top)
     if spec is None:
@@ -385,7 +385,7 @@ def _installed(module: str) -> Path | None:
 
 
 def _check_class(target: str, name: str, file: Path) -> None:
-    """The class must be named at the top level of its file; a syntax error is told here and not on 512 nodes."""
+    """Check the syntax, and that the top level names the class, before the job finds out on 512 nodes."""
     try:
         tree = ast.parse(file.read_text())
     except (SyntaxError, ValueError) as error:
@@ -395,7 +395,7 @@ def _check_class(target: str, name: str, file: Path) -> None:
         raise ConfigError(f"{file} is no Python that runs here: {why}", where=place, hint="mend it") from error
     _check_base(target, name, file, tree)
     names = {name for node in tree.body for name in _names_of(node)}
-    # A star import or a module's __getattr__ may bring any name: then only the job can tell.
+    # A star import or a module's __getattr__ may define any name, so only the job can check.
     if name in names or names & {"*", "__getattr__"}:
         return
     near = nearest(name, names)
@@ -407,7 +407,7 @@ _SIGNATURES = {"build_model": "build_model(self)", "loss": "loss(self, model, ba
 
 
 def _check_base(target: str, name: str, file: Path, tree: ast.Module) -> None:
-    """Refuse a plain class that lacks what every workload has, where nothing could give it that."""
+    """Refuse a plain class without the required methods if nothing could supply them."""
     binds = [node for node in tree.body if name in _names_of(node)]
     if len(binds) != 1 or not isinstance(kind := binds[0], ast.ClassDef):
         return

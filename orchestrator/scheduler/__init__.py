@@ -1,1 +1,1 @@
-"""Schedulers behind one seam: Slurm and this machine."""
+"""Schedulers behind one interface: Slurm and this machine."""

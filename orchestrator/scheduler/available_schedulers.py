@@ -1,7 +1,7 @@
-"""Which schedulers this machine can use: a row for each kind.
+"""Schedulers available on this machine: a row for each kind.
 
-Their traits stand in trainer/contract/config_sections/scheduler_kinds.py.
-Functions import what they need when they are called: only the scheduler that is used is loaded.
+Their traits are in trainer/contract/config_sections/scheduler_kinds.py. Functions import what they need when called, so
+only the scheduler in use is loaded.
 """
 
 import shutil
@@ -16,21 +16,21 @@ from trainer.contract.config_sections.scheduler_kinds import AUTO, LOCAL, SLURM,
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerFactory:
-    """What the login node's side does for the runs of one kind."""
+    """Operations of the login node for runs of one kind."""
 
     is_here: Callable[[], bool]
     make: Callable[[], Scheduler]
     instance: Callable[[], Instance]
     check: Callable[[JobSpec], object]
-    """Raises ConfigError or SubmitRejected, without asking anybody, for a job that could not be written down."""
+    """Raises ConfigError or SubmitRejected, without querying the scheduler, for a job that cannot be expressed."""
     script: Callable[[JobSpec], str] | None = None
-    """The batch script of a job; None where there is none."""
+    """Batch script of a job; None if this kind has no scripts."""
     refusal: Callable[[JobSpec], SubmitRejected | None] | None = None
-    """Why the scheduler, which is asked, would not take the job; no answer is no refusal."""
+    """The scheduler's refusal of the job, or None; a missing answer is not a refusal."""
     has_node: Callable[[str], bool] | None = None
-    """Whether it has a node of this name, as it says itself."""
+    """Whether the scheduler reports a node of this name."""
     named_by_environment: bool = False
-    """Whether variables of the shell say which instance is meant: they are recorded with a run."""
+    """Whether shell variables select the instance; they are then recorded with each run."""
 
 
 def _slurm_has_node(name: str) -> bool:
@@ -71,7 +71,7 @@ def _check_local(spec: JobSpec) -> None:
 
 
 class _Factories(dict[str, SchedulerFactory]):
-    """By kind; one that there is not, as of a run that a newer orch submitted, is told as any other error."""
+    """Factories by kind; an unknown kind, as of a run submitted by a newer orch, raises Precondition."""
 
     def __missing__(self, kind: str) -> SchedulerFactory:
         raise Precondition(
@@ -96,16 +96,16 @@ FACTORIES = _Factories(
         LOCAL: SchedulerFactory(is_here=lambda: True, make=_local, instance=LocalInstance, check=_check_local),
     }
 )
-"""By kind, the one that `auto` prefers first."""
+"""By kind, in the order in which `auto` prefers them."""
 
 
 def kinds() -> tuple[str, ...]:
-    """What this machine can use."""
+    """Return the kinds that this machine can use."""
     return tuple(kind for kind, factory in FACTORIES.items() if factory.is_here())
 
 
 def resolve(kind: str) -> str:
-    """The kind that is meant: `auto` is the first that can be used; raises ConfigError for an unknown one."""
+    """Return the kind; `auto` is the first usable one. Raises ConfigError for an unknown kind."""
     if kind == AUTO:
         return kinds()[0]
     if kind not in FACTORIES:
@@ -114,15 +114,15 @@ def resolve(kind: str) -> str:
 
 
 def usable(kind: str) -> Mapping[str, Scheduler]:
-    """The scheduler of this kind; empty where its commands are missing: its runs wait, untouched."""
+    """Return the scheduler of this kind; empty if its commands are missing, in which case its runs wait."""
     return {kind: FACTORIES[kind].make()} if kind in kinds() else {}
 
 
 def instance_of(kind: str) -> Instance:
-    """What names the scheduler of this kind that can be reached from here."""
+    """Return the object that names the reachable scheduler of this kind."""
     return FACTORIES[kind].instance()
 
 
 def lease_key(kind: str) -> str:
-    """What the lease of a controller here is for: the scheduler of this kind that commands reach now."""
+    """Return the key of a local controller's lease: the scheduler of this kind that commands now reach."""
     return instance_of(kind)() or unknown_instance(kind)

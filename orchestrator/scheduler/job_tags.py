@@ -1,4 +1,4 @@
-"""What a job of ours bears of the attempt it was submitted for: its name, its comment, the paths of its files."""
+"""Marks that tie a job to its attempt: name, comment and file paths."""
 
 import re
 from collections.abc import Collection
@@ -9,7 +9,7 @@ from orchestrator.scheduler.interface import JobStatus
 
 PREFIX = "orch-"
 TAG_VARIABLE = "ORCH_JOB"
-"""The job's script exports its name under this variable: no site changes it, and people find it there, too."""
+"""Variable under which the job's script exports its name. Sites do not change it, and users can read it too."""
 
 _EXPORT = re.compile(rf"^export {TAG_VARIABLE}=(\S+)$", re.MULTILINE)
 
@@ -20,7 +20,7 @@ _FOLDER = re.compile(r"(.*/([^/]+)/attempts/(\d+)/submission)/[^/]*", re.DOTALL)
 
 @dataclass(frozen=True, kw_only=True)
 class JobTag:
-    """The attempt that one mark of a job names; a path tells the folder in place of the nonce."""
+    """The attempt named by one mark of a job; a path gives the folder instead of the nonce."""
 
     run: str
     attempt: int
@@ -28,25 +28,25 @@ class JobTag:
     folder: str = ""
 
     def matches(self, name_prefix: str) -> bool:
-        """Whether a job of this attempt may have a name that starts so."""
+        """Return whether a job of this attempt may have a name with this prefix."""
         name = f"{PREFIX}{self.run}-{self.attempt}-{self.nonce}"
         return name.startswith(name_prefix) or (not self.nonce and name_prefix.startswith(name))
 
 
 def comment_of(run: str, attempt: int, nonce: str) -> str:
-    """The comment with which a job is submitted: as unique as its name."""
+    """Return the comment of a submitted job, as unique as its name."""
     return f"orch:{run}/{attempt}/{nonce}"
 
 
 def tags(job: JobStatus) -> tuple[JobTag, ...]:
-    """Every mark of ours that the job bears, the surest first; that of its script, where it has no other.
+    """Return all orch marks of the job, the most reliable first; that of its script only if it has no other.
 
-    Name and comment must begin with ours: somebody's job that is called `eval-` and then a name of ours is none.
+    Name and comment must begin with the mark: a user's job named `eval-` plus an orch name is not orch's.
     """
     return _tags_in(job.name, job.comment, tuple(job.files), job.script_tag)
 
 
-@lru_cache(maxsize=4096)  # every pass asks for those of every job several times
+@lru_cache(maxsize=4096)  # each pass needs these several times per job
 def _tags_in(name: str, comment: str, files: tuple[str, ...], script_tag: str | None) -> tuple[JobTag, ...]:
     found = []
     for pattern, text in ((_NAME, name), (_COMMENT, comment)):
@@ -61,19 +61,19 @@ def _tags_in(name: str, comment: str, files: tuple[str, ...], script_tag: str | 
 
 
 def tag_in(script: str) -> str:
-    """The name of the job that a batch script exports; "" for a script that is none of ours."""
+    """Return the job name that a batch script exports; "" for a script that is not orch's."""
     found = _EXPORT.search(script)
     return found[1] if found else ""
 
 
 def names_in(text: str) -> tuple[str, str]:
-    """What looks like a name and a comment of ours in a text that cannot be read otherwise; "" for none."""
+    """Return a possible job name and comment within unparsable text; "" if absent."""
     name, comment = _NAME.search(text), _COMMENT.search(text)
     return name[0] if name else "", comment[0] if comment else ""
 
 
 def is_marked(job: JobStatus, name_prefix: str, known: Collection[str]) -> bool:
-    """Whether the job may be one of ours whose name, as it was submitted, starts so; ids in `known` always are."""
+    """Return whether this may be an orch job submitted under a name with this prefix; ids in `known` always are."""
     return (
         job.job_id in known
         or job.name.startswith(name_prefix)

@@ -1,7 +1,7 @@
-"""Which scheduler the commands of this process reach: one particular Slurm, or the local jobs of this host.
+"""Identity of the scheduler that this process's commands reach: a particular Slurm, or this host's local jobs.
 
-Job ids and names mean something to the Slurm that gave them only. One home may serve several, and two of them may even
-bear the same ClusterName, so an instance is named by what differs: `lab@login1:6817/1a2b3c4d`, or `local@HOST`.
+Job ids and names are meaningful only to the Slurm that gave them. One home may serve several, and two of them may even
+share a ClusterName, so an instance name includes what differs: `lab@login1:6817/1a2b3c4d`, or `local@HOST`.
 """
 
 import hashlib
@@ -20,43 +20,43 @@ from trainer.contract.cut_text import cut
 
 ANSWER_WITHIN = 10.0
 KEEP_FOR = 10.0
-"""Seconds for which an answer is believed while the configuration file stays as it is."""
+"""Seconds for which an answer is cached while the configuration file is unchanged."""
 _FIELD = re.compile(r"^(\w+(?:\[\d+\])?)\s*=\s?(.*)$", re.MULTILINE)
 _NAMING = ("ClusterName", "SlurmctldHost[0]", "SlurmctldPort", "StateSaveLocation")
-"""What stays the same over a restart, a fail-over, and a backup controller that is added."""
+"""Settings that survive a restart, a fail-over, and the addition of a backup controller."""
 
 CommandRunner = Callable[[list[str]], CompletedProcess[str]]
 
 
 def local_instance() -> str:
-    """The instance of local jobs: those of one host mean nothing to another."""
+    """Return the instance of local jobs, which differs by host."""
     return f"{LOCAL}@{socket.gethostname()}"
 
 
 def unknown_instance(kind: str) -> str:
-    """Stands for a scheduler that has not answered yet, as it is asked from this host; it owns no run."""
+    """Return a placeholder for a scheduler that has not answered this host yet; it owns no run."""
     return f"{kind}@{socket.gethostname()}?"
 
 
 def is_known(instance: str) -> bool:
-    """Whether this names a scheduler that has answered."""
+    """Return whether this names a scheduler that has answered."""
     return bool(instance) and not instance.endswith("?")
 
 
 def is_one_host(instance: str) -> bool:
-    """Whether its jobs are processes of one host."""
+    """Return whether its jobs are processes of one host."""
     return instance.partition("@")[0] == LOCAL
 
 
 def same_cluster_name(one: str, other: str) -> bool:
-    """Whether both are Slurms of one ClusterName: perhaps one Slurm whose head node, port or state has moved."""
+    """Return whether both are Slurms of one ClusterName, possibly one whose head node, port or state has moved."""
     name = one.partition("@")[0]
     known = is_known(one) and is_known(other)
     return one != other and known and name == other.partition("@")[0] and not is_one_host(one)
 
 
 def read_instance(text: str) -> str:
-    """The instance in what `scontrol show config` prints; empty when it does not say."""
+    """Return the instance described by `scontrol show config`; empty if it is incomplete."""
     fields = {name: value.strip() for name, value in _FIELD.findall(text)}
     values = [fields.get(name, "") for name in _NAMING]
     if not all(values) or "(null)" in values:
@@ -67,16 +67,16 @@ def read_instance(text: str) -> str:
 
 
 class Instance(Protocol):
-    """Names the scheduler of one kind that commands reach now; `silence` says why it is not known."""
+    """Name of the scheduler of one kind that commands reach now; `silence` has the reason if it is unknown."""
 
     silence: str
 
     def __call__(self) -> str:
-        """Its name; empty when it does not answer, which is never another one."""
+        """Return its name; empty if it does not answer. A missing answer never means a different scheduler."""
 
 
 class SlurmInstance:
-    """The Slurm that this process reaches now, or would with other variables; `silence` says why it is not known."""
+    """The Slurm that this process, or one with variables `environ`, reaches; `silence` has the reason if unknown."""
 
     def __init__(
         self, asking: CommandRunner | None = None, mono: Callable[[], float] = time.monotonic,
@@ -88,7 +88,7 @@ class SlurmInstance:
         self.silence = ""
 
     def __call__(self) -> str:
-        """Its name; empty when it does not answer, which is never another one."""
+        """Return its name; empty if it does not answer. A missing answer never means a different scheduler."""
         source = _source(self._environ)
         if not self._known or self._mono() >= self._until or source != self._source:
             self._source = source
@@ -109,7 +109,7 @@ class SlurmInstance:
 
 
 def _source(environ: Mapping[str, str]) -> str:
-    """What a change of shows that another Slurm may be meant: the configuration's place, and its file."""
+    """Return a key whose change may mean a different Slurm: path and file state of the configuration."""
     place = environ.get("SLURM_CONF", "/etc/slurm/slurm.conf")
     try:
         seen = os.stat(place)

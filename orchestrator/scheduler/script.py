@@ -1,18 +1,18 @@
 """Fragments of `sbatch_templates/`: setup lines, srun arguments and the interpreter, with their placeholders filled.
 
-A fragment is shell with a YAML head between two `#---` lines, every line of it behind `# `:
+A fragment is shell code with a YAML head between two `#---` lines, each line prefixed with `# `:
 
     #---
     # about: one sentence
     # args:
-    #   image: {help: what it is}                     a value that must be given
-    #   mounts: {help: what it is, default: ""}       one that need not
+    #   image: {help: what it is}                     a required value
+    #   mounts: {help: what it is, default: ""}       an optional value
     #   modules: {help: names, kind: words}           several words; `path` expands ~
-    # srun: ["--container-image={{ image }}"]         arguments that render to nothing are left out
+    # srun: ["--container-image={{ image }}"]         arguments that render empty are left out
     # python: "apptainer exec {{ image }} {{ python }}"
     #---
 
-Placeholders are quoted for the shell. Besides its own arguments a fragment knows `run_dir`, `gpus` and `python`.
+Placeholders are quoted for the shell. Besides its own arguments a fragment can use `run_dir`, `gpus` and `python`.
 """
 
 import re
@@ -35,16 +35,16 @@ _KINDS = ("word", "words", "path")
 
 @dataclass(frozen=True, kw_only=True)
 class Argument:
-    """One placeholder of a fragment."""
+    """A placeholder of a fragment."""
 
     help: str = ""
-    default: str | None = None  # None: it must be given
+    default: str | None = None  # None: required
     kind: str = "word"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fragment:
-    """One file of `sbatch_templates/`."""
+    """A file of `sbatch_templates/`."""
 
     name: str
     body: str
@@ -56,16 +56,16 @@ class Fragment:
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """What a job script takes from its fragments; `python` is shell text."""
+    """Parts of a job script from its fragments; `python` is shell text."""
 
     setup: tuple[str, ...]
     srun: tuple[str, ...]
     python: str
-    own_interpreter: bool  # the one that runs orch: it finds our packages where we find them
+    own_interpreter: bool  # runs orch too: it finds orch's packages in the same place
 
 
 def prepare(spec: JobSpec, folder: Path | None = None) -> Prepared:
-    """Fill the fragments that the run has chosen; raises ConfigError for what does not fit."""
+    """Fill the fragments chosen for the run; raises ConfigError for invalid values."""
     fragments = [load(name, folder) for name in spec.templates]
     given = {name: check_text(f"cluster.template_args.{name}", value) for name, value in spec.template_args.items()}
     _refuse_unused(fragments, given)
@@ -95,7 +95,7 @@ def prepare(spec: JobSpec, folder: Path | None = None) -> Prepared:
 
 
 def load(name: str, folder: Path | None = None) -> Fragment:
-    """A fragment by name, or a file of yours by its path (one with a '/'); raises ConfigError."""
+    """Return a fragment by name, or a user's file by its path (one with a '/'); raises ConfigError."""
     if "/" in name:
         path = Path(name).expanduser()
     else:
@@ -112,7 +112,7 @@ def load(name: str, folder: Path | None = None) -> Fragment:
 
 
 def _shipped() -> Path:
-    from orchestrator.config.yaml_text import folder  # with the wheel, from the tree
+    from orchestrator.config.yaml_text import folder  # differs between wheel and source tree
 
     return folder("sbatch_templates")
 
@@ -123,7 +123,7 @@ def _unknown(name: str, known: list[str]) -> ConfigError:
 
 
 def parse(name: str, text: str) -> Fragment:
-    """Split a fragment into its head and its shell; raises ConfigError."""
+    """Split a fragment into head and shell code; raises ConfigError."""
     lines = text.splitlines()
     fences = [index for index, line in enumerate(lines) if line.strip() == _FENCE]
     if len(fences) < 2:
@@ -142,7 +142,7 @@ def parse(name: str, text: str) -> Fragment:
 
 
 def _head(name: str, text: str) -> dict[str, Any]:
-    import yaml  # with omegaconf: only where a script is made
+    import yaml  # heavy: only needed when a script is made
 
     try:
         head = yaml.safe_load(text) or {}
@@ -204,8 +204,8 @@ def _values(fragment: Fragment, given: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _fill(fragment: Fragment, text: str, values: Mapping[str, Any], *, quoted: bool) -> str:
-    """Render one text; every placeholder is quoted for the shell unless the text is an argument by itself."""
-    import jinja2  # heavy: only where a script is made
+    """Render a text; placeholders are quoted for the shell unless the text is a single argument."""
+    import jinja2  # heavy: only needed when a script is made
 
     def show(value: Any) -> Any:
         if isinstance(value, jinja2.Undefined):

@@ -1,4 +1,4 @@
-"""submitit's pickle: which function a job calls, and under which name the job looks for it."""
+"""submitit's pickle: the function that a job calls, and the file name under which the job looks for it."""
 
 import importlib
 import os
@@ -19,25 +19,25 @@ _ORPHAN = re.compile(r"[0-9a-f]{32}\.pkl")
 
 
 def load_entry(entry: str) -> Callable[[str, str], None]:
-    """The function `module:name`, which submitit pickles by this very reference."""
+    """Return the function `module:name`, which submitit pickles by this reference."""
     module, _, name = entry.partition(":")
     function: Callable[[str, str], None] = getattr(importlib.import_module(module), name)
     return function
 
 
 def arguments(spec: JobSpec) -> tuple[str, str]:
-    """The two strings that travel with the function."""
+    """Return the two string arguments of the function."""
     return str(spec.run_dir), str(spec.attempt)
 
 
 def start_command(run_dir: Path | str, submission: Path | str) -> str:
-    """What follows the interpreter in a job's script: it loads the payload, once it has made sure of its folder."""
+    """Return the words after the interpreter in a job's script: they check the folder, then load the payload."""
     return f"-u -m trainer.agent.main {shlex.quote(str(run_dir))} {shlex.quote(str(submission))}"
 
 
 @contextmanager
 def own_folder(spec: JobSpec) -> Iterator[Path]:
-    """The submission folder under a name that keeps meaning it; raises Precondition where it is not this user's."""
+    """Yield the submission folder under a name pinned to it; raises Precondition if it is not private to this user."""
     try:
         spec.submission.mkdir(mode=0o700, exist_ok=True)
         with pinned_for_now(spec.run_dir) as place:
@@ -51,7 +51,7 @@ def own_folder(spec: JobSpec) -> Iterator[Path]:
 
 
 def ids_in(submission: Path) -> set[str]:
-    """Ids of jobs that submitit has submitted from this folder: it names its script after the answer of sbatch."""
+    """Return ids of jobs that submitit submitted from this folder; it names its script after sbatch's answer."""
     try:
         found = [_SCRIPT.fullmatch(name) for name in os.listdir(submission)]
     except OSError:
@@ -60,10 +60,10 @@ def ids_in(submission: Path) -> set[str]:
 
 
 def adopt_payload(submission: Path, job_id: str) -> None:
-    """Give the job its payload under the name it looks for; harmless when it is there already.
+    """Give the job its payload under the name that it looks for; harmless if it exists.
 
     submitit renames `<uuid>.pkl` only after a clean sbatch. All payloads of one submission folder are equal, so any
-    will do. A hard link appears in one step, and leaves the orphan for a duplicate that may turn up later.
+    will do. A hard link appears in one step, and keeps the orphan for a duplicate job that may appear later.
     """
     wanted = submission / f"{job_id}_submitted.pkl"
     if wanted.exists():

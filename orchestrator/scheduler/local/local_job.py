@@ -1,7 +1,7 @@
-"""A local job: the process that holds it, starts its tasks through submitit, and writes down how they ended.
+"""A local job: the process that holds it, starts its tasks through submitit, and records their end.
 
 Started as `python -P -m orchestrator.scheduler.local.local_job INTENT`. It leaves its parent's session, so that Ctrl-C
-in the terminal and the end of the submitting process do not reach it; the parent waits until the job is written down.
+in the terminal and the end of the submitting process do not reach it; the parent waits until the job is recorded.
 """
 
 import contextlib
@@ -28,21 +28,21 @@ from orchestrator.scheduler.submitit_payload import load_entry, start_command
 from trainer.contract.failures.outcome import ExitCode
 
 KILL_WAIT_S = 30.0
-"""Seconds between SIGTERM and SIGKILL, as Slurm's default KillWait."""
+"""Seconds between SIGTERM and SIGKILL; Slurm's default KillWait."""
 _POLL_S = 0.04
 _READY = b"ready"
 _LONGEST = 4096
 
 
 class _Executor(LocalExecutor):  # type: ignore[misc]  # submitit is not type-checked here
-    """Writes the payload for a job that is the calling process itself."""
+    """Executor that writes the payload for the calling process, which is the job itself."""
 
     def _submit_command(self, command: str) -> Any:
         return LocalJob(folder=self.folder, job_id=str(os.getpid()), tasks=list(range(self._num_tasks())))
 
 
 class _Tasks(Controller):  # type: ignore[misc]  # submitit is not type-checked here
-    """submitit's controller of local tasks, with GPUs by node, a true deadline and a grace after SIGTERM."""
+    """submitit's controller of local tasks, with GPUs by node, an exact deadline and a grace period after SIGTERM."""
 
     def __init__(self, intent: Intent) -> None:
         super().__init__(intent.folder)
@@ -51,7 +51,7 @@ class _Tasks(Controller):  # type: ignore[misc]  # submitit is not type-checked 
         self.timed_out = False
 
     def cancel(self) -> None:
-        """Pass SIGTERM on; the tasks have `KILL_WAIT_S` from the first time on."""
+        """Forward SIGTERM; the tasks have `KILL_WAIT_S` seconds from the first time on."""
         if self.cancelled_at is None:
             self.cancelled_at = time.monotonic()
         self._forward_signal(signal.SIGTERM)
@@ -78,7 +78,10 @@ class _Tasks(Controller):  # type: ignore[misc]  # submitit is not type-checked 
             )
 
     def wait(self, freq: int = 24) -> Sequence[int | None]:
-        """Until all have exited: none takes its peers along. USR2 before the limit, SIGTERM at it, as Slurm does."""
+        """Wait for all tasks to exit; a failing one does not end its peers.
+
+        As in Slurm, USR2 is sent before the limit and SIGTERM at it.
+        """
         limit = time.monotonic() + self.timeout_s
         warn_at: float | None = limit - self.signal_delay_s
         while any(task.poll() is None for task in self.tasks):
@@ -96,7 +99,7 @@ class _Tasks(Controller):  # type: ignore[misc]  # submitit is not type-checked 
 
 
 class Job:
-    """The life of one local job: held, running, ended."""
+    """Life cycle of one local job: held, running, ended."""
 
     def __init__(self, intent: Intent, host: JobProcess) -> None:
         self._intent, self._host = intent, host
@@ -104,7 +107,7 @@ class Job:
         self._tasks: _Tasks | None = None
 
     def prepare(self) -> None:
-        """Write the payload, and the environment from which submitit's controller reads what it is to do."""
+        """Write the payload, and the environment from which submitit's controller reads its settings."""
         intent, python = self._intent, self._intent.command[-1]
         made = _Executor(intent.folder)
         made.update_parameters(tasks_per_node=intent.nodes, timeout_min=intent.limit_s / 60)
@@ -124,13 +127,11 @@ class Job:
         )
 
     def run(self) -> End:
-        """Wait for the release, run the tasks, and say how they ended."""
+        """Wait for the release, run the tasks and return their end."""
         tasks = _Tasks(self._intent)
         signal.signal(signal.SIGTERM, self._on_term)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-        signal.signal(
-            signal.SIGUSR2, signal.SIG_IGN
-        )  # inherited by tasks: a warning must not kill one that just starts
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # inherited by tasks: the warning must not kill a starting task
         if not self._released():
             return self._end("CANCELLED", "cancelled while held")
         self._tasks = tasks
@@ -156,7 +157,7 @@ class Job:
             self._tasks.cancel()
 
     def _released(self) -> bool:
-        """Wait until the scheduler says so; False when the job was cancelled, or its folder deleted, before."""
+        """Wait for the release; return False if the job was cancelled, or its folder deleted, before."""
         while not records.released_file(self._intent.folder).exists():
             if self._cancelled or not self._intent.folder.is_dir():
                 return False
@@ -169,15 +170,15 @@ class Job:
 
 
 def _begin(intent: Intent) -> Job | None:
-    """The job, with all that it needs; None when another process is it already. Raises what keeps it from beginning."""
+    """Return the prepared job, or None if another process is the job already; raises preparation errors."""
     host = records.claim(intent.folder)
-    if host is None:  # a second submission under the same name: the first one is the job
+    if host is None:  # a second submission under this name: the first one is the job
         return None
     job = Job(intent, host)
     try:
         job.prepare()
     except OSError as error:
-        # Of a disk that took no more nothing is left: the next submission under this name is another job.
+        # After a full disk nothing remains, so the next submission under this name is a new job.
         if is_disk_error(error):
             records.unclaim(intent.folder)
         raise
@@ -190,10 +191,10 @@ def _failed(error: Exception) -> End:
 
 
 def _live(job: Job, intent: Intent) -> None:
-    """Run the job, and write down how it ended."""
+    """Run the job and record its end."""
     try:
         end = job.run()
-    except Exception as error:  # noqa: BLE001  # outermost edge of this process: say how it ended
+    except Exception as error:  # noqa: BLE001  # outermost edge of this process: record its end
         _log_traceback()
         end = _failed(error)
     if intent.folder.is_dir():
@@ -201,9 +202,9 @@ def _live(job: Job, intent: Intent) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Start the job in a session of its own; returns when it is written down (0), or could not be.
+    """Start the job in a new session; return 0 once it is recorded, or an error code.
 
-    ExitCode.STORAGE: the disk took no more, and nothing was begun; why stands on stderr.
+    ExitCode.STORAGE: the disk was full and nothing was started; the reason is on stderr.
     """
     intent = records.read_intent(Path(arguments[0]))
     hears, ready = os.pipe()
@@ -214,13 +215,13 @@ def main(arguments: list[str]) -> int:
     os.close(hears)
     os.setsid()
     os.umask(0o077)
-    # A cancel that comes before the handler is there waits for it: unhandled, it would end the job as FAILED.
+    # A cancel before the handler is installed stays blocked until then; unhandled, it would end the job as FAILED.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
         intent = _pinned(intent)
         _write_to_log(intent)
         job = _begin(intent)
-    except Exception as error:  # noqa: BLE001  # outermost edge: whoever waits for the job is told
+    except Exception as error:  # noqa: BLE001  # outermost edge: report to the waiting process
         _log_traceback()
         os.write(ready, explain_disk_error(error, intent.folder).encode(errors="replace")[:_LONGEST])
         host = records.read_job_process(intent.folder)
@@ -235,7 +236,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _pinned(intent: Intent) -> Intent:
-    """The same job with a folder that nobody can put another one in place of; raises NotPrivate."""
+    """Return the job with a folder path that cannot be replaced by another; raises NotPrivate."""
     run_dir = Path(intent.run_dir)
     return replace(intent, submission=str(pinned(run_dir) / intent.folder.relative_to(run_dir)))
 
@@ -248,12 +249,12 @@ def _write_to_log(intent: Intent) -> None:
 
 
 def _log_traceback() -> None:
-    with contextlib.suppress(OSError):  # what went wrong may be the disk that the log is on
+    with contextlib.suppress(OSError):  # the error may be the disk of the log
         traceback.print_exc()
 
 
 def _started(said: bytes) -> int:
-    """The exit code of the process that waits for the job, by what the job has said."""
+    """Return the exit code of the process that waits for the job, from the job's report."""
     if said == _READY:
         return 0
     sys.stderr.write(said.decode(errors="replace"))

@@ -1,8 +1,8 @@
-"""What is written down about local jobs, and which of their processes still live.
+"""Records of local jobs on disk, and detection of their live processes.
 
-`<state home>/local-jobs/<name>.json` is the intent, written before anything is started. The rest lies in the job's
-submission folder and is written by the process that is the job: `local-job.json` (who it is), `local-end.json` (how it
-ended). `local-release` is the scheduler's word to it.
+`<state home>/local-jobs/<name>.json` is the intent, written before anything is started. The other files are in the
+job's submission folder, written by the process that is the job: `local-job.json` (its process), `local-end.json` (its
+end). The scheduler creates `local-release` there to release the job.
 """
 
 import contextlib
@@ -19,15 +19,15 @@ from trainer.contract.node_identity import boot_id, is_visible, local_job_id, pr
 from trainer.contract.run_dir import AttemptDir
 
 MARK = "ORCH_LOCAL_JOB"
-"""Environment variable that every process of a local job bears; its value is the job's name, unique for ever."""
+"""Environment variable of every process of a local job; its value is the job's name, which is never reused."""
 KEEP_ENDED_S = 7 * 86400.0
 _END_BYTES = 8192
-"""Room that is taken for a job's end: exit codes of a few hundred simulated nodes."""
+"""Bytes reserved for a job's end: exit codes of a few hundred simulated nodes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Intent:
-    """One local job as it was asked for; times are seconds since the epoch."""
+    """A local job as requested; times are seconds since the epoch."""
 
     name: str
     comment: str
@@ -39,14 +39,14 @@ class Intent:
     limit_s: int
     signal_lead: int
     command: tuple[str, ...]
-    """What starts one task; submitit's part is added to the last word."""
+    """Command that starts one task; submitit's part is appended to the last word."""
     devices: tuple[str, ...]
     """CUDA_VISIBLE_DEVICES of each simulated node."""
     asked_at: float
     host: str = ""
-    """Where it runs: another host that shares the home can tell nothing of its processes."""
+    """Host of the job; another host that shares the home cannot observe its processes."""
     named: str = ""
-    """The submission folder as its tasks are told it; `submission` may be a name that only this job's process has."""
+    """The submission folder as given to tasks; `submission` may be a name that only this job's process has."""
 
     @property
     def folder(self) -> Path:
@@ -55,18 +55,18 @@ class Intent:
 
 @dataclass(frozen=True, kw_only=True)
 class JobProcess:
-    """The process that is the job: it starts the tasks, waits for them and says how they ended."""
+    """The process that is the job: it starts the tasks, waits for them and records their end."""
 
     pid: int
-    job_id: str  # pid and start time, as trainer.contract.node_identity has it
+    job_id: str  # pid and start time, in the format of trainer.contract.node_identity
     boot: str
-    started_at: float | None = None  # when its tasks were started
-    space: str = ""  # where its pid means something; an older version wrote none
+    started_at: float | None = None  # start time of its tasks
+    space: str = ""  # pid namespace; older versions wrote none
 
 
 @dataclass(frozen=True, kw_only=True)
 class End:
-    """How the job ended, in Slurm's words."""
+    """End of a job, in Slurm's terms."""
 
     state: str
     reason: str
@@ -75,7 +75,7 @@ class End:
 
 
 def booted_at() -> float:
-    """When this machine was started, in seconds since the epoch."""
+    """Return the boot time of this machine, in seconds since the epoch."""
     return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
@@ -96,7 +96,7 @@ def _end_file(submission: Path) -> Path:
 
 
 def write_intent(index: Path, intent: Intent) -> Path:
-    """Write down what is about to be started."""
+    """Record the job before it is started."""
     index.mkdir(mode=0o700, parents=True, exist_ok=True)
     path = intent_file(index, intent.name)
     write_durably(path, canonical(asdict(intent)))
@@ -111,7 +111,7 @@ def read_intent(path: Path) -> Intent:
 
 
 def intents(index: Path) -> list[Intent]:
-    """All jobs of this host that are written down, oldest first; a file that is none is left alone."""
+    """Return all recorded jobs of this host, oldest first; invalid files are skipped."""
     found = []
     for path in index.glob("*.json"):
         with contextlib.suppress(OSError, ValueError, TypeError):
@@ -121,9 +121,9 @@ def intents(index: Path) -> list[Intent]:
 
 
 def forget_old(index: Path, now: float) -> None:
-    """Drop entries of jobs that ended long ago, or whose run directory was deleted."""
+    """Delete entries of jobs that ended long ago, or whose run directory was deleted."""
     for intent in intents(index):
-        with contextlib.suppress(OSError, ValueError):  # what cannot be read is not forgotten
+        with contextlib.suppress(OSError, ValueError):  # unreadable entries are kept
             ended = read_end(intent.folder)
             gone = not intent.folder.is_dir() and not marked(intent.name)
             if gone or (ended is not None and ended.ended_at < now - KEEP_ENDED_S):
@@ -131,13 +131,13 @@ def forget_old(index: Path, now: float) -> None:
 
 
 def claim(submission: Path) -> JobProcess | None:
-    """Make the calling process the job of this folder; None when it has one already. Raises OSError."""
+    """Make the calling process the job of this folder; return None if it has one already. Raises OSError."""
     host = JobProcess(pid=os.getpid(), job_id=local_job_id(os.getpid()), boot=boot_id(), space=process_space())
     own = submission / f".local-job.{host.job_id}"
     reserve(_end_file(submission), _END_BYTES)
     write_durably(own, canonical(asdict(host)))
     try:
-        os.link(own, _job_process_file(submission))  # one step, and only for the first
+        os.link(own, _job_process_file(submission))  # atomic, and only the first succeeds
     except FileExistsError:
         return None
     finally:
@@ -146,7 +146,7 @@ def claim(submission: Path) -> JobProcess | None:
 
 
 def unclaim(submission: Path) -> None:
-    """The job could not be prepared: the next submission under its name is another one."""
+    """Remove the claim of a job that could not be prepared, so that the next submission under its name is a new job."""
     _job_process_file(submission).unlink(missing_ok=True)
 
 
@@ -155,7 +155,7 @@ def write_job_process(submission: Path, host: JobProcess) -> None:
 
 
 def read_job_process(submission: Path) -> JobProcess | None:
-    """The job's process; None while it has not written itself down. Raises OSError or ValueError."""
+    """Return the job's process; None until it has recorded itself. Raises OSError or ValueError."""
     fields = _read(_job_process_file(submission))
     try:
         return None if fields is None else JobProcess(**fields)
@@ -168,7 +168,7 @@ def write_end(submission: Path, end: End) -> None:
 
 
 def read_end(submission: Path) -> End | None:
-    """How the job ended; None while it has not. Raises OSError or ValueError."""
+    """Return the job's end; None until it has ended. Raises OSError or ValueError."""
     fields = _read(_end_file(submission))
     try:
         return None if fields is None else End(**{**fields, "exit_codes": tuple(fields["exit_codes"])})
@@ -178,7 +178,7 @@ def read_end(submission: Path) -> End | None:
 
 def _read(path: Path) -> dict[str, Any] | None:
     try:
-        with only_own_files():  # the pid in it is signalled
+        with only_own_files():  # its pid will be signalled
             fields: dict[str, Any] = read_json(path)
     except FileNotFoundError:
         return None
@@ -186,14 +186,14 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 
 def is_alive(host: JobProcess) -> bool | None:
-    """Whether that very process still runs: same boot, pid and start time, and no zombie; None: it cannot be seen."""
+    """Return whether this process still runs (same boot, pid and start time; no zombie); None if it is not visible."""
     if host.boot != boot_id() or not is_visible(host.space):
         return None
     return process_state(host.pid) not in ("", "Z", "X") and _is(host)
 
 
 def last_beat(submission: Path) -> float:
-    """When the job's coordinator last wrote its heartbeat; 0.0 when it has written none."""
+    """Return the time of the last heartbeat of the job's coordinator; 0.0 without one."""
     try:
         return AttemptDir(submission.parent).heartbeat.stat().st_mtime
     except FileNotFoundError:
@@ -208,7 +208,7 @@ def _is(host: JobProcess) -> bool:
 
 
 def marked(name: str) -> list[int]:
-    """Live processes of the job, by the mark in their environment; the calling one is left out."""
+    """Return the job's live processes, found by the mark in their environment, except the calling one."""
     wanted = f"{MARK}={name}".encode()
     found = []
     for entry in os.listdir("/proc"):
@@ -222,13 +222,13 @@ def marked(name: str) -> list[int]:
 
 
 def signal_job_process(host: JobProcess, number: int) -> None:
-    """Signal that very process; a later one with the same pid is not hit."""
+    """Signal this process; a later one with the same pid is not affected."""
     try:
         handle = os.pidfd_open(host.pid)
     except OSError:
         return
     try:
-        if _is(host):  # the handle stays with the process it was opened for
+        if _is(host):  # the handle stays bound to the process for which it was opened
             signal.pidfd_send_signal(handle, number)
     except ProcessLookupError:
         return
@@ -237,12 +237,12 @@ def signal_job_process(host: JobProcess, number: int) -> None:
 
 
 def terminate_marked(name: str) -> None:
-    """SIGTERM to every process of the job that can be seen from here."""
+    """Send SIGTERM to every visible process of the job."""
     _send(marked(name), signal.SIGTERM)
 
 
 def end_marked(name: str, grace: float) -> None:
-    """SIGTERM to every process of the job, SIGKILL to those that are left after `grace` seconds."""
+    """Send SIGTERM to every process of the job, and SIGKILL to the remaining ones after `grace` seconds."""
     deadline = time.monotonic() + grace
     terminate_marked(name)
     while (left := marked(name)) and time.monotonic() < deadline:

@@ -1,9 +1,9 @@
 """The local scheduler: simulated nodes are processes on this machine, held and released as on Slurm.
 
 A held job is a process that waits for its release and has started nothing yet, so it is PENDING as on Slurm. It is the
-parent of the tasks and writes down how they ended, in Slurm's words: COMPLETED (all exit codes 0), FAILED, TIMEOUT,
-CANCELLED. When it was killed itself, the job is RUNNING while any of its tasks lives, and then FAILED; NODE_FAIL when
-the machine has been started anew. What the run achieved is said by its outcome file alone.
+parent of the tasks and records their end in Slurm's terms: COMPLETED (all exit codes 0), FAILED, TIMEOUT, CANCELLED. If
+it was killed, the job is RUNNING while any of its tasks lives, and then FAILED; NODE_FAIL if the machine was rebooted.
+Only the outcome file describes what the run achieved.
 """
 
 import contextlib
@@ -35,11 +35,11 @@ from trainer.contract.node_identity import boot_id
 _START_TIMEOUT_S = 60.0
 _ORPHAN_GRACE_S = 5.0
 _SILENT_S = 60.0
-"""Seconds without a heartbeat after which a job whose processes cannot be seen from here is not known any more."""
+"""Seconds without a heartbeat after which a job with invisible processes is unknown."""
 
 
 class LocalScheduler:
-    """Scheduler on this machine (see `base.Scheduler`)."""
+    """Scheduler on this machine (see `interface.Scheduler`)."""
 
     kind = "local"
 
@@ -67,7 +67,7 @@ class LocalScheduler:
         found = [self._status_or_trouble(intent) for intent in self._intents() if intent.name.startswith(name_prefix)]
         for status in found:
             if status is not None and status.state == UNREADABLE and status.name == name_prefix:
-                raise SlurmUnreachable(status.reason)  # the one that was asked for
+                raise SlurmUnreachable(status.reason)  # the requested job
         return [status for status in found if status is not None]
 
     def poll(self, ids: list[str]) -> dict[str, JobStatus]:
@@ -97,7 +97,7 @@ class LocalScheduler:
             try:
                 host = records.read_job_process(intent.folder)
             except (OSError, ValueError):
-                continue  # nobody could have told this id
+                continue  # this id cannot have been reported
             if host is None or host.job_id != job_id or records.read_end(intent.folder) is not None:
                 continue
             if (alive := records.is_alive(host)) is True:
@@ -105,7 +105,7 @@ class LocalScheduler:
             elif alive is False:
                 records.end_marked(intent.name, _ORPHAN_GRACE_S)
             elif host.boot == boot_id():
-                records.terminate_marked(intent.name)  # in a container that can be seen into
+                records.terminate_marked(intent.name)  # in a container whose processes are visible
 
     def _intents(self) -> list[Intent]:
         try:
@@ -114,7 +114,7 @@ class LocalScheduler:
             raise SlurmUnreachable(f"local jobs cannot be looked up: {error}", where=str(self._index)) from error
 
     def _status_or_trouble(self, intent: Intent) -> JobStatus | None:
-        """One job that cannot be looked up must not hide the others."""
+        """Return a job's status, UNREADABLE on errors, so that it does not hide other jobs."""
         try:
             return self._status(intent)
         except SlurmUnreachable as error:
@@ -123,11 +123,11 @@ class LocalScheduler:
             return _unreadable(intent, str(error))
 
     def _status(self, intent: Intent) -> JobStatus | None:
-        """What is known of a job; one that is just being started is waited for."""
+        """Return the status of a job, after waiting for its start if necessary."""
         deadline = time.monotonic() + _START_TIMEOUT_S
         while (host := records.read_job_process(intent.folder)) is None:
             if not records.marked(intent.name):
-                host = records.read_job_process(intent.folder)  # it may have come and gone since
+                host = records.read_job_process(intent.folder)  # it may have started and ended since
                 return None if host is None else _known(intent, host)
             if time.monotonic() > deadline:
                 raise SlurmUnreachable(f"local job {intent.name} is neither up nor gone", where=intent.submission)
@@ -136,13 +136,13 @@ class LocalScheduler:
 
 
 def check(spec: JobSpec) -> None:
-    """Raises ConfigError or SubmitRejected for a job that this machine cannot start."""
+    """Raise ConfigError or SubmitRejected for a job that this machine cannot start."""
     _intent(spec, submitit_payload.AGENT)
 
 
 def _intent(spec: JobSpec, entry: str) -> Intent:
-    """The job as it will be started; raises ConfigError for what this machine cannot do."""
-    from orchestrator.scheduler.script import prepare  # jinja2 and YAML: only where a job is made
+    """Return the job as it will be started; raises ConfigError for unsupported settings."""
+    from orchestrator.scheduler.script import prepare  # jinja2 and YAML: only needed to make a job
 
     prepared = prepare(spec)
     if prepared.srun:
@@ -165,7 +165,7 @@ def _intent(spec: JobSpec, entry: str) -> Intent:
 
 
 def _devices(spec: JobSpec) -> tuple[str, ...]:
-    """CUDA_VISIBLE_DEVICES for each simulated node: its own share of the machine's GPUs, or none."""
+    """Return CUDA_VISIBLE_DEVICES of each simulated node: its share of the machine's GPUs, or none."""
     nodes, each = spec.resources.nodes, spec.resources.gpus_per_node
     if each == 0:
         return ("",) * nodes
@@ -181,7 +181,7 @@ def _devices(spec: JobSpec) -> tuple[str, ...]:
 
 
 def _gpus() -> list[str]:
-    """The GPUs that this process may use, by the names CUDA_VISIBLE_DEVICES takes."""
+    """Return the GPUs that this process may use, in the notation of CUDA_VISIBLE_DEVICES."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return [name for name in visible.split(",") if name and name != "-1"]
@@ -190,7 +190,7 @@ def _gpus() -> list[str]:
 
 
 def _start(intent: Intent, path: Path, seen: dict[str, str]) -> None:
-    """Start the job's process and wait until it has written itself down."""
+    """Start the job's process and wait until it has recorded itself."""
     environ = {**seen, records.MARK: intent.name, "SPT_NOENV": "1"}
     root = package_root()
     command = [sys.executable, "-P", "-m", "orchestrator.scheduler.local.local_job", str(path)]
@@ -204,7 +204,8 @@ def _start(intent: Intent, path: Path, seen: dict[str, str]) -> None:
             f"the local job was not up within {_START_TIMEOUT_S:.0f} s", where=intent.submission
         ) from error
     if done.returncode == ExitCode.STORAGE:
-        # By its cause it is told from what a person has to mend: it is tried again until there is room.
+        # The OSError cause marks this as temporary, unlike errors for the user to fix: it is retried until there is
+        # room.
         raise _no_room(done.stderr.strip(), intent) from OSError(errno.ENOSPC, done.stderr.strip())
     if done.returncode != 0:
         raise SubmitRejected(
@@ -227,7 +228,7 @@ def _last_words(said: str, submission: Path) -> str:
 
 
 def _known(intent: Intent, host: JobProcess) -> JobStatus | None:
-    """The state of a job whose process has written itself down; None when nothing can be known of it from here."""
+    """Return the status of a job with a recorded process; None if it cannot be observed from here."""
     end = records.read_end(intent.folder)
     alive = records.is_alive(host) if end is None else False
     if end is None and alive is None:
@@ -257,7 +258,7 @@ def _unreadable(intent: Intent, why: str) -> JobStatus:
 
 
 def _without_end(intent: Intent, host: JobProcess) -> End | None:
-    """A job whose process is gone without a word: its tasks may live on."""
+    """Return FAILED for a job whose process vanished without a record, or None while its tasks live."""
     if records.marked(intent.name):
         return None
     reason = "the process that held the job was killed"
@@ -265,15 +266,15 @@ def _without_end(intent: Intent, host: JobProcess) -> End | None:
 
 
 def _seems_alive(intent: Intent, host: JobProcess) -> bool:
-    """Whether a job whose process cannot be looked at lives: in a container of its own, or on a machine of one name.
+    """Return whether a job with an unobservable process seems alive (in a container, or on a host of the same name).
 
-    Without a sign of life it is not *known*, which is no end: the controller watches the heartbeat before it judges.
+    Without a sign of life its state is *unknown*, not ended: the controller watches the heartbeat before it decides.
     """
     return bool(records.marked(intent.name)) or time.time() - _last_sign(intent, host) < _SILENT_S
 
 
 def _rebooted(intent: Intent, host: JobProcess) -> End | None:
-    """The end that a restart of this machine was to the job; None for a job of this boot, or of another machine."""
+    """Return NODE_FAIL if this machine was rebooted since; None for a job of this boot, or of another machine."""
     if host.boot == boot_id() or _last_sign(intent, host) >= records.booted_at():
         return None
     return End(state="NODE_FAIL", reason="the machine was started anew", ended_at=host.started_at or intent.asked_at)

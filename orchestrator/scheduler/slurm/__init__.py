@@ -1,1 +1,1 @@
-"""Slurm: its commands, what they print, and what may be asked of it."""
+"""Slurm: its commands, their output and their options."""

@@ -1,8 +1,8 @@
-"""The environment that selects a Slurm cluster, and how commands receive another one.
+"""Environment that selects a Slurm cluster, and execution of commands with another one.
 
-Command lines can be read by every user of the machine (`ps`), an environment by its owner alone.
+Every user of the machine can read command lines (`ps`), but only the owner can read an environment.
 
-A controller lives longer than the shell that started it, and another shell may know better where Slurm is by now.
+A controller outlives the shell that started it, and a later shell may have newer settings for reaching Slurm.
 """
 
 import os
@@ -22,7 +22,7 @@ os.execvpe(sys.argv[2], sys.argv[2:], {name: value for name, _, value in pairs})
 
 @contextmanager
 def with_environment(environ: Mapping[str, str], command: Sequence[str]) -> Iterator[list[str]]:
-    """Words that run `command` with this environment and no other variable, while inside. Raises OSError."""
+    """Yield words that run `command` with exactly this environment, while inside. Raises OSError."""
     memory = os.memfd_create("orch-environment", os.MFD_CLOEXEC)
     try:
         pairs = (os.fsencode(name) + b"=" + os.fsencode(value) + b"\0" for name, value in environ.items())
@@ -34,24 +34,24 @@ def with_environment(environ: Mapping[str, str], command: Sequence[str]) -> Iter
 
 
 RECORDED = "slurm_client"
-"""Key of a run's identity: what its submitter had."""
+"""Key of a run's identity for its submitter's client environment."""
 NAMES = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS")
-"""Which Slurm is meant. Options of single commands (SBATCH_*, SQUEUE_*, ...) never reach them."""
+"""Variables that select a Slurm. Options of single commands (SBATCH_*, SQUEUE_*, ...) are never passed on."""
 TOKEN = "SLURM_JWT"  # noqa: S105  # the name of the variable
-"""Who asks: a secret, of which only a digest is kept, and which so cannot be handed on."""
+"""Secret of a client. Only its digest is stored, so it cannot be passed on."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClientEnvironment:
-    """That part of a process's environment; `token` is the digest of its TOKEN, empty for none."""
+    """Slurm selection of a process's environment; `token` is the digest of its TOKEN, or empty."""
 
     variables: dict[str, str] = field(default_factory=dict)
-    sbatch: str = ""  # its path; empty: not on PATH
+    sbatch: str = ""  # path of sbatch; empty: not on PATH
     token: str = ""
 
     @classmethod
     def here(cls, environ: Mapping[str, str] = os.environ) -> Self:
-        """Of this process."""
+        """Return the client environment of this process."""
         token = environ.get(TOKEN, "")
         return cls(
             variables={name: environ[name] for name in NAMES if environ.get(name)},
@@ -61,7 +61,7 @@ class ClientEnvironment:
 
     @classmethod
     def of(cls, fields: Any) -> Self | None:
-        """As `to_json` has left it; None for anything else, and where nothing was recorded."""
+        """Return the environment stored by `to_json`, or None for anything else."""
         try:
             variables = {str(name): str(value) for name, value in fields["variables"].items() if name in NAMES}
             return cls(variables=variables, sbatch=str(fields["sbatch"]), token=str(fields.get("token", "")))
@@ -72,7 +72,7 @@ class ClientEnvironment:
         return asdict(self)
 
     def differences(self, other: "ClientEnvironment") -> list[str]:
-        """What differs from another one's, each in a few words: `SLURM_CONF is /a, not /b`."""
+        """Return the differences from another environment in words: `SLURM_CONF is /a, not /b`."""
         found = [
             f"{name} is {self.variables.get(name, 'unset')}, not {other.variables.get(name, 'unset')}"
             for name in NAMES
@@ -83,11 +83,11 @@ class ClientEnvironment:
         return [*found, f"{TOKEN} is another one"] if self.token != other.token else found
 
     def can_replace(self, other: "ClientEnvironment") -> bool:
-        """Whether taking it over changes anything: a token cannot be taken over."""
+        """Return whether taking it over has an effect; a token cannot be taken over."""
         return (self.variables, self.sbatch) != (other.variables, other.sbatch)
 
     def applied(self, environ: Mapping[str, str]) -> dict[str, str]:
-        """The variables `environ` of a process with these instead of its own."""
+        """Return `environ` with these variables replacing its own."""
         changed = {name: value for name, value in environ.items() if name not in NAMES} | self.variables
         folder = os.path.dirname(self.sbatch)
         found = _sbatch(environ)
@@ -96,7 +96,7 @@ class ClientEnvironment:
         return changed
 
     def take_over(self, environ: MutableMapping[str, str] = os.environ) -> None:
-        """Make it this process's."""
+        """Apply it to this process."""
         changed = self.applied(environ)
         for name in NAMES:
             environ.pop(name, None)
@@ -104,7 +104,7 @@ class ClientEnvironment:
 
 
 def _sbatch(environ: Mapping[str, str]) -> str:
-    import shutil  # `orch status` only reads what others have written
+    import shutil  # `orch status` only reads records and needs no PATH search
 
     return shutil.which("sbatch", path=environ.get("PATH", os.defpath)) or ""
 

@@ -1,4 +1,4 @@
-"""Slurm commands and their output as values: an answer or `SlurmUnreachable`."""
+"""Slurm commands and their parsed output: an answer or `SlurmUnreachable`."""
 
 import calendar
 import math
@@ -17,7 +17,7 @@ from orchestrator.scheduler.job_tags import names_in
 from trainer.contract.cut_text import cut
 
 SEPARATOR = "\x1f"
-"""Ends every field: a character that no job name, reason or comment can bear by accident."""
+"""End of every field: a character that job names, reasons and comments do not contain by accident."""
 
 SQUEUE_FIELDS = (
     ("JobID", 64), ("State", 32), ("Reason", 256), ("exit_code", 16), ("RestartCnt", 16), ("PriorityLong", 24),
@@ -30,63 +30,63 @@ SACCT_FIELDS = ("JobIDRaw", "State", "Reason", "ExitCode", "Submit", "End", "Nod
 SACCT_FORMAT = ",".join(SACCT_FIELDS)
 _SETTINGS = {"time limit": "TimeLimit", "requeue": "Requeue", "partition": "Partition", "account": "Account",
              "qos": "QOS"}  # fmt: skip
-"""What a site may set otherwise than was asked for, by the name people know it under."""
+"""Settings that a site may change from the request, by their common names."""
 
 MOST_NODES = 100_000
-"""Names that a host list may stand for."""
+"""Most names that a host list may expand to."""
 _ITEM = re.compile(r"(?:[^,\[]|\[[^\]]*\]?)+")
 _BRACKETS = re.compile(r"\[([^\]]*)\]")
 _RANGE = re.compile(r"(\d+)-(\d+)(?:/(\d+))?", re.ASCII)
 _LONGEST_NUMBER = 18
-"""Digits; ranges with more are beyond MOST_NODES, or none that anybody has."""
+"""Most digits; a range with more exceeds MOST_NODES or is unrealistic."""
 
 _NAMELESS = "allocation"  # what sacct shows for a job without a name
 _CLUSTER = re.compile(r"^CLUSTER: \S+ *\n", re.MULTILINE)
-"""Stands before each cluster's rows where SLURM_CLUSTERS names some, without a header too."""
+"""Line before each cluster's rows when SLURM_CLUSTERS names some, even without a header."""
 _ROW_START = re.compile(rf"^ *(\d[\d_+.,%\[\]-]*) *{SEPARATOR}", re.ASCII | re.MULTILINE)
-_BLANK = " \n"  # to Python the separator is a blank, too
+_BLANK = " \n"  # Python counts the separator as whitespace, too
 _WORD = re.compile(r"[A-Z_]+", re.ASCII)
 _EXIT_PAIR = re.compile(r"(\d+):(\d+)(?::\d+)?", re.ASCII)
 _NOTHING_EXITED = frozenset({"NODE_FAIL", "BOOT_FAIL", "LAUNCH_FAILED", "RECONFIG_FAIL", "REVOKED"})
-"""Ended states in which Slurm saw no process end."""
+"""Ended states in which Slurm saw no process exit."""
 _NO_VALUE = frozenset({"", "(null)", "N/A", "NONE", "None", "Unknown", "None assigned", "INVALID"})
 
 Mine = Callable[[JobStatus], bool]
-"""Whether a row is of interest, told by its id, name, comment and files alone; the others are not read any further."""
+"""Predicate on a row's id, name, comment and files only; rows that fail it are not parsed further."""
 
 
 class UnreadableField(ValueError):
-    """The text is not what the command prints; nothing may be concluded from it."""
+    """The text is not valid output of the command; nothing may be concluded from it."""
 
 
 class TooManyNodes(UnreadableField):
-    """A host list of more names than any cluster has: to name them all would take minutes and all memory."""
+    """A host list with more names than any cluster has: expanding it would take minutes and all memory."""
 
 
 class Ending(NamedTuple):
-    """How the batch step ended: at most one of the two is not None when Slurm knows."""
+    """End of the batch step: if known to Slurm, either the exit code or the signal is set."""
 
     exit_code: int | None
     signal: int | None
 
 
 class Listing(NamedTuple):
-    """The jobs of an answer; where it is not `whole`, a job that is missing from it may exist all the same."""
+    """Jobs of an answer; unless it is `whole`, a missing job may still exist."""
 
     jobs: list[JobStatus]
     whole: bool
 
 
 def read_queue(text: str, mine: Mine = lambda job: True) -> Listing:
-    """Jobs as `squeue -h -O SQUEUE_FORMAT` lists them, as far as they are `mine`; raises Garbage."""
+    """Return jobs listed by `squeue -h -O SQUEUE_FORMAT` that satisfy `mine`; raises UnreadableField."""
     return _read(text, tuple(name for name, _ in SQUEUE_FIELDS), _queued, mine)
 
 
 def read_accounting(text: str, mine: Mine = lambda job: True) -> Listing:
-    """Jobs as `sacct -X -D -n -p --delimiter SEPARATOR -o SACCT_FORMAT` lists them, as far as they are `mine`.
+    """Return jobs listed by `sacct -X -D -n -p --delimiter SEPARATOR -o SACCT_FORMAT` that satisfy `mine`.
 
     Two kinds of rows are left out: rows without a name, when slurmdbd received a job's end before its start, and rows
-    of jobs that slurmctld has lost. Raises Garbage.
+    of jobs that slurmctld has lost. Raises UnreadableField.
     """
     return _read(text, SACCT_FIELDS, _recorded, mine)
 
@@ -95,14 +95,14 @@ Row = dict[str, str]
 
 
 def _read(text: str, names: tuple[str, ...], status: Callable[[Row], JobStatus | None], mine: Mine) -> Listing:
-    """Every row by itself: one that cannot be read is ignored when it is not ours, and UNREADABLE when it is."""
+    """Parse each row separately: an unreadable row is UNREADABLE if it is ours, and otherwise ignored."""
     text = _CLUSTER.sub("", text)
     found: list[JobStatus] = []
     readable, whole = 0, not text or text.endswith("\n")
     for job_id, piece in _pieces(text):
         fields = piece.split(SEPARATOR)
         if not job_id or len(fields) != len(names) + 1:
-            # The id is what a row begins with: without it nobody knows whose row was lost.
+            # A row begins with its id; without one, the lost row could belong to any job.
             whole = whole and (bool(job_id) or SEPARATOR not in piece)
             name, comment = names_in(piece)
             bare = JobStatus(job_id=job_id, name=name, comment=comment, state=UNREADABLE, reason="its row is damaged")
@@ -132,7 +132,7 @@ def _own(row: Row, job_id: str, status: Callable[[Row], JobStatus | None], mine:
 
 
 def _pieces(text: str) -> Iterator[tuple[str, str]]:
-    """The text cut before every job id that begins a line and ends a field; with "", what stands before the first."""
+    """Yield the text split at each job id that begins a line and ends a field, with "" for text before the first."""
     starts = list(_ROW_START.finditer(text))
     before = text[: starts[0].start()] if starts else text
     if before.strip(_BLANK):
@@ -160,7 +160,7 @@ def _recorded(row: Row) -> JobStatus | None:
     if row["JobName"] == _NAMELESS and not _known(row["NodeList"]):
         return None
     word = plain_state(row["State"])
-    # A slurmctld that has lost its state closes the records of its jobs so. A user's scancel is "CANCELLED by UID".
+    # A slurmctld that lost its state closes job records as CANCELLED. A user's scancel is "CANCELLED by UID".
     if row["State"] == "CANCELLED":
         return None
     ending = read_ending(word, row["ExitCode"])
@@ -176,9 +176,9 @@ def _files(row: Row) -> tuple[str, ...]:
 
 
 def _nodes(row: Row) -> tuple[str, ...]:
-    """The job's nodes; none when the list was cut short or cannot be read: the state of the job is known all the same.
+    """Return the job's nodes, or none if the list was truncated or is unreadable; the job's state is known anyway.
 
-    A part of the nodes would be worse than none: it would say that the others were taken out of the job.
+    A partial list would be worse than none: it would mean that the other nodes were removed from the job.
     """
     text, width = row["NodeList"], dict(SQUEUE_FIELDS)["NodeList"]
     try:
@@ -188,9 +188,9 @@ def _nodes(row: Row) -> tuple[str, ...]:
 
 
 def join_resized(jobs: list[JobStatus]) -> list[JobStatus]:
-    """One record for each job that has lost nodes on its way, bearing the time at which it was really submitted.
+    """Return one record for each job that lost nodes on the way, with its original submit time.
 
-    Slurm closes a job's record as RESIZING when a node leaves it (--no-kill), and opens another, submitted just then.
+    Slurm closes a job's record as RESIZING when a node leaves it (--no-kill), and opens another with a new submit time.
     """
     closed: dict[tuple[str, str], JobStatus] = {}
     found = []
@@ -205,10 +205,10 @@ def join_resized(jobs: list[JobStatus]) -> list[JobStatus]:
 
 
 def ended_jobs(jobs: list[JobStatus]) -> list[JobStatus]:
-    """Return the ended jobs among rows of accounting: the newest incarnation of each job, by its submit time.
+    """Return the ended jobs among accounting rows: the newest incarnation of each job, by its submit time.
 
-    Only the queue proves that a job lives. A requeued job leaves a row in state REQUEUED for ever, a job that slurmctld
-    has lost leaves a row that stays PENDING or RUNNING.
+    Only the queue proves that a job lives. A requeued job leaves a REQUEUED row forever, and a job lost by slurmctld
+    leaves a row that stays PENDING or RUNNING.
     """
     newest = {(job.job_id, job.name): job for job in sorted(join_resized(jobs), key=lambda job: job.submit_time)}
     return [job for job in newest.values() if job.state in ENDED_STATES or job.state == UNREADABLE]
@@ -216,17 +216,17 @@ def ended_jobs(jobs: list[JobStatus]) -> list[JobStatus]:
 
 DOWN = frozenset({"DOWN", "FAIL", "FAILING"})
 OUT_OF_SERVICE = DOWN | {"DRAINED", "DRAINING", "INVAL", "MAINT", "REBOOT"}
-"""INVAL: it has come back with less than it is configured with, a GPU that is lost say."""
+"""INVAL: it came back with less than its configuration, such as a lost GPU."""
 _NODE_MARKS = "+*~#!%$@^-"
-"""After a node's state: it does not answer (*), saves power (~#!%), is in a maintenance reservation ($), or its reboot
-(@^) or a job's turn (-) is due."""
+"""Suffixes of a node state: not responding (*), power saving (~#!%), in a maintenance reservation ($), or pending
+reboot (@^) or planned job (-)."""
 
 
 def read_node_states(text: str, asked: frozenset[str], wanted: frozenset[str]) -> frozenset[str]:
-    """Nodes among `asked` that `sinfo -h -N -o "%N %T"` shows in a wanted state; raises UnreadableField when it is not
-    told of each.
+    """Return nodes in `asked` that `sinfo -h -N -o "%N %T"` shows in a wanted state.
 
-    The `*` of a node that does not answer is no verdict yet. A node that has no row is none of the cluster any more.
+    The `*` of a node that does not respond is not a verdict yet. A node without a row has left the cluster. Raises
+    UnreadableField if a node is missing and some row is malformed.
     """
     rows = [line.split() for line in text.splitlines() if line.strip()]
     told = {row[0]: row[1] for row in rows if len(row) == 2 and row[0] in asked}
@@ -240,7 +240,7 @@ def _known(value: str) -> str:
 
 
 def plain_state(text: str) -> str:
-    """Slurm's word alone: "CANCELLED by 0" and "CANCELLED+" are CANCELLED."""
+    """Return Slurm's word alone: "CANCELLED by 0" and "CANCELLED+" are CANCELLED."""
     words = text.split()
     return words[0].rstrip("+*").upper() if words else ""
 
@@ -248,9 +248,9 @@ def plain_state(text: str) -> str:
 def read_ending(state: str, text: str) -> Ending:
     """Read the exit code or signal of a job in this state from squeue's `exit_code` or sacct's `ExitCode`.
 
-    `code:signal` (`3:0`, `0:9`) or, from squeue before 24.11, a raw wait status (768, 9). After a node failure,
-    Slurm writes its own number. sacct before 25.11 takes 128 off codes from 128 on: FAILED with code 0 is unknown. So
-    is any other text.
+    The text is `code:signal` (`3:0`, `0:9`) or, from squeue before 24.11, a raw wait status (768, 9); other text is
+    unknown. After a node failure, Slurm writes its own number. sacct before 25.11 subtracts 128 from codes of 128 and
+    more, so FAILED with code 0 is unknown.
     """
     if state not in ENDED_STATES or state in _NOTHING_EXITED:
         return Ending(None, None)
@@ -267,7 +267,7 @@ def read_ending(state: str, text: str) -> Ending:
 
 
 def epoch(text: str) -> float | None:
-    """Seconds since the epoch of a time that Slurm printed under TZ=UTC; None for its words for unknown."""
+    """Return a time that Slurm printed under TZ=UTC as seconds since the epoch; None if it is unknown."""
     try:
         return float(calendar.timegm(time.strptime(text, "%Y-%m-%dT%H:%M:%S")))
     except ValueError:
@@ -275,15 +275,15 @@ def epoch(text: str) -> float | None:
 
 
 def expand_nodes(text: str) -> tuple[str, ...]:
-    """Names of a Slurm host list, in its order: "gpu[003-004],login" is gpu003, gpu004, login.
+    """Return the names in a Slurm host list, in its order: "gpu[003-004],login" is gpu003, gpu004, login.
 
-    Raises UnreadableField, and TooManyNodes before anything is expanded.
+    Raises UnreadableField, and TooManyNodes before any expansion.
     """
     if _known(text) == "":
         return ()
     if sum(map(_names_of, _ITEM.findall(text))) > MOST_NODES:
         raise TooManyNodes(f"more than {MOST_NODES} nodes: {text[:80]!r}")
-    from ClusterShell.NodeSet import NodeSet, NodeSetException  # heavy: only where there are nodes to name
+    from ClusterShell.NodeSet import NodeSet, NodeSetException  # heavy: only needed if there are nodes to name
 
     try:
         return tuple(NodeSet(text, resolver=_no_groups()))
@@ -292,12 +292,12 @@ def expand_nodes(text: str) -> tuple[str, ...]:
 
 
 def _names_of(item: str) -> int:
-    """How many names one item of a host list stands for: "rack[1-3]n[1-4]" for 12."""
+    """Return how many names an item of a host list expands to: 12 for "rack[1-3]n[1-4]"."""
     return math.prod(sum(map(_numbers_of, ranges.split(","))) for ranges in _BRACKETS.findall(item))
 
 
 def _numbers_of(part: str) -> int:
-    """How many numbers "3", "1-9" or "1-9/2" are."""
+    """Return how many numbers "3", "1-9" or "1-9/2" expands to."""
     found = _RANGE.fullmatch(part.strip())
     if found is None:
         return 1
@@ -308,14 +308,14 @@ def _numbers_of(part: str) -> int:
 
 
 def fold_nodes(names: tuple[str, ...]) -> str:
-    """The shortest Slurm host list of these names."""
-    from ClusterShell.NodeSet import NodeSet  # heavy: only where there are nodes to name
+    """Return the shortest Slurm host list of these names."""
+    from ClusterShell.NodeSet import NodeSet  # heavy: only needed if there are nodes to name
 
     return str(NodeSet.fromlist(list(names), resolver=_no_groups()))
 
 
 def _no_groups() -> object:
-    """Plain names only: a node group of a ClusterShell configuration must not turn one name into others."""
+    """Return a resolver without groups: a node group configured for ClusterShell must not expand a name."""
     from ClusterShell.NodeUtils import GroupResolver  # heavy: see above
 
     return GroupResolver()
@@ -330,19 +330,19 @@ NO_CONTACT = (
     "message receive failure", "slurm controller is in standby", "unable to establish", "lost connection",
     "slurm backup controller",
 )  # fmt: skip
-"""Words with which Slurm's clients say that they got no answer."""
+"""Messages with which Slurm's clients report that they got no answer."""
 
 _OWN_OPTIONS = ("SQUEUE_", "SACCT_", "SCANCEL_", "SBATCH_", "SINFO_", "SCONTROL_")
 
 
 def query_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment of look-ups: no options that a user's shell adds, times in UTC, words in English."""
+    """Return the environment of queries: no options from a user's shell, times in UTC, messages in English."""
     kept = {key: value for key, value in environ.items() if not key.startswith(_OWN_OPTIONS)}
     return {**kept, "TZ": "UTC", "LC_ALL": "C", "SLURM_TIME_FORMAT": "standard"}
 
 
 def require(program: str) -> None:
-    """Raise Precondition when this machine has no Slurm client."""
+    """Raise Precondition if this machine has no Slurm client."""
     if shutil.which(program) is None:
         raise Precondition(
             f"{program} is not on PATH: there is no Slurm on this machine",
@@ -353,9 +353,9 @@ def require(program: str) -> None:
 def run_command(
     command: list[str], timeout: float = TIMEOUT_S, environ: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end; raises SlurmUnreachable when it is missing, takes too long or got no answer.
+    """Run a command to completion; raises SlurmUnreachable if it is missing, times out or gets no answer.
 
-    `environ`: another environment than this process's own.
+    `environ`: environment to use instead of this process's.
     """
     environ = os.environ if environ is None else environ
     if shutil.which(command[0], path=environ.get("PATH", os.defpath)) is None:
@@ -377,13 +377,13 @@ def run_command(
 
 
 def no_contact(text: str) -> bool:
-    """Whether this is how a Slurm client says that it got no answer."""
+    """Return whether this is a Slurm client's message about a missing answer."""
     lowered = text.lower()
     return any(words in lowered for words in NO_CONTACT)
 
 
 def unreachable(program: str, said: str) -> SlurmUnreachable:
-    """The error for a command that got no usable answer, with its own words."""
+    """Return the error for a command without a usable answer, with its message."""
     words = cut(" ".join(said.split()), 300) or "no message"
     return SlurmUnreachable(
         f"{program} got no answer from Slurm: {words}",

@@ -20,16 +20,16 @@ from orchestrator.scheduler.slurm.sbatch_values import (
 from trainer.contract.cut_text import cut
 
 LONGEST_LEAD = 65535
-"""Seconds before the end of a job at which Slurm can signal it at the earliest."""
+"""Longest lead in seconds with which Slurm can signal a job before its end."""
 _MEMORY = ("mem", "mem-per-cpu", "mem-per-gpu", "tmp")
 _TIMES = ("time", "time-min")
 _SIZES = ("mem", "mem-per-cpu", "mem-per-gpu")
 
 
 def faults(section: str, values: Mapping[str, Any]) -> Iterator[ConfigError]:
-    """What cannot stand in a job script, key by key; `section` is what the keys lie in, as in `cluster`.
+    """Yield errors for values that a job script cannot contain; `section` is the prefix of the keys (`cluster`).
 
-    Keys that are missing from `values` are not checked.
+    Keys missing from `values` are not checked.
     """
     for name, check in _CHECKS.items():
         try:
@@ -56,13 +56,13 @@ def faults(section: str, values: Mapping[str, Any]) -> Iterator[ConfigError]:
 
 
 _FEWEST_MEGABYTES = 1024
-"""Below it, memory without a unit was more probably meant in GB than in Slurm's MB."""
+"""Below it, memory without a unit was probably meant in GB, not Slurm's MB."""
 _MOST_MINUTES = 1440
-"""Above it, a time without a unit was more probably meant in seconds than in Slurm's minutes."""
+"""Above it, a time without a unit was probably meant in seconds, not Slurm's minutes."""
 
 
 def _check_unit(key: str, name: str, value: object) -> None:
-    """Refuse a bare number that Slurm reads in another unit than most people mean."""
+    """Refuse a bare number if Slurm's unit probably differs from the intended one."""
     text = str(value)
     if not re.fullmatch(r"\d+", text, re.ASCII):
         return
@@ -99,7 +99,7 @@ _CHECKS: Mapping[str, Callable[[str, Any], object]] = {
     "interface": check_text,
     "python": check_text,
 }
-"""How the value of each key is checked."""
+"""Check of each key's value."""
 
 
 ANSWER_WITHIN = 10.0
@@ -111,7 +111,7 @@ _GPUS = re.compile(r"(?:^|,)(?:gres/)?gpu(?::[A-Za-z_][\w.-]*)?:(\d+)", re.ASCII
 
 @dataclass(frozen=True, kw_only=True)
 class NodeCapacity:
-    """What one node of a partition has; memory in MiB."""
+    """Capacity of one node of a partition; memory in MiB."""
 
     name: str
     partition: str
@@ -122,7 +122,7 @@ class NodeCapacity:
 
 @dataclass(frozen=True, kw_only=True)
 class Shortfall:
-    """What no partition of those asked for has: in words, and what to type instead (empty where that is not clear)."""
+    """A request that no named partition can meet, in words, and the change that would help (empty if unclear)."""
 
     words: str
     change: str = ""
@@ -130,7 +130,7 @@ class Shortfall:
 
 @dataclass(frozen=True)
 class _Need:
-    """One quantity that every node of the job must have."""
+    """A quantity that every node of the job must have."""
 
     key: str
     asked: str
@@ -140,18 +140,18 @@ class _Need:
 
 
 def partitions_here(text: str) -> dict[str, bool]:
-    """What `PARTITIONS` prints; true for the default one, which is marked by `*`."""
+    """Return the partitions printed by `PARTITIONS`; true for the default one, marked by `*`."""
     names = [line.strip() for line in text.splitlines() if line.strip()]
     return {name.rstrip("*"): name.endswith("*") for name in names}
 
 
 def known_partitions() -> dict[str, bool]:
-    """The partitions of this Slurm, the default one marked; raises SlurmUnreachable."""
+    """Return the partitions of this Slurm, with the default one marked; raises SlurmUnreachable."""
     return partitions_here(_answer(PARTITIONS))
 
 
 def known_nodes() -> list[NodeCapacity]:
-    """The nodes of all partitions of this Slurm; raises SlurmUnreachable."""
+    """Return the nodes of all partitions of this Slurm; raises SlurmUnreachable."""
     return read_nodes(_answer(NODES))
 
 
@@ -163,7 +163,7 @@ def _answer(command: Sequence[str]) -> str:
 
 
 def read_nodes(text: str) -> list[NodeCapacity]:
-    """Rows of what `NODES` prints; one that cannot be read is left out. The default partition keeps its `*`."""
+    """Parse the output of `NODES`; unreadable rows are skipped, and the default partition keeps its `*`."""
     found = []
     for line in text.splitlines():
         parts = [part.strip() for part in line.split("|")]
@@ -179,13 +179,13 @@ def read_nodes(text: str) -> list[NodeCapacity]:
 
 
 def megabytes(text: str) -> float:
-    """A size in Slurm's notation as MiB; 0 (all that a node has) for what is none."""
+    """Return a size in Slurm's notation in MiB; 0 (all of a node's memory) if it is not one."""
     found = re.fullmatch(r"(\d+)([KMGT]?)B?", text.strip().upper(), re.ASCII)
     return int(found[1]) * _MEGABYTES[found[2]] if found else 0.0
 
 
 def asked_words(asked: Resources) -> str:
-    """`2 nodes with 8 cores, 4 GPUs, 64G`."""
+    """Return the request in words: `2 nodes with 8 cores, 4 GPUs, 64G`."""
     parts = [f"{asked.cpus_per_task} core{'s' if asked.cpus_per_task > 1 else ''}"]
     parts += [f"{asked.gpus_per_node} GPU{'s' if asked.gpus_per_node > 1 else ''}"] if asked.gpus_per_node else []
     parts += [part for part in (asked.mem, asked.constraint) if part]
@@ -194,16 +194,16 @@ def asked_words(asked: Resources) -> str:
 
 
 def shortfall(asked: Resources, nodes: Sequence[NodeCapacity]) -> Shortfall | None:
-    """Why no partition that the job names (the default one, if none) can ever run it; None if one can.
+    """Return why none of the job's partitions (the default one if none is named) can ever run it; None if one can.
 
-    None too when nothing is known of them: whether a partition exists is asked elsewhere.
+    Also None if no nodes are known; whether a partition exists is checked elsewhere.
     """
     found = [_of_partition(asked, name, members) for name, members in _candidates(asked, nodes).items()]
     return None if not found or None in found else found[0]
 
 
 def able_nodes(asked: Resources, nodes: Sequence[NodeCapacity]) -> dict[str, list[NodeCapacity]]:
-    """By partition that the job may run in: the nodes that have what it asks of each, and that it does not exclude."""
+    """Return, by partition, the nodes that meet the job's per-node request and are not excluded."""
     excluded, needs = _excluded(asked), [need for need in _needs(asked) if need.amount]
     return {
         partition: [
@@ -257,7 +257,7 @@ def _of_partition(asked: Resources, partition: str, nodes: list[NodeCapacity]) -
 
 
 def _excluded(asked: Resources) -> set[str]:
-    """What the configuration excludes; what orch itself avoids comes back by itself."""
+    """Return the nodes excluded by the configuration, except nodes that orch avoids temporarily."""
     try:
         return {name for text in asked.exclude for name in expand_nodes(text)} - set(asked.avoided)
     except UnreadableField:
@@ -265,7 +265,7 @@ def _excluded(asked: Resources) -> set[str]:
 
 
 def _less(need: _Need, most: float) -> str:
-    """What to type for less of it; every rank has a GPU, or none has."""
+    """Return the override that requests less; ranks per node follow GPUs per node."""
     change = f"{need.key}={most:.0f}{need.unit}"
     ranks = f" cluster.ranks_per_node={most:.0f}" if need.attribute == "gpus" and most else ""
     return change + ranks
@@ -287,15 +287,15 @@ NODE_STATES = ("sinfo", "-h", "-a", "-N", "-o", "%N|%P|%c|%m|%G|%T")
 IN_SERVICE = frozenset(
     {"IDLE", "MIXED", "MIX", "ALLOCATED", "ALLOC", "COMPLETING", "COMP", "PLANNED", "PLND", "RESERVED", "RESV"}
 )
-"""A word that is not known is no node that is known to be up."""
+"""States of nodes in service; nodes in unknown states do not count."""
 _ABSENT = "*$^"
-"""Marks after the state of a node that does not answer, is under maintenance, or reboots."""
+"""Suffixes of a node that does not respond, is under maintenance, or reboots."""
 
 
 def usable_nodes(asked: Resources, without: frozenset[str]) -> int | None:
-    """Nodes of the job's partition (the largest count of several) that could hold it, but none of `without`.
+    """Return how many nodes of the job's partition could hold it, except `without`; the maximum of several partitions.
 
-    What `cluster.constraint` asks for is not looked at. None for a partition that Slurm does not list; raises
+    `cluster.constraint` is not considered. Returns None for a partition that Slurm does not list; raises
     SlurmUnreachable.
     """
     done = run_command(list(NODE_STATES), ANSWER_WITHIN)
@@ -305,7 +305,7 @@ def usable_nodes(asked: Resources, without: frozenset[str]) -> int | None:
 
 
 def count_usable(asked: Resources, without: Collection[str], text: str) -> int | None:
-    """The same from what `NODE_STATES` prints."""
+    """Count usable nodes in the output of `NODE_STATES`, as `usable_nodes` does."""
     rows = [line.rpartition("|") for line in text.splitlines()]
     nodes = read_nodes("\n".join(row for row, _, _ in rows))
     up = {row.partition("|")[0].strip() for row, _, state in rows if _is_up(state.strip())} - set(without)

@@ -1,10 +1,11 @@
 """Meaning of sbatch's refusals and of Slurm's pending reasons. Pure.
 
-Sources, in Slurm's tree: its table of errors (src/common/slurm_errno.c), what sbatch itself retries
-(src/sbatch/sbatch.c), the limits that slurmctld names in a line of its own (src/common/job_state_reason.c), configless
+Sources of refusals, in Slurm's tree: its table of errors (src/common/slurm_errno.c), the errors that sbatch retries
+(src/sbatch/sbatch.c), limits that slurmctld prints on a separate line (src/common/job_state_reason.c), configless
 start-up (src/common/read_config.c).
 
-Source: the names of reasons in Slurm's tree (src/common/job_state_reason.c) and its manual (squeue, JOB REASON CODES).
+Sources of reasons: their names in Slurm's tree (src/common/job_state_reason.c) and its manual (squeue, JOB REASON
+CODES).
 """
 
 import re
@@ -20,10 +21,7 @@ from trainer.contract.cut_text import cut
 
 @dataclass(frozen=True)
 class Refusal:
-    """One row of the table: `words` are patterns for what sbatch prints, `hint` is what to look at or to expect.
-
-    `change` is what to set otherwise.
-    """
+    """A row of the table: `words` are patterns of sbatch's output, `hint` is advice, `change` is the key to change."""
 
     retryable: Retryable
     hint: str
@@ -41,7 +39,7 @@ GRES = "`sinfo -o '%N %G'` tells what nodes have besides cores and memory"
 _OPTION = "change the `cluster` part of the configuration; `orch submit --print-sbatch` shows the script"
 
 REFUSALS = (
-    # Limits: slurmctld prints the limit's name in a line before its general words.
+    # Limits: slurmctld prints the limit's name on a line before the general message.
     Refusal(Retryable.NEVER, _PER_JOB, (r"(QOS|Assoc)MaxWall", "QOSTimeLimit"), "cluster.time=MINUTES"),
     Refusal(Retryable.NEVER, _PER_JOB, (
         r"(QOS|Assoc)(Max|Min)\w*(PerJob|PerNode)", r"(QOS|Assoc)Min",
@@ -50,7 +48,7 @@ REFUSALS = (
         r"(QOS|Assoc)(Max|Grp)\w+", "QOSUsageThreshold", "violates accounting/qos policy",
         "breached requested qos usage threshold", "maxjobcount limit", "job queue full",
     )),
-    # The site's doing: downtime, maintenance, upgrades, load.
+    # Conditions of the site: downtime, maintenance, upgrades, load.
     Refusal(Retryable.YES, _SITE, (
         "temporarily unable to accept", "resource temporarily unavailable", "creation temporarily disabled",
         "rate limit exceeded", "requested nodes are busy", "required ports are in use", "submissions disabled",
@@ -60,7 +58,7 @@ REFUSALS = (
         "resource limit exceeded", "i/o error writing script", "slurm internal error", "job credential",
         "incompatible versions", "plugin initialization failed", "unable to open file",
     )),
-    # What a directory or slurmdbd that is away makes of a good job; in a new run it is a typo.
+    # For a valid job, an unreachable directory or slurmdbd causes these; in a new run they are typos.
     Refusal(Retryable.ONCE_ACCEPTED, _ACCOUNT, (
         r"invalid (account|qos|wckey)", "user's group not permitted", "permission denied", "access denied",
         r"invalid (user|group) id",
@@ -71,7 +69,7 @@ REFUSALS = (
     Refusal(Retryable.ONCE_ACCEPTED, GRES, (
         "invalid generic resource", r"invalid (gres|tres|trackable)",
     ), "cluster.sbatch.gres=NAME:NUMBER"),
-    # Nobody's outage.
+    # Errors in the request, never outages.
     Refusal(Retryable.NEVER, _PARTITION, ("invalid partition", "no partition specified"), "cluster.partition=NAME"),
     Refusal(Retryable.NEVER, "`sinfo -N` lists nodes", ("invalid node name",), "cluster.exclude=NODES"),
     Refusal(Retryable.NEVER, _PER_JOB, (
@@ -96,12 +94,12 @@ REFUSALS = (
         r"invalid (--?\S+ spec|job array|number of|memory|gpu|exclude|nodelist)", "pathname .* too long",
     )),
 )  # fmt: skip
-"""The first row that matches decides."""
+"""The first matching row decides."""
 
 UNKNOWN = Refusal(Retryable.YES, "orch does not know these words of Slurm's; ask your site what they mean", ())
 
 _ANSWERED = re.compile(r"batch job submission failed|allocation failure", re.IGNORECASE)
-"""Words with which sbatch passes on slurmctld's own no; the latter with --test-only."""
+"""Prefixes of slurmctld's refusal in sbatch's output; the latter with --test-only."""
 _BEFORE_WORDS = re.compile(
     r"(sbatch: |error: |fatal: |batch job submission failed: |allocation failure: )+", re.IGNORECASE
 )
@@ -113,11 +111,11 @@ _SILENT = re.compile(
     r"|message (send|receive) failure|communication",
     re.IGNORECASE,
 )
-"""No answer, in words that only sbatch's side writes: look-ups, which are in the same trouble, decide later."""
+"""Messages that only the client side writes, so no answer arrived; later look-ups decide."""
 
 
 def submit_error(said: str) -> SubmitRejected | SubmitAmbiguous:
-    """What sbatch's words mean for the job: refused, for good or for now, or nothing that can be relied on."""
+    """Return the meaning of sbatch's output: a permanent or temporary refusal, or an ambiguous result."""
     lines = [_BEFORE_WORDS.sub("", line.strip(), count=1) for line in said.splitlines()]
     words = cut("; ".join(dict.fromkeys(line for line in lines if line and not _USAGE.match(line))), 400)
     row = _row(said)
@@ -130,40 +128,40 @@ def submit_error(said: str) -> SubmitRejected | SubmitAmbiguous:
 
 
 def is_of_sbatch(said: str) -> bool:
-    """Whether sbatch itself or slurmctld says this, and no wrapper that a site has put in its place."""
+    """Return whether sbatch or slurmctld wrote this, not a site's wrapper of sbatch."""
     lines = [line for line in said.splitlines() if line.strip() and not _USAGE.match(line)]
     return bool(_ANSWERED.search(said)) or all(line.startswith("sbatch:") for line in lines)
 
 
 def _row(said: str) -> Refusal | None:
     answered = _ANSWERED.search(said) is not None
-    # Killed by its own time limit while it went on trying: its last try may have been taken.
+    # sbatch was killed by its time limit while retrying, so its last try may have been accepted.
     if no_contact(said) or _SILENT.search(said) or (not answered and re.search(r"retrying\s*$", said, re.IGNORECASE)):
         return None
     for row in REFUSALS:
         if any(re.search(words, said, re.IGNORECASE) for words in row.words):
             return row
-    # A plugin of the site may say anything. It is an answer, and nobody knows that it will not pass.
+    # A site's plugin may print anything. It is an answer, and the refusal may be temporary.
     return UNKNOWN if answered else None
 
 
 STAYS = "this does not clear by itself"
 MAY_STAY = "this may never clear by itself"
 LONG_WAIT = 600.0
-"""Seconds of one reason after which a wait that may clear by itself is called one that may not: nodes come back."""
+"""Seconds after which a wait that may clear is reported as one that may not, since nodes may return."""
 
 
 class Lasts(Enum):
-    """How a wait ends."""
+    """Ways in which a wait ends."""
 
-    CLEARS = auto()  # when jobs end, or time passes
-    MAY_STAY = auto()  # when somebody else does something
-    STAYS = auto()  # never, unless the job asks for something else
+    CLEARS = auto()  # when jobs end or time passes
+    MAY_STAY = auto()  # when someone outside acts
+    STAYS = auto()  # never, unless the request changes
 
 
 @dataclass(frozen=True, kw_only=True)
 class Wait:
-    """What a reason means; `change`: keys to set otherwise, `look`: what tells more."""
+    """Meaning of a pending reason; `change`: keys to change, `look`: command with details."""
 
     lasts: Lasts
     words: str
@@ -231,20 +229,20 @@ _WAITS: tuple[tuple[str, Wait], ...] = (
     ("Reservation", Wait(lasts=Lasts.CLEARS, words="it waits for its reservation to begin")),
     ("BeginTime", Wait(lasts=Lasts.CLEARS, words="it may not begin yet")),
 )  # fmt: skip
-"""The first pattern that the whole reason matches decides."""
+"""The first pattern that matches the whole reason decides."""
 
 
 def wait_of(reason: str) -> Wait | None:
-    """What a reason of Slurm's means; None for one that is not known, or none.
+    """Return the meaning of a pending reason; None if it is unknown or empty.
 
-    Some are told in words of their own instead of their names, with blanks or with `_` between them.
+    Slurm prints some reasons as phrases instead of names, separated by blanks or `_`.
     """
     said = reason.strip().replace("_", " ")
     return next((wait for pattern, wait in _WAITS if re.fullmatch(pattern, said, re.IGNORECASE)), None)
 
 
 def waits_for_nodes(reason: str) -> bool | None:
-    """Whether a job of fewer nodes might start sooner; None while Slurm gives no reason (yet)."""
+    """Return whether a job with fewer nodes might start sooner; None while Slurm has given no reason."""
     if reason in ("", "None"):
         return None
     wait = wait_of(reason)
@@ -252,9 +250,10 @@ def waits_for_nodes(reason: str) -> bool | None:
 
 
 def waiting_words(reason: str, asked: Resources, run: str, waited: float) -> str:
-    """Why a job waits that has had this reason for `waited` seconds.
+    """Return why a job has been waiting for `waited` seconds.
 
-    ` (Priority): jobs of higher priority are first`; where it does not end by itself, that and what to type."""
+    For example ` (Priority): jobs of higher priority are first`; if the wait may not end, also the remedy.
+    """
     if reason in ("", "None"):
         return ""
     wait = wait_of(reason)

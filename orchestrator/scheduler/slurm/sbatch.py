@@ -1,4 +1,4 @@
-"""The sbatch script of one attempt, and its submission: submitit's SlurmExecutor with our options."""
+"""The sbatch script of one attempt, and its submission with submitit's SlurmExecutor and orch's options."""
 
 import contextlib
 import os
@@ -29,23 +29,23 @@ from orchestrator.scheduler.slurm.sbatch_values import check_field, check_nodes,
 _SUBMITTED = re.compile(r"^Submitted batch job (\d+)", re.MULTILINE)
 SBATCH_TIMEOUT_S = 60
 _MAX_MESSAGES = 1 << 16
-"""Bytes of sbatch's messages that are read."""
+"""Most bytes read of sbatch's messages."""
 _NO_FILES = ("--output=/dev/null", "--error=/dev/null")
-"""Slurm opens a job's output by its name and follows links: where others can put one there, the agents open it."""
+"""Slurm opens output files by name and follows links; if others can plant links, the agents open the files instead."""
 TEST_TIMEOUT_S = 10
 
 
 class HeldExecutor(SlurmExecutor):  # type: ignore[misc]  # submitit is not type-checked here
-    """SlurmExecutor that bounds sbatch in time and gives it the environment of the run's submitter."""
+    """SlurmExecutor that limits sbatch's run time and gives it the environment of the run's submitter."""
 
     submitter: Submitter
     spec: JobSpec
     words: Sequence[str] = ()
-    """What `sbatch SCRIPT` is called with while the job is submitted; submitit has no environment to give."""
+    """Command words before SCRIPT during submission; submitit cannot set an environment."""
 
     @classmethod
     def affinity(cls) -> int:
-        return 2  # a script can be shown on a machine without Slurm
+        return 2  # a script can be shown without Slurm
 
     @property
     def _submitit_command_str(self) -> str:
@@ -55,21 +55,21 @@ class HeldExecutor(SlurmExecutor):  # type: ignore[misc]  # submitit is not type
         return [*self.words, str(submission_file_path)]
 
     def environ(self) -> dict[str, str]:
-        """What sbatch sees, and so the job: nothing else of this process's environment."""
+        """Return the environment of sbatch, and so of the job; the rest of this process's environment is hidden."""
         return self.submitter.environ(os.environ)
 
 
 def _bounded_sbatch(seconds: float) -> list[str]:
-    """sbatch, ended after so many seconds."""
-    # The submitter's PATH must not choose another sbatch than the one whose Slurm is asked about the job.
+    """Return the sbatch command, killed after this many seconds."""
+    # The submitter's PATH must not select an sbatch whose Slurm differs from the queried one.
     timeout, sbatch = (shutil.which(program) or program for program in ("timeout", "sbatch"))
     return [timeout, "--kill-after=5", f"{seconds:g}", sbatch]
 
 
 def executor(spec: JobSpec, folder: Path | None = None) -> HeldExecutor:
-    """submitit's executor for this job; raises ConfigError for a value that must not stand in a script.
+    """Return submitit's executor for this job; raises ConfigError for a value not allowed in a script.
 
-    `folder`: under what name submitit reaches the job's folder, where another user could rename that.
+    `folder`: name under which submitit reaches the job's folder if another user could rename it.
     """
     resources = spec.resources
     _check_path("cluster.root", spec.submission)
@@ -119,7 +119,7 @@ def _placement(resources: Resources) -> dict[str, Any]:
 
 
 def _fixed(spec: JobSpec) -> dict[str, Any]:
-    """What no configuration may change: the protocol of submission rests on it, and the use of spare nodes."""
+    """Return options that no configuration may change: the submission protocol and spare nodes depend on them."""
     return {
         **({"no-kill": True} if spec.resources.spares else {}),
         "hold": True,
@@ -132,7 +132,7 @@ def _fixed(spec: JobSpec) -> dict[str, Any]:
 
 
 def _srun_arguments(resources: Resources) -> list[str]:
-    """One failing agent must not take the others down before they have left their outcomes."""
+    """Return srun arguments that keep agents alive to record outcomes when another agent or a node fails."""
     return [
         "--open-mode=append",
         "--kill-on-bad-exit=0",
@@ -144,7 +144,7 @@ def _srun_arguments(resources: Resources) -> list[str]:
 
 
 def _check_path(key: str, path: Path) -> None:
-    """Slurm expands '%' and '\\' in file names, and a control character would end the line."""
+    r"""Refuse relative paths, '%' and '\\', which Slurm expands, and quotes and control characters."""
     text = check_text(key, str(path))
     if not path.is_absolute() or any(char in text for char in "%\\'\""):
         raise ConfigError(
@@ -155,17 +155,18 @@ def _check_path(key: str, path: Path) -> None:
 
 
 def text(spec: JobSpec) -> str:
-    """The sbatch script as it would be submitted."""
+    """Return the sbatch script as it would be submitted."""
     made = executor(spec)
     return str(made._make_submission_file_text(made._submitit_command_str, ""))
 
 
 def refusal(spec: JobSpec) -> SubmitRejected | None:
-    """What Slurm has against this job, without submitting it; None too where it gave no answer in time, or where a
-    wrapper of sbatch does not know how to ask.
+    """Return Slurm's refusal of this job without submitting it, or None.
 
-    WARNING: what it refuses here because of nodes that are down, it may take: see `node_capacity.shortfall`.
-    Raises ConfigError as `text` does.
+    Also None if Slurm did not answer in time, or if a wrapper of sbatch does not support the query.
+
+    WARNING: a job refused here because nodes are down may still be accepted: see `node_capacity.shortfall`. Raises
+    ConfigError as `text` does.
     """
     made, script = executor(spec), text(spec)
     try:
@@ -175,7 +176,7 @@ def refusal(spec: JobSpec) -> SubmitRejected | None:
         )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired):
         return None
-    if given := _SUBMITTED.search(done.stdout):  # by a wrapper of the site that has left the option out
+    if given := _SUBMITTED.search(done.stdout):  # by a site's wrapper that dropped the option
         run_command(["scancel", given[1]])
         return None
     error = submit_error(done.stderr) if done.returncode and is_of_sbatch(done.stderr) else None
@@ -184,7 +185,7 @@ def refusal(spec: JobSpec) -> SubmitRejected | None:
 
 def submit(spec: JobSpec, entry: str) -> str:
     """Submit the job held, return its id; raises SubmitRejected, SubmitAmbiguous, or Precondition without sbatch."""
-    executor(spec)  # what cannot stand in a script is refused before anything is looked for
+    executor(spec)  # invalid values are refused before anything else is checked
     require("sbatch")
     function = submitit_payload.load_entry(entry)
     messages = b""
@@ -203,25 +204,23 @@ def submit(spec: JobSpec, entry: str) -> str:
     except FailedJobError as error:
         refused = submit_error(messages.decode(errors="replace").strip() or str(error))
         raise named(refused, spec.resources) if isinstance(refused, SubmitRejected) else refused from error
-    except (OSError, RuntimeError) as error:  # submitit could not read sbatch's answer, or the files behind it
+    except (OSError, RuntimeError) as error:  # submitit could not read sbatch's answer, or its files
         raise SubmitAmbiguous(
             f"sbatch ended, but not as expected: {error}", hint="the job is looked up by its name"
         ) from error
 
 
 def _redirect_errors(descriptor: int, words: Sequence[str]) -> list[str]:
-    """Return a command that runs `words` with its stderr in this file.
+    """Return a command that runs `words` with stderr in this file.
 
-    submitit prints stderr of a command, and sys.stderr is shared by all threads of a controller, so no thread may
+    submitit prints a command's stderr, and sys.stderr is shared by all threads of a controller, so no thread may
     replace it.
     """
     return ["sh", "-c", 'exec "$@" 2>"$0"', f"/proc/{os.getpid()}/fd/{descriptor}", *words]
 
 
 def named(error: SubmitRejected, resources: Resources) -> SubmitRejected:
-    """The refusal with what is right here, as far as Slurm tells: its partitions, what its nodes have, which to exclude
-    it does not know.
-    """
+    """Add facts from Slurm to a refusal: its partitions, node capacity, or unknown nodes in `exclude`."""
     said = error.what.lower()
     with contextlib.suppress(SlurmUnreachable):
         if "invalid node name" in said:
@@ -278,7 +277,7 @@ def _wanted_nodes(resources: Resources) -> set[str]:
 
 
 def _unknown_wanted(error: SubmitRejected, wanted: set[str], unknown: set[str]) -> SubmitRejected:
-    """The refusal of a node that the job asks for by name."""
+    """Return the refusal of a node that the job requests by name."""
     key, left = f"cluster.sbatch.{_WANTED}", wanted - unknown
     if wanted & unknown:
         error.what += f"; {key} names {', '.join(sorted(wanted & unknown))}, which Slurm does not know"

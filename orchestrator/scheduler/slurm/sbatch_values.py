@@ -1,7 +1,7 @@
 """Allowed values of sbatch options. Pure.
 
-A quoted newline ends the comment line of an sbatch script all the same, and the next line runs as a command. So control
-characters are refused everywhere, and each field takes only what Slurm's grammar for it knows.
+Even a quoted newline ends the comment line of an sbatch script, and the next line would run as a command. So control
+characters are refused everywhere, and each field accepts only Slurm's grammar for it.
 """
 
 import math
@@ -22,7 +22,7 @@ _SECONDS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 
 @dataclass(frozen=True)
 class Form:
-    """What a value must match, and an example for people."""
+    """Pattern of a value, and an example for messages."""
 
     pattern: str
     example: str
@@ -67,16 +67,16 @@ FORMS: dict[str, Form] = {
     "exclusive": Form("user|mcs|topo", "true, user, mcs or topo"),
     "hint": Form("(compute|memory)_bound|(no)?multithread", "compute_bound, memory_bound or nomultithread"),
 }  # fmt: skip
-"""What the values of some options must look like; of all others only Slurm can tell."""
+"""Formats of some options' values; only Slurm can check the others."""
 
 FLAGS = frozenset({"contiguous", "ignore-pbs", "overcommit", "reboot", "spread-job", "stepmgr", "use-min-nodes"})
-"""Options that take no value: they are set by `true`."""
+"""Options without a value, set by `true`."""
 WITH_OR_WITHOUT = frozenset({"exclusive", "nice"})
-"""Options that may stand without their value."""
+"""Options whose value is optional."""
 
 
 def memory_meant(text: str) -> str:
-    """What somebody who wrote `8GiB` or `1.5 G` means, in Slurm's notation; empty where that is not clear."""
+    """Return the intended value of `8GiB` or `1.5 G` in Slurm's notation; empty if unclear."""
     found = _MEMORY.fullmatch(text.strip())
     if found is None:
         return ""
@@ -88,7 +88,7 @@ def memory_meant(text: str) -> str:
 
 
 def time_meant(text: str) -> str:
-    """What somebody who wrote `1h` or `2d 12h` means, in Slurm's notation; empty where that is not clear."""
+    """Return the intended value of `1h` or `2d 12h` in Slurm's notation; empty if unclear."""
     parts = _SPAN.findall(text)
     if not parts or _SPAN.sub("", text).strip():
         return ""
@@ -155,7 +155,7 @@ OWNED = {
         "one agent per node starts all ranks",
     ),
 }  # fmt: skip
-"""Options that cannot be set through `cluster.sbatch`, each with the reason and what to do instead."""
+"""Options that `cluster.sbatch` cannot set, each with the reason or the alternative."""
 
 
 def _printable(value: str) -> str:
@@ -163,7 +163,7 @@ def _printable(value: str) -> str:
 
 
 def _plain(key: str, value: object) -> str:
-    """The value as text on one line; raises ConfigError."""
+    """Return the value as text on one line; raises ConfigError."""
     if not isinstance(value, str):
         raise ConfigError(f"{key}={value!r}: must be text", where=key, hint=f"put it in quotes: {key}='...'")
     if any(not char.isprintable() for char in value):
@@ -176,7 +176,7 @@ def _plain(key: str, value: object) -> str:
 
 
 def check_text(key: str, value: object) -> str:
-    """The value as text: refuses control characters, and what would be read as an option; raises ConfigError."""
+    """Return the value as text; raises ConfigError for control characters, and for a leading dash."""
     text = _plain(key, value)
     if text.startswith("-"):
         raise ConfigError(
@@ -186,7 +186,7 @@ def check_text(key: str, value: object) -> str:
 
 
 def check_field(key: str, field: str, value: object) -> str:
-    """A value of a known field (see `_FIELDS`); raises ConfigError that names `key` and what to type."""
+    """Return a valid value of a known field (see `_FIELDS`); raises ConfigError that names `key` and the remedy."""
     text = _plain(key, value)
     pattern, example = _FIELDS[field]
     if not re.fullmatch(pattern, text, re.ASCII):
@@ -197,7 +197,7 @@ def check_field(key: str, field: str, value: object) -> str:
 
 
 def minutes(key: str, value: object) -> int:
-    """A time limit in Slurm's notation, in whole minutes, rounded up as Slurm does; raises ConfigError."""
+    """Return a time limit in Slurm's notation in whole minutes, rounded up as in Slurm; raises ConfigError."""
     text = str(value)
     hint = f"{key} takes minutes, H:MM:SS or D-HH:MM:SS: {key}=2-00:00:00"
     try:
@@ -213,7 +213,7 @@ def minutes(key: str, value: object) -> int:
 
 
 def check_nodes(key: str, names: tuple[str, ...]) -> str:
-    """One host list of all these names and host lists; empty for none; raises ConfigError."""
+    """Return one host list of all these names and host lists, empty for none; raises ConfigError."""
     from orchestrator.scheduler.slurm.command_output import (
         MOST_NODES,
         TooManyNodes,
@@ -240,7 +240,7 @@ def check_nodes(key: str, names: tuple[str, ...]) -> str:
 
 
 def check_options(options: Mapping[str, Any], section: str = "cluster") -> dict[str, Any]:
-    """`cluster.sbatch` as option -> True or text; options that are false or null are left out; raises ConfigError."""
+    """Return `cluster.sbatch` as option -> True or text, without false or null options; raises ConfigError."""
     checked: dict[str, Any] = {}
     for option, value in options.items():
         name = _check_option(option, section)
@@ -272,7 +272,7 @@ def check_options(options: Mapping[str, Any], section: str = "cluster") -> dict[
 
 
 def _check_option(option: object, section: str) -> str:
-    """The long option name, with '-' for '_'; refuses what orch sets itself."""
+    """Return the long option name, with '-' for '_'; refuses options that orch sets itself."""
     where = f"{section}.sbatch.{_printable(str(option))}"
     if not isinstance(option, str) or not _OPTION.fullmatch(option.replace("_", "-")) or len(option) < 2:
         raise ConfigError(
@@ -282,7 +282,7 @@ def _check_option(option: object, section: str) -> str:
         )
     name = option.replace("_", "-")
     for owned, why in OWNED.items():
-        # sbatch takes any unambiguous beginning of an option for the option
+        # sbatch accepts any unambiguous prefix of an option
         if name == owned or (owned.startswith(name) and name not in KNOWN):
             own = why.endswith("cluster.")
             hint = f"{section}.{owned}=VALUE" if own else f"~{section}.sbatch.{name}"
@@ -309,4 +309,4 @@ KNOWN = frozenset(
         "thread-spec", "threads-per-core", "time-min", "tmp", "tres-bind", "use-min-nodes", "wckey",
     }
 )  # fmt: skip
-"""sbatch's own options that are left to the user; others may come from a site's plugins."""
+"""sbatch options left to the user; others may come from a site's plugins."""

@@ -42,7 +42,7 @@ from orchestrator.scheduler.slurm.sbatch_values import check_nodes
 from trainer.contract.cut_text import cut
 
 ASK_AGAIN, ASK_AGAIN_AT_MOST = 30.0, 600.0
-"""Seconds until an accounting that did not answer is asked again; doubled each time."""
+"""First and longest pause in seconds before unresponsive accounting is queried again; doubled each time."""
 
 _NO_ACCOUNTING = "accounting storage is disabled"
 _NO_SUCH_JOB = "invalid job id"
@@ -51,7 +51,7 @@ _OVER = ENDED_STATES | LEAVING_STATES
 
 
 class SlurmScheduler:
-    """Scheduler on Slurm (see `interface.Scheduler`); keeps how to ask, scripts it has read, and when to ask again."""
+    """Scheduler on Slurm (see `interface.Scheduler`); stores query settings, script tags and retry pauses."""
 
     kind = "slurm"
 
@@ -61,7 +61,7 @@ class SlurmScheduler:
         self._pauses = Backoff(time.monotonic, first=ASK_AGAIN, longest=ASK_AGAIN_AT_MOST)
 
     def submit(self, spec: JobSpec) -> str:
-        from orchestrator.scheduler.slurm import sbatch  # submitit: only where a job is submitted
+        from orchestrator.scheduler.slurm import sbatch  # submitit: only needed for submission
 
         return sbatch.submit(spec, self._entry)
 
@@ -89,8 +89,8 @@ class SlurmScheduler:
         said = run_command(["scontrol", "release", job_id], self._timeout)
         if said.returncode == 0:
             return
-        # Without slurmctld, scontrol says no more than "Unexpected message received" (22.05): the queue tells silence
-        # from a refusal. Refused is a job that Slurm holds itself, or that is released while its nodes are not there.
+        # Without slurmctld, scontrol only prints "Unexpected message received" (22.05), so the queue distinguishes
+        # silence from a refusal. Slurm refuses to release a job that it holds itself, or whose nodes are absent.
         job = self._in_queue([job_id]).get(job_id)
         if job is not None and job.held:
             log.info("Slurm does not release job %s (%s): %s", job_id, job.reason, " ".join(said.stderr.split()))
@@ -110,7 +110,7 @@ class SlurmScheduler:
             raise unreachable(f"scancel {job_id}", said.stderr)
 
     def _in_queue(self, ids: Collection[str]) -> dict[str, JobStatus]:
-        """Find these ids in the queue. An id that is missing from the list of this user's jobs is queried alone."""
+        """Find these ids in the queue; an id missing from this user's jobs is queried separately."""
         found = self._listed(ids)
         missing = set(ids) - set(found)
         if not missing:
@@ -123,7 +123,7 @@ class SlurmScheduler:
             return found | {job_id: _unreadable(job_id, error.what) for job_id in missing}
 
     def _listed(self, ids: Collection[str]) -> dict[str, JobStatus]:
-        jobs, _ = self._queue(lambda job: job.job_id in ids)  # what a cut answer lacks is asked for again, by its id
+        jobs, _ = self._queue(lambda job: job.job_id in ids)  # ids missing from a truncated answer are queried by id
         return {job.job_id: job for job in jobs}
 
     def _listed_by_id(self, ids: Collection[str]) -> dict[str, JobStatus]:
@@ -133,7 +133,7 @@ class SlurmScheduler:
         return found | {job_id: _unreadable(job_id, "squeue's answer was cut short") for job_id in lost}
 
     def _recorded(self, ids: Collection[str]) -> dict[str, JobStatus]:
-        """Jobs that have left the queue, as accounting has them; UNRECORDED while it does not answer."""
+        """Return accounting's record of jobs that have left the queue; UNRECORDED while it does not answer."""
         if not self._pauses.is_due("sacct"):
             return {
                 job_id: _unrecorded_status(job_id, "sacct has not answered, and is asked again later") for job_id in ids
@@ -148,10 +148,10 @@ class SlurmScheduler:
         return {job.job_id: job for job in ended_jobs(recorded or [])}
 
     def _queue(self, mine: Mine, which: Sequence[str] = ()) -> Listing:
-        """This user's jobs that are `mine`, those that ended within MinJobAge included."""
+        """Return this user's jobs that satisfy `mine`, including jobs that ended within MinJobAge."""
         done = run_command(["squeue", "-h", "-a", "--me", "-t", "all", *which, "-O", SQUEUE_FORMAT], self._timeout)
         if done.returncode != 0:
-            # Asked for one id alone that it does not know, squeue fails: a definite answer.
+            # For a single unknown id, squeue fails: a definite answer.
             if which and _NO_SUCH_JOB in done.stderr.lower():
                 return Listing([], True)
             raise unreachable("squeue", done.stderr)
@@ -162,7 +162,7 @@ class SlurmScheduler:
         return Listing([self._with_script_tag(job) for job in jobs], whole)
 
     def _with_script_tag(self, job: JobStatus) -> JobStatus:
-        """Read whose job it is from its script, where nothing else tells: ids are given out again after a crash."""
+        """Read the job's tag from its script if it has no other mark: ids are reused after a crash."""
         if job.state in _OVER or job.state == UNREADABLE or tags(job):
             return job
         key = job.job_id, job.submit_time
@@ -171,14 +171,14 @@ class SlurmScheduler:
                 done = run_command(["scontrol", "write", "batch_script", job.job_id, "-"], self._timeout)
             except SlurmUnreachable:
                 return job
-            # It succeeds without a script for a job that Slurm no longer has.
+            # scontrol succeeds without a script for a job that Slurm no longer has.
             if done.returncode != 0 or not done.stdout:
                 return job
             self._script_tags[key] = tag_in(done.stdout)
         return replace(job, script_tag=self._script_tags[key])
 
     def _with_down_nodes(self, jobs: dict[str, JobStatus]) -> dict[str, JobStatus]:
-        """Tell of jobs that are over which of their nodes are down: a job may end before Slurm misses its node."""
+        """Record the down nodes of jobs that are over: a job may end before Slurm notices its missing node."""
         over = {job_id: job for job_id, job in jobs.items() if job.state in _OVER and job.nodes}
         if not over:
             return jobs
@@ -208,12 +208,12 @@ class SlurmScheduler:
             raise unreachable("sinfo", str(error)) from error
 
     def _accounting(self, which: list[str], mine: Mine = lambda job: True) -> list[JobStatus] | None:
-        """Rows of accounting that are `mine`; None where the site keeps none. Raises SlurmUnreachable."""
+        """Return accounting rows that satisfy `mine`; None if the site has no accounting. Raises SlurmUnreachable."""
         shape = ["-X", "-D", "-n", "-p", "--delimiter", SEPARATOR, "-o", SACCT_FORMAT, "-u", str(os.getuid())]
         done = run_command(["sacct", *shape, *which], self._timeout)
         if _NO_ACCOUNTING in done.stderr.lower():
             return None
-        # WARNING: sacct may exit 0 with an empty answer when slurmdbd is away, and say so on stderr only
+        # WARNING: sacct may exit 0 with empty output if slurmdbd is away, and report it on stderr only
         said_nothing = "error:" in done.stderr and not done.stdout.strip()
         if done.returncode != 0 or said_nothing or no_contact(done.stderr):
             raise unreachable("sacct", done.stderr)
@@ -235,7 +235,7 @@ def _unrecorded_status(job_id: str, reason: str) -> JobStatus:
 
 
 def render(spec: JobSpec) -> str:
-    """The text of the sbatch script, for `--print-sbatch`; raises ConfigError."""
-    from orchestrator.scheduler.slurm import sbatch  # submitit: only where a script is made
+    """Return the text of the sbatch script, for `--print-sbatch`; raises ConfigError."""
+    from orchestrator.scheduler.slurm import sbatch  # submitit: only needed to make a script
 
     return sbatch.text(spec)

@@ -1,6 +1,6 @@
-"""The login-node side: command line, registry, schedulers and the controller."""
+"""The login-node side: command line, registry, schedulers and controller."""
 
-import os  # few imports and quick ones: Ctrl-C while they are read ends in Python's own words
+import os  # few and quick imports: Ctrl-C during them ends in a Python traceback
 import sys
 from importlib.machinery import ModuleSpec, PathFinder
 
@@ -9,7 +9,7 @@ _BESIDE = [os.path.dirname(os.path.dirname(os.path.realpath(__file__)))]
 
 
 class _Sisters:
-    """Finds orch's other packages beside this one; a folder of PYTHONPATH would come first otherwise."""
+    """Finder of orch's other packages beside this one, ahead of PYTHONPATH."""
 
     @staticmethod
     def find_spec(name: str, _path: object = None, _target: object = None) -> ModuleSpec | None:

@@ -3,16 +3,16 @@
 OrchError                       1
  +- ConfigError                 2   bad input: a key, a value, a file, an option
  +- NotFound                    3   no such run, attempt, checkpoint or preset
- |   +- RunExpected             3   a checkpoint is named where a run is needed
- +- Precondition                4   something outside must be mended first
- |   +- TierUnread              4   a tier that may have the newest checkpoint cannot be read
- +- SlurmUnreachable            5   no answer: the state is unknown and nothing was assumed
- |   +- SubmitAmbiguous         5   sbatch failed, and the job may exist all the same
- +- SubmitRejected              4   Slurm answered that it will not take this job
+ |   +- RunExpected             3   a checkpoint was given where a run is needed
+ +- Precondition                4   something outside must be fixed first
+ |   +- TierUnread              4   an unreadable tier may have the newest checkpoint
+ +- SlurmUnreachable            5   no answer: the state is unknown, and nothing is assumed
+ |   +- SubmitAmbiguous         5   sbatch failed, but the job may exist
+ +- SubmitRejected              4   Slurm refused this job
  +- RegistryError               6   locked, damaged, or of a newer version
- |   +- Fenced                  6   another controller holds the lease by now
+ |   +- Fenced                  6   another controller now holds the lease
  |       +- ForeignRun          6   the run belongs to another scheduler
- |       +- SchedulerChanged    6   commands reach another scheduler than the one the lease is for
+ |       +- SchedulerChanged    6   commands reach a scheduler other than that of the lease
  +- CheckpointInvalid           7
  +- RunFailed                   8
  +- RunCancelled               10
@@ -23,15 +23,15 @@ from enum import Enum, auto
 
 
 class Retryable(Enum):
-    """Whether a refused job may be taken later although nobody changes it."""
+    """Whether a refused job may be accepted later without changes."""
 
     NEVER = auto()
-    ONCE_ACCEPTED = auto()  # a typo in a new run; an outage where Slurm has taken the same job before
+    ONCE_ACCEPTED = auto()  # a typo in a new run, but an outage if Slurm accepted the same job before
     YES = auto()
 
 
 class OrchError(Exception):
-    """What went wrong, where it is, why, and what to type."""
+    """Base error: what failed, where, why, and the remedy."""
 
     exit_code = 1
 
@@ -49,7 +49,7 @@ class NotFound(OrchError):
 
 
 class RunExpected(NotFound):
-    """`given`: the checkpoint that was named, as it was typed; `run`: its run."""
+    """`given`: the checkpoint as typed; `run`: its run."""
 
     def __init__(self, given: str, run: str) -> None:
         super().__init__(f"{given} is a checkpoint, and a run is needed", hint=f"the run is {run}")
@@ -73,8 +73,10 @@ class SubmitAmbiguous(SlurmUnreachable):
 
 
 class SubmitRejected(OrchError):
-    """`retryable`: whether a later try may be taken; `unknown_nodes`: nodes orch avoided that Slurm does not know;
-    `change`: keys with other values that may cure it, as people type them.
+    """The scheduler refused a job.
+
+    `retryable`: whether a later try may be accepted; `unknown_nodes`: nodes that orch avoided but Slurm does not know;
+    `change`: key changes that may help, as typed by users.
     """
 
     exit_code = 4

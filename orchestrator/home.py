@@ -1,4 +1,4 @@
-"""Where orch keeps its own state: the registry, the controller's log, saved tracebacks."""
+"""Location of orch's own state: the registry, the controller's log, saved tracebacks."""
 
 import os
 import re
@@ -11,17 +11,16 @@ from orchestrator.errors import ConfigError, RegistryError
 
 
 def expand_home(text: str) -> str:
-    """The path with ~ replaced; raises RuntimeError where the home folder is not known, `os.path` would leave the ~."""
+    """Return the path with ~ replaced; unlike `os.path`, raises RuntimeError if the home folder is unknown."""
     if text == "~" or text.startswith("~/"):
         Path.home()
     return os.path.expanduser(text)
 
 
 def state_home(environ: Mapping[str, str] = os.environ) -> Path:
-    """`ORCH_HOME`, or `orch` below the XDG state folder; made private to the user on first use.
+    """Return `ORCH_HOME`, or `orch` below the XDG state folder; created private to the user on first use.
 
-    Raises NotPrivate where others could change what is in it, else OSError, whose `filename` says which variable
-    named the folder.
+    Raises NotPrivate if others could change its contents, else OSError whose `filename` names the variable in use.
     """
     variable = next((name for name in ("ORCH_HOME", "XDG_STATE_HOME") if environ.get(name)), "")
     home = Path(environ[variable] if variable else "~/.local/state").expanduser().absolute()
@@ -37,9 +36,9 @@ def state_home(environ: Mapping[str, str] = os.environ) -> Path:
 
 
 def registry_path(environ: Mapping[str, str] = os.environ) -> Path:
-    """`ORCH_REGISTRY` (a file name), or `registry.db` in the state folder; raises as `state_home`.
+    """Return `ORCH_REGISTRY` (a file name), or `registry.db` in the state folder; raises as `state_home`.
 
-    Raises ConfigError for a URL, and RegistryError for what can never be a database.
+    Raises ConfigError for a URL, and RegistryError for a path that cannot be a database.
     """
     named = environ.get("ORCH_REGISTRY")
     if named and re.match(r"(?:file|sqlite):|\w+://", named):
@@ -55,9 +54,9 @@ def registry_path(environ: Mapping[str, str] = os.environ) -> Path:
 
 
 def _no_database(path: Path) -> str:
-    """Why what is there is no database and none can be made; empty for a file, a folder, and where nothing is.
+    """Return why this path cannot become a database; empty for a file, a folder or an absent file.
 
-    SQLite waits for ever at a pipe, and what is behind a broken link would be taken for a registry without runs.
+    SQLite blocks forever on a pipe, and the target of a broken link would be taken for an empty registry.
     """
     try:
         mode = path.stat().st_mode
@@ -69,5 +68,5 @@ def _no_database(path: Path) -> str:
 
 
 def controller_log() -> Path:
-    """Where the controllers of this home write what they do."""
+    """Return the log file of this home's controllers."""
     return state_home() / "controller.log"

@@ -1,4 +1,4 @@
-"""Ctrl-C beside what is either done or not."""
+"""Delayed Ctrl-C around an indivisible step."""
 
 import signal
 import threading
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def interrupts_held() -> Iterator[None]:
-    """Ctrl-C comes after this, so that whoever is interrupted can say whether it was done."""
+    """Delay Ctrl-C until the block ends, so that callers know whether it completed."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,4 +1,4 @@
-"""States of runs, attempts and checkpoints, and the one table of transitions."""
+"""States of runs, attempts and checkpoints, and their table of transitions."""
 
 from enum import StrEnum
 
@@ -61,16 +61,16 @@ TRANSITIONS: dict[type[StrEnum], dict[StrEnum, frozenset[StrEnum]]] = {
         Trust.COMMITTED: frozenset({Trust.VERIFIED, Trust.RESTORED, Trust.SUSPECT, Trust.CORRUPT, Trust.DELETED}),
         Trust.VERIFIED: frozenset({Trust.RESTORED, Trust.SUSPECT, Trust.CORRUPT, Trust.DELETED}),
         Trust.RESTORED: frozenset({Trust.SUSPECT, Trust.CORRUPT, Trust.DELETED}),
-        # RESTORED: by a restore test that takes back what one has said before.
+        # RESTORED: by a restore test that revokes an earlier verdict.
         Trust.SUSPECT: frozenset({Trust.VERIFIED, Trust.RESTORED, Trust.CORRUPT, Trust.DELETED}),
-        # Restoring verifies every byte: there is a good copy by then, or the file can be read again.
+        # Restoring verifies every byte, so a good copy exists by then or the file is readable again.
         Trust.CORRUPT: frozenset({Trust.RESTORED, Trust.DELETED}),
         Trust.DELETED: frozenset(),
     },
 }
-"""By kind first: members of different kinds with the same word are equal as strings."""
+"""Keyed by kind first: members of different enums with the same value are equal as strings."""
 
 
 def may_move(before: StrEnum, after: StrEnum) -> bool:
-    """Whether the table allows this transition."""
+    """Return whether the table allows this transition."""
     return type(after) is type(before) and after in TRANSITIONS[type(before)][before]

@@ -1,4 +1,4 @@
-"""What a controller does beside its passes over the runs: restore tests, notifications, nodes under repair."""
+"""Controller work that follows each pass over the runs: restore tests, notifications, nodes under repair."""
 
 import time
 from dataclasses import dataclass
@@ -11,12 +11,12 @@ from orchestrator.notifications.controller_pass import Notifications
 from orchestrator.restore_tests.controller_pass import RestoreTests
 
 LAST_WORD_WITHIN = 5.0
-"""Seconds that a daemon waits for notifications under way before it ends; its successor sends them again."""
+"""Seconds a daemon waits for notifications in flight before it exits; its successor sends them again."""
 
 
 @dataclass(frozen=True)
 class AfterPass:
-    """What follows from the runs of one controller."""
+    """Restore tests, notifications and node repairs of one controller."""
 
     controller: Controller
     tests: RestoreTests
@@ -34,12 +34,12 @@ class AfterPass:
         )
 
     def serve(self, epoch: int, now: float) -> list[str]:
-        """Send what is due, and prolong exclusions of nodes that are still out of service; what was done, in words."""
+        """Send due notifications and prolong exclusions of nodes still out of service; return one line per action."""
         repaired = self.repaired.run(self.controller.domain.live(), epoch, now)
         return [*repaired, *self.notifications.run(epoch, now)]
 
     def serve_and_wait(self, epoch: int, now: float) -> list[str]:
-        """The same, and wait for what is being sent: a single pass has no later one."""
+        """Call `serve` and wait for notifications in flight, because a single pass has no later one."""
         done, deadline = self.serve(epoch, now), time.monotonic() + WITHIN
         while self.notifications.sending and (left := deadline - time.monotonic()) > 0:
             done += [*self.notifications.finish(epoch, left), *self.notifications.run(epoch, time.time())]

@@ -1,6 +1,6 @@
-"""A controller whose Slurm does not answer takes over an environment in which it does: that of a run's submitter.
+"""Adoption of a run submitter's environment by a controller whose own environment does not reach Slurm.
 
-It was started by some shell, which may have had no SLURM_CONF, or one that has moved since.
+The shell that started the controller may have had no SLURM_CONF, or a SLURM_CONF that has since moved.
 """
 
 import logging
@@ -25,23 +25,23 @@ from trainer.contract.config_sections.scheduler_kinds import SLURM
 log = logging.getLogger("orch.controller")
 
 TRY_AGAIN = 60.0
-"""Seconds after which an environment in which Slurm did not answer is tried once more."""
+"""Seconds before an environment in which Slurm did not answer is tried again."""
 MOST_TRIED = 3
-"""Environments that are tried in a row: each may take ten seconds, and a lease lasts a minute."""
+"""Maximum environments tried in a row; each may take ten seconds, and a lease lasts a minute."""
 
 
 class EnvironmentSearch:
-    """Remembers which environments were tried, and when."""
+    """Search for a working environment that remembers which environments were tried and when."""
 
     def __init__(self, between: Callable[[], None] = lambda: None, mono: Callable[[], float] = time.monotonic) -> None:
-        """`between` is called before each try."""
+        """Call `between` before each try."""
         self._between, self._mono = between, mono
         self._tried: dict[str, float] = {}
 
     def adopt(self, runs: Iterable[Run], wanted: str) -> str:
-        """Take over the first that reaches the instance `wanted`, or any where that is not known; whose it is, or "".
+        """Take over the first environment that reaches the instance `wanted`, or any instance if that is unknown.
 
-        `runs`: the newest first.
+        Return the name of its run, or "" if no environment works. `runs` must be ordered newest first.
         """
         left = MOST_TRIED
         for run in runs:
@@ -67,16 +67,16 @@ class EnvironmentSearch:
 
 
 def adopt_at_start(store_path: Path, kind: str) -> None:
-    """Before a controller knows what it is for: where Slurm does not answer this process, look for how it does."""
+    """Look for a working environment before the controller knows its scheduler instance, if Slurm does not answer."""
     if kind != SLURM or not store_path.exists() or SlurmInstance()():
         return
-    # Who opens it next says what is wrong with it.
+    # The next open of the registry reports the error.
     with suppress(RegistryError), Store.open(store_path, readonly=True) as store:
         EnvironmentSearch().adopt(store.runs(LIVE_RUNS), "")
 
 
 class SlurmWatch:
-    """After every pass of a daemon: whether Slurm answered, written down; if not, another environment."""
+    """Record of whether Slurm answered, updated after each pass of a daemon; searches for an environment if not."""
 
     def __init__(self, store_path: Path, kind: str, controller: Controller) -> None:
         self._path, self._kind, self._controller = store_path, kind, controller
@@ -84,7 +84,7 @@ class SlurmWatch:
         self._written: tuple[str, str] | None = None
 
     def after(self, report: TickReport) -> bool:
-        """Whether Slurm can be asked again at once, in an environment that was taken over. Raises Fenced."""
+        """Return whether Slurm can be queried again at once in an environment just taken over. Raises Fenced."""
         if self._kind != SLURM:
             return False
         silence, scheduler = "; ".join(report.silence), self._controller.actor.lease.scheduler

@@ -1,4 +1,4 @@
-"""Places where a test may kill the controller: `ORCH_FAILPOINT=after_sbatch` in the environment, else nothing."""
+"""Points at which a test may kill the controller through the environment, e.g. `ORCH_FAILPOINT=after_sbatch`."""
 
 import os
 import signal
@@ -29,13 +29,13 @@ POINTS = (
     "after_cancel",
     "after_ask",
 )
-"""Every name that a controller or submit calls `reach` with, in the order of a run's life."""
+"""Names that a controller or submit passes to `reach`, in the order of a run's life."""
 
 REMOVAL_POINTS = ("rm_begun", "rm_copies", "rm_renamed", "rm_set_aside", "rm_deleted")
-"""Those of `orch rm`."""
+"""Names that `orch rm` passes to `reach`."""
 
 
 def reach(name: str) -> None:
-    """Die here, as by `kill -9`, when the environment names this point."""
+    """Kill this process with SIGKILL if the environment names this point."""
     if os.environ.get(VARIABLE) == name:
         os.kill(os.getpid(), signal.SIGKILL)

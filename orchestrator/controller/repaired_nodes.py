@@ -1,7 +1,7 @@
-"""Exclusions count from the end of a repair: what Slurm calls down or drained stays excluded until it is back.
+"""Exclusions restarted after repairs: a node that Slurm reports down or drained stays excluded until it is back.
 
-Of the faults of 400 nodes in a year (stepfun-ai/InfiniteHBD-Trace), 22 % hit a node within a day after its repair, and
-14 % within a day after the fault before (`benchmarks/node_exclusion.py`).
+Among the faults of 400 nodes in a year (stepfun-ai/InfiniteHBD-Trace), 22 % hit a node within a day after its repair,
+and 14 % within a day after the previous fault (`benchmarks/node_exclusion.py`).
 """
 
 from collections.abc import Iterable, Mapping
@@ -16,18 +16,18 @@ from orchestrator.scheduler.interface import Scheduler
 from trainer.contract.config import build
 
 EVERY = 600.0
-"""Seconds between two looks."""
+"""Seconds between checks."""
 
 
 class RepairedNodes:
-    """Of one controller's schedulers."""
+    """Periodic check of excluded nodes in one controller's schedulers."""
 
     def __init__(self, store: Store, schedulers: Mapping[str, Scheduler]) -> None:
         self._store, self._schedulers = store, schedulers
         self._looked = float("-inf")
 
     def run(self, runs: Iterable[Run], epoch: int, now: float) -> list[str]:
-        """Let exclusions begin anew for nodes that are still out of service; what was done, in words."""
+        """Restart the exclusion period of nodes still out of service; return one line per node."""
         if now - self._looked < EVERY:
             return []
         self._looked = now
@@ -51,7 +51,7 @@ class RepairedNodes:
         try:
             out = self._schedulers[runs[0].cluster].out_of_service(frozenset(node.name for node in nodes))
         except SlurmUnreachable:
-            return []  # asked again
+            return []  # tried again at the next check
         until, done = now + hours * 3600, []
         for node in nodes:
             if node.name in out and until > node.excluded_until:
@@ -61,7 +61,7 @@ class RepairedNodes:
         return done
 
     def _exclude_hours(self, runs: Iterable[Run]) -> float:
-        """The longest of these runs; one whose config cannot be read has told so itself, and counts for nothing."""
+        """Return the longest `exclude_hours` of these runs; unreadable configs are reported elsewhere and skipped."""
         found = [0.0]
         for run in runs:
             with suppress(ConfigError, ValueError):

@@ -1,4 +1,4 @@
-"""A log that several processes append to, and that is rotated."""
+"""Rotated log that several processes append to."""
 
 import logging
 from contextlib import closing
@@ -8,7 +8,7 @@ from trainer.contract.logs.log_rotation import LogFile, LogsConfig
 
 
 class RotatedLog(logging.Handler):
-    """Appends to the controllers' log; opened for each line, since daemons for several schedulers share it."""
+    """Handler for the controllers' log; opens the file for each line because daemons of several schedulers share it."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()

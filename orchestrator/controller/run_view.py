@@ -1,4 +1,4 @@
-"""One run as a tick sees it."""
+"""View of one run within a pass."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,7 +13,7 @@ from trainer.contract.run_dir import AttemptDir, RunDir
 
 
 def stored_config(store: Store, digest: str) -> dict[str, Any]:
-    """A config of the registry; ValueError for a damaged one, which is one run's trouble alone."""
+    """Return a config from the registry. Raises ValueError for a damaged config, which affects only its run."""
     try:
         return store.config(digest)
     except (RegistryError, NotFound) as error:
@@ -22,7 +22,7 @@ def stored_config(store: Store, digest: str) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class RunView:
-    """The rows of one run, its config, and what people ask of it."""
+    """Rows of one run, its config, and a pending cancel request."""
 
     run: Run
     attempts: tuple[Attempt, ...]
@@ -39,5 +39,5 @@ class RunView:
 
     @cached_property
     def attempt_dir(self) -> AttemptDir:
-        """The folder of the newest attempt."""
+        """Folder of the newest attempt."""
         return self.folder.attempt(self.last.number)

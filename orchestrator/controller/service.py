@@ -1,4 +1,4 @@
-"""The controller as a process: a daemon, one pass, and what the command line asks about it."""
+"""The controller as a process: daemon, single pass, and the queries of the command line."""
 
 import logging
 import os
@@ -47,20 +47,20 @@ from trainer.contract.node_identity import boot_id
 log = logging.getLogger("orch.controller")
 
 IDLE_EXIT = 120.0
-"""Seconds without a live run after which a daemon started by `orch submit` ends."""
+"""Seconds without a live run after which a daemon started by `orch submit` exits."""
 SHORTEST, LONGEST = 1.0, 15.0
-"""Seconds between passes: while something changes, and once nothing does any more."""
+"""Seconds between passes: minimum while states change, maximum once nothing changes."""
 LOOK = 0.5
-"""Seconds between looks for news that need no scheduler: requests, new runs, outcomes."""
+"""Seconds between checks for news that need no scheduler: requests, new runs, outcomes."""
 STOP_WITHIN = 15.0
 """Seconds that `stop` waits for the daemon to finish its pass."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Health:
-    """Whether a controller lives, as far as this host can tell, or stalls instead; `reason` says why.
+    """Liveness of a controller as seen from this host; `reason` explains it.
 
-    `once`: it makes a single pass and then ends. `seen`: its process can be looked at from here.
+    `once`: the controller exits after a single pass. `seen`: its process is visible from here.
     """
 
     alive: bool
@@ -74,16 +74,16 @@ class Health:
     seen: bool = False
     stalled: bool = False
     reason: str = ""
-    scheduler: str = ""  # the instance whose runs it drives (scheduler/instance.py); empty: all
+    scheduler: str = ""  # instance whose runs it drives (scheduler/instance.py); empty: all
 
 
 def status(store_path: Path, scheduler: str | None = None) -> Health:
-    """Who holds the lease for a scheduler's runs, or held any of them last; reads only, without the ORM."""
+    """Return the current or last holder of the lease for a scheduler, or for any; read-only, without the ORM."""
     return _health(fast_queries.lease(store_path, scheduler))
 
 
 def statuses(store_path: Path) -> list[Health]:
-    """The same for every scheduler that a controller was here for, the newest sign of life first."""
+    """Return the health of each scheduler's controller, most recent sign of life first."""
     found = fast_queries.leases(store_path)
     return [_health(held) for held in found if held.holder or is_known(held.scheduler)]
 
@@ -107,31 +107,32 @@ def _health(held: Lease | None) -> Health:
 
 
 def _upgrade(store_path: Path) -> None:
-    """Upgrade a registry that only a writer may upgrade; raises RegistryError for one that nothing can upgrade."""
+    """Upgrade a registry of an older version. Raises RegistryError if it cannot be upgraded."""
     if fast_queries.version(store_path) not in (None, versions.HEAD):
         Store.open(store_path).close()
 
 
 def ensure_running(store_path: Path, kind: str = LOCAL) -> bool:
-    """Start a controller of this user for the scheduler of this kind here, unless one lives; whether it was started.
+    """Start a controller of this user for this kind of scheduler unless one is alive; return whether one was started.
 
-    It outlives the caller. Beside one that stalls, too: the new one takes over when the lease has expired. So does one
-    beside a controller of another host, which may have died a moment ago: it ends at that one's next renewal.
+    The new process outlives the caller. It is also started beside a stalled controller, and takes over once the lease
+    has expired. A controller on another host may have died a moment ago, so one is started beside it too; the new
+    process exits at that controller's next renewal.
     """
     _upgrade(store_path)
     key = lease_key(kind)
     found = displayed_state(fast_queries.lease(store_path, key), time.time())
-    # Where it makes a single pass, the new controller waits until it is done.
+    # Beside a single pass, the new controller waits until that pass is done.
     if found.stays and (found.process_seen or is_awaited(store_path, key)):
         return False
     command = [sys.executable, "-P", "-m", "orchestrator.controller.service", str(store_path.absolute()), kind]
-    # WARNING: setproctitle overwrites the environment's memory unless SPT_NOENV says otherwise.
+    # WARNING: setproctitle overwrites the environment's memory unless SPT_NOENV is set.
     environment = {**os.environ, "SPT_NOENV": "1", **_places(store_path)}
     if root := package_root():
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
     log_file = str(controller_log())
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-    # Its own session, so that it outlives the terminal; nobody waits for it.
+    # In a separate session it outlives the terminal; no process waits for it.
     os.posix_spawn(
         sys.executable, command, environment, setsid=True,
         file_actions=[
@@ -144,16 +145,16 @@ def ensure_running(store_path: Path, kind: str = LOCAL) -> bool:
 
 
 def _places(store_path: Path) -> dict[str, str]:
-    """The same places for a daemon, whose working folder is another."""
+    """Return the variables that give a daemon, whose working folder differs, the same file locations."""
     registry = {"ORCH_REGISTRY": str(store_path.absolute())} if "ORCH_REGISTRY" in os.environ else {}
     return {"ORCH_HOME": str(state_home()), **registry}
 
 
 def stop(store_path: Path) -> bool:
-    """End this host's controllers; whether there was one. Raises Precondition when none of them can be reached."""
+    """Stop this host's controllers and return whether there were any. Raises Precondition if none can be reached."""
     now = time.time()
     states = [(Holder.parse(lease.holder), displayed_state(lease, now)) for lease in fast_queries.leases(store_path)]
-    # One that stalls on another host is left to whoever takes over.
+    # A controller that stalls on another host is left to its successor.
     live = [holder for holder, state in states if holder and not state.once and state.may_write]
     for holder in [holder for holder in live if holder.is_here] or live[:1]:
         _stop(holder)
@@ -201,10 +202,10 @@ def _controller(store_path: Path, kind: str, key: str) -> Iterator[Controller]:
 def tick_once(
     store_path: Path, kind: str = LOCAL, *, patience: float | None = None, force_tests: bool = False
 ) -> TickReport | None:
-    """One pass of this process over the runs of the scheduler of this kind here; None when another controller lives.
+    """Run a single pass over this kind of scheduler's runs; return None if another controller is alive.
 
-    `force_tests`: restore tests begin whatever their schedule and budget say. A stalled controller is replaced once its
-    lease has expired; for so long, or for `patience` seconds, this waits. Raises RegistryError.
+    `force_tests` starts restore tests regardless of schedule and budget. A stalled controller is replaced once its
+    lease has expired; this waits until then, or for `patience` seconds. Raises RegistryError.
     """
     adopt_at_start(store_path, kind)
     key = lease_key(kind)
@@ -222,7 +223,7 @@ def tick_once(
         try:
             report, after = controller.tick(lease), AfterPass.of(controller)
             begun = after.tests.run(controller.actor.epoch, time.time(), look=True, force=force_tests)
-            # What was begun now is launched now: nobody may pass again before long.
+            # Launch the new runs now, because the next pass may be far away.
             report = replace(report, actions=(*report.actions, *begun))
             report = report.plus(controller.tick(controller.actor.lease)) if begun else report
             done = after.serve_and_wait(controller.actor.epoch, time.time())
@@ -232,7 +233,7 @@ def tick_once(
 
 
 def run_daemon(store_path: Path, idle_exit_s: float | None = None, kind: str = LOCAL) -> None:
-    """Keep runs going until SIGTERM, Ctrl-C, the loss of the lease, or `idle_exit_s` seconds without a live run."""
+    """Drive runs until SIGTERM, Ctrl-C, loss of the lease, or `idle_exit_s` seconds without a live run."""
     from setproctitle import setproctitle
 
     os.environ.setdefault("SPT_NOENV", "1")
@@ -243,7 +244,7 @@ def run_daemon(store_path: Path, idle_exit_s: float | None = None, kind: str = L
 
 
 class Daemon:
-    """The loop around the passes of one process."""
+    """Main loop of one controller process."""
 
     def __init__(self, controller: Controller, idle_exit_s: float | None, kind: str = LOCAL) -> None:
         self.controller, self.idle_exit_s, self.kind = controller, idle_exit_s, kind
@@ -251,12 +252,12 @@ class Daemon:
         self._after = AfterPass.of(controller)
         self._watch = SlurmWatch(controller.store.database.path, kind, controller)
         self._lease: Lease | None = None
-        self._served: set[str] = set()  # the schedulers that it has had a lease for
+        self._served: set[str] = set()  # schedulers it has held a lease for
         self._pause = SHORTEST
         self._idle_since: float | None = None
 
     def run(self) -> None:
-        """Take the lease and pass over the runs, again and again."""
+        """Acquire the lease and repeat passes over the runs until stopped."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._stop)
         while not self.stopping and self._turn():
@@ -269,7 +270,7 @@ class Daemon:
         self.stopping = True
 
     def _await_lease(self) -> Lease | None:
-        """The lease; None when another controller shows signs of life, or another one waits for it already."""
+        """Return the lease; None if another controller is alive or another process already waits for it."""
         instance = self.controller.domain.instance
         key = (instance() or unknown_instance(self.kind)) if instance is not None else ""
         store, observed = self.controller.store, self.controller.observed
@@ -277,7 +278,7 @@ class Daemon:
             return wait_for_lease(store, observed, key, lambda: self.stopping) if only else None
 
     def _turn(self) -> bool:
-        """One pass and the rest after it; whether there is to be another. Raises nothing expected."""
+        """Run one pass and the work after it; return whether to continue. Expected errors are logged, not raised."""
         report = None
         try:
             if self._lease is None:
@@ -295,22 +296,22 @@ class Daemon:
             if self._is_idle(report) and self._leave():
                 return False
         except SchedulerChanged as error:
-            # Silence never leads here: the commands themselves say that they reach another one.
+            # A silent scheduler never leads here: the commands themselves report another scheduler.
             log.warning("%s: it is given back", error.what)
             self._let_lease_go()
         except Fenced as error:
-            # It stood still for too long. Whoever took over goes on, or was a single pass that leaves nobody.
+            # This process stalled for too long. Its successor may be a single pass that has already exited.
             log.warning("%s: this one lost the lease", error.what)
             self._lease = None
             return True
         except (OrchError, OSError) as error:
-            # A registry or a file system that fails for a while must not cost the runs their controller.
+            # A transient failure of the registry or the file system must not leave the runs without a controller.
             log.error("this turn failed, and is tried again: %s", error)
         self._rest(report)
         return True
 
     def _leave(self) -> bool:
-        """Give the lease back; False when a run came in whose submitter still saw this controller alive."""
+        """Give up the lease; return False if a run arrived whose submitter still saw this controller alive."""
         self._give_back()
         if not self._has_work():
             return True
@@ -324,21 +325,21 @@ class Daemon:
         self.controller.store.drop_lease(lease)
 
     def _let_lease_go(self) -> None:
-        """Give the lease back if the registry allows it; otherwise it expires."""
+        """Give up the lease if the registry allows it; otherwise it expires."""
         try:
             self._give_back()
         except (OrchError, OSError) as error:
             log.warning("the lease could not be given back, and expires: %s", error)
 
     def _left_behind(self) -> bool:
-        """Whether live runs of a scheduler that was served here have no controller: commands may reach it again."""
+        """Return whether live runs of a scheduler served here have no controller; commands may reach it again."""
         store, now = self.controller.store, time.time()
         owners = {run.scheduler for run in store.runs(LIVE_RUNS)} & (self._served - {""})
         return any(not displayed_state(store.lease(owner), now).alive for owner in owners)
 
     def _tick(self, lease: Lease) -> TickReport:
         report = self.controller.tick(lease)
-        self.controller.store.database.after_commit(set())  # records that are owed
+        self.controller.store.database.after_commit(set())  # writes overdue records
         epoch, now = self.controller.actor.epoch, time.time()
         tests, done = self._after.tests.run(epoch, now), self._after.serve(epoch, now)
         changed = self._watch.after(report) or report.changed or bool(tests)
@@ -361,7 +362,7 @@ class Daemon:
         return self.controller.domain.count() > 0 or self.controller.domain.asked()
 
     def _rest(self, report: TickReport | None) -> None:
-        """Sleep until the next pass; news that needs no scheduler ends the sleep."""
+        """Sleep until the next pass; news that needs no scheduler ends the sleep early."""
         changed = report is not None and report.changed
         self._pause = SHORTEST if changed else min(LONGEST, self._pause * 1.5)
         until = time.monotonic() + self._pause
@@ -383,14 +384,14 @@ class Daemon:
 
 
 def main() -> None:
-    """What `ensure_running` starts."""
+    """Run the daemon that `ensure_running` starts."""
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", handlers=[RotatedLog(controller_log())]
     )  # fmt: skip
     os.chdir("/")  # a daemon must not keep a file system busy
     try:
         run_daemon(Path(sys.argv[1]), IDLE_EXIT, *sys.argv[2:3])
-    except Exception:  # outermost edge: the log is the only place where a daemon can say why it died
+    except Exception:  # outermost edge: the log is the only record of why a daemon died
         log.exception("the controller died")
         raise SystemExit(1) from None
 

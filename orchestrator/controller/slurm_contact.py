@@ -1,4 +1,4 @@
-"""What a controller's environment is, and whether Slurm answers it: in a file beside the registry, for all others."""
+"""File beside the registry with a controller's environment and whether Slurm answers in it."""
 
 import os
 from contextlib import suppress
@@ -14,7 +14,7 @@ from trainer.contract.config_sections.scheduler_kinds import SLURM
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmContact:
-    """What a controller has written down: its environment, and why Slurm does not answer it (empty: it does)."""
+    """A controller's recorded environment and the reason why Slurm does not answer; empty if it does."""
 
     pid: int
     client: ClientEnvironment
@@ -22,7 +22,7 @@ class SlurmContact:
 
 
 def read_contact(store_path: Path, lease: Lease | None) -> SlurmContact | None:
-    """What the holder of a lease has written down; None when there is none, or it is somebody else's by now."""
+    """Return the record of a lease's holder; None if it is missing or belongs to another process."""
     holder = Holder.parse(lease.holder) if lease is not None else None
     if lease is None or holder is None:
         return None
@@ -35,6 +35,6 @@ def read_contact(store_path: Path, lease: Lease | None) -> SlurmContact | None:
 
 
 def write_contact(store_path: Path, scheduler: str, silence: str) -> None:
-    """Write down what this process has; raises OSError."""
+    """Record this process's environment. Raises OSError."""
     fields = {"pid": os.getpid(), "client": ClientEnvironment.here().to_json(), "silence": silence}
     write_atomically(host_file(store_path, SLURM, scheduler), dump_line(fields).encode())

@@ -1,1 +1,1 @@
-"""Jobs in a scheduler: what is asked for, what is known, whose they are."""
+"""Jobs in a scheduler: their specifications, states and owners."""

@@ -1,4 +1,4 @@
-"""Identity of Slurm jobs: the attempt of a job, and what a site has changed in it. Pure."""
+"""Identity of Slurm jobs: the attempt of a job, and settings that a site has changed. Pure."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -16,23 +16,26 @@ from orchestrator.states import LIVE_ATTEMPTS
 from trainer.contract.run_dir import RunDir
 
 EARLIER, LATER = 60.0, 120.0
-"""Seconds by which the submit time of a job may differ from the moment at which its sbatch was begun: sbatch is given
-60 s, and clocks differ. A job with the same id outside of these was given the id of one that Slurm has lost."""
+"""Seconds by which a job's submit time may precede or follow the start of its sbatch.
+
+sbatch has a timeout of 60 s, and clocks differ. A job with the same id outside this window reuses the id of a job that
+Slurm has lost.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobRecord:
-    """What is written down about the job of one attempt."""
+    """Recorded facts about the job of one attempt."""
 
     run: str
     attempt: int
     nonce: str
     name: str
-    run_dir: str = ""  # where it is known
+    run_dir: str = ""  # empty if unknown
     job_id: str | None = None  # adopted
-    submit_time: str | None = None  # of the adopted job, as Slurm told it then
+    submit_time: str | None = None  # of the adopted job, as Slurm reported it then
     submissions: tuple[Submission, ...] = ()
-    fresh: str | None = None  # the id that sbatch answered a moment ago
+    fresh: str | None = None  # id that sbatch returned just now
 
     @classmethod
     def of(cls, run: Run, attempt: Attempt, submissions: Iterable[Submission]) -> "JobRecord":
@@ -44,17 +47,17 @@ class JobRecord:
 
     @cached_property
     def folder(self) -> str:
-        """The folder that sbatch was told of; "" where the run's is not known."""
+        """Submission folder passed to sbatch; "" if the run's folder is unknown."""
         return str(RunDir(Path(self.run_dir)).attempt(self.attempt).submission) if self.run_dir else ""
 
     @cached_property
     def ids(self) -> frozenset[str]:
-        """Ids that Slurm has given this attempt; each may have been given to another job since."""
+        """Ids that Slurm has given this attempt; each may have been reused since."""
         told = {one.job_id for one in self.submissions} | {self.job_id, self.fresh}
         return frozenset(job_id for job_id in told if job_id)
 
     def wanted_ids(self, attempt: Attempt) -> list[str]:
-        """Ids under which the attempt's job is asked for: the adopted one, else those that sbatch has answered."""
+        """Return the ids to poll for the attempt's job: the adopted id, else the ids that sbatch returned."""
         if attempt.state not in LIVE_ATTEMPTS:
             return []
         if attempt.job_id is not None:
@@ -63,11 +66,11 @@ class JobRecord:
 
 
 def identify(job: JobStatus, record: JobRecord) -> tuple[bool, str]:
-    """Whether the job was submitted for this attempt, and by what that is known.
+    """Return whether the job was submitted for this attempt, and the evidence.
 
-    A name, a comment or a path of ours is as unique as the attempt, so the first of them decides, whatever the id: it
-    survives what the others do not. Where a site has left none of them, the job's script tells, and where that cannot
-    be read the id, together with the submit time.
+    A name, comment or path of ours is as unique as the attempt and survives longest, so the first match decides,
+    whatever the id. If a site has removed all of them, the job's script decides; if that is unreadable, the id with the
+    submit time decides.
     """
     for tag in tags(job):
         if tag.nonce:
@@ -79,7 +82,7 @@ def identify(job: JobStatus, record: JobRecord) -> tuple[bool, str]:
         return False, "nothing of it is ours"
     if job.script_tag is not None:
         return False, "its script is not ours: the id was given out again"
-    # The id alone says nothing for good, but whoever cannot be read is not to be taken for absent.
+    # An id alone proves little over time, but an unreadable job must not count as absent.
     if job.state == UNREADABLE or job.job_id == record.fresh:
         return True, "the id that sbatch gave"
     if job.job_id == record.job_id:
@@ -95,18 +98,18 @@ def _fits(job: JobStatus, submission: Submission) -> bool:
 
 
 _SHOWN = 80
-"""Characters of a name or comment of theirs."""
+"""Maximum characters shown of a foreign name or comment."""
 
 
 def changes(job: JobStatus, asked: JobSpec) -> str:
-    """What Slurm says of the job otherwise than was asked for, in words; "" for nothing."""
+    """Return how Slurm's settings of the job differ from the requested ones; "" if they agree."""
     return "; ".join(_changes(job, asked))
 
 
 def _changes(job: JobStatus, asked: JobSpec) -> Iterator[str]:
     if job.name and job.name != asked.name:
         yield f"Slurm renamed the job: {asked.name} -> {job.name[:_SHOWN]}"
-    # Accounting may keep no comments. Older jobs of ours have a shorter one, and a site may add words of its own.
+    # Accounting may drop comments. Older jobs of ours have a shorter comment, and a site may append words.
     same = job.comment.startswith(asked.comment) or (job.comment and asked.comment.startswith(job.comment))
     if job.source == "queue" and not same:
         yield f"Slurm changed its comment to {job.comment[:_SHOWN]!r}"
@@ -117,7 +120,7 @@ def _changes(job: JobStatus, asked: JobSpec) -> Iterator[str]:
 
 
 def _wanted(asked: JobSpec) -> Iterator[tuple[str, str]]:
-    """Settings for which the site's default does not count."""
+    """Yield the settings for which a site default does not count."""
     of = asked.resources
     yield "requeue", "0"
     settings = (("time limit", of.time), ("partition", of.partition), ("account", of.account), ("qos", of.qos))
@@ -130,5 +133,5 @@ def _agrees(name: str, found: str, wanted: str) -> bool:
             return minutes(name, found) == minutes(name, wanted)
         except ConfigError:
             return False
-    # Of several partitions Slurm picks one.
+    # Slurm picks one of several partitions.
     return set(found.lower().split(",")) <= set(wanted.lower().split(","))

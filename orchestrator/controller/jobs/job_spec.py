@@ -1,4 +1,4 @@
-"""Jobs of the runs: what is asked for them, and which of several is the one."""
+"""Job specification of an attempt, and the choice among its duplicate jobs."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -12,17 +12,17 @@ from trainer.contract.run_dir import RunDir
 
 
 def is_live(job: JobStatus) -> bool:
-    """Whether the job may still run something; states that nobody knows count as live."""
+    """Return whether the job may still run; unknown states count as live."""
     return job.state not in ENDED_STATES
 
 
 def oldest(jobs: Iterable[JobStatus]) -> JobStatus:
-    """The job to adopt among several of one attempt: submitted first, then the lowest id."""
+    """Return the job to adopt among several of one attempt: earliest submit time, then lowest id."""
     return min(jobs, key=lambda job: (job.submit_time, len(job.job_id), job.job_id))
 
 
 def job_spec(run: Run, attempt: Attempt, config: RunConfig) -> JobSpec:
-    """What one attempt asks of its scheduler."""
+    """Return the job specification of one attempt."""
     cluster, folder = config.cluster, RunDir(Path(run.run_dir))
     named = (cluster.exclude,) if cluster.exclude else ()
     return JobSpec(

@@ -1,4 +1,4 @@
-"""What one scheduler answered in this tick; no answer is kept apart from an empty one."""
+"""Answers of one scheduler within a pass; a missing answer is distinct from an empty one."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -12,12 +12,12 @@ from orchestrator.scheduler.interface import UNREADABLE, UNRECORDED, JobStatus, 
 from orchestrator.scheduler.job_tags import PREFIX, tags
 
 Records = Mapping[tuple[str, int], JobRecord]
-"""What is written down about the jobs of attempts, by run and number."""
+"""Recorded facts about jobs, by run and attempt number."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerSnapshot:
-    """Answers of one tick: `polled` by job id, `found` by the sweep over all jobs that bear a mark of ours.
+    """Answers within one pass: `polled` by job id, `found` by the sweep over all jobs with a mark of ours.
 
     `unrecorded`: ids that have left the queue while accounting does not answer.
     """
@@ -31,7 +31,7 @@ class SchedulerSnapshot:
     records: Records = field(default_factory=dict)
 
     def for_attempt(self, attempt: Attempt) -> "SchedulerSnapshot":
-        """What was answered as far as this attempt goes: nothing, when just its job's record cannot be read."""
+        """Return this snapshot, or an unanswered one if this attempt's own job record is unreadable."""
         for job in self.of_attempt(attempt):
             if job.state == UNREADABLE:
                 return replace(
@@ -40,27 +40,27 @@ class SchedulerSnapshot:
         return self
 
     def job_of(self, attempt: Attempt) -> JobStatus | None:
-        """The attempt's adopted job, or None when the answers do not know it."""
+        """Return the attempt's adopted job, or None if the answers do not include it."""
         return next((job for job in self.of_attempt(attempt) if job.job_id == attempt.job_id), None)
 
     def of_attempt(self, attempt: Attempt) -> list[JobStatus]:
-        """Every job that was submitted for this attempt, adopted or not, in whatever state."""
+        """Return every job submitted for this attempt, adopted or not, in any state."""
         return self.of_record(self.record(attempt))
 
     def of_record(self, record: JobRecord) -> list[JobStatus]:
-        """Every job that is identified by this record."""
+        """Return every job that this record identifies."""
         named = self._tagged.get((record.run, record.attempt), [])
         found = {id(job): job for job in (*named, *self._with_ids(record.ids))}
         return [job for job in found.values() if identify(job, record)[0]]
 
     def live(self, attempt: Attempt) -> list[JobStatus]:
-        """Jobs of this attempt that may still run something."""
+        """Return this attempt's jobs that may still run."""
         return [job for job in self.of_attempt(attempt) if is_live(job)]
 
     def of_run(self, run: Run) -> list[JobStatus]:
-        """Live jobs of any attempt of this run, of those too that nothing is written down about.
+        """Return live jobs of any attempt of this run, unrecorded attempts included.
 
-        A run of another registry may have the same name: its jobs bear other nonces, and lie in another folder.
+        A run of the same name in another registry has other nonces and another folder.
         """
         records = self._records_of.get(run.name, [])
         nonces = {record.nonce for record in records}
@@ -75,13 +75,13 @@ class SchedulerSnapshot:
         return [job for job in found.values() if is_live(job) and job.state != UNREADABLE]
 
     def owner(self, job: JobStatus) -> JobRecord | None:
-        """The attempt that the job was submitted for, among those that are looked for."""
+        """Return the record of the attempt that the job was submitted for, among the recorded ones."""
         named = [record for tag in tags(job) if (record := self.records.get((tag.run, tag.attempt))) is not None]
         by_id = [record for record in self.records.values() if job.job_id in record.ids] if not named else []
         return next((record for record in (*named, *by_id) if identify(job, record)[0]), None)
 
     def record(self, attempt: Attempt) -> JobRecord:
-        """What is written down about the job of this attempt."""
+        """Return the recorded facts about this attempt's job."""
         known = self.records.get((attempt.run, attempt.number))
         return known or JobRecord(
             run=attempt.run, attempt=attempt.number, nonce=attempt.nonce, name=attempt.job_name,
@@ -90,7 +90,7 @@ class SchedulerSnapshot:
 
     @cached_property
     def _jobs(self) -> tuple[JobStatus, ...]:
-        """Each job once: what was asked for by its id is the surer answer."""
+        """Each job once; an answer to a poll by id takes precedence over the sweep."""
         return (
             *self.polled.values(),
             *(job for job in self.found if not job.job_id or job.job_id not in self.polled),
@@ -133,7 +133,7 @@ def take_snapshot(
     sweep: Callable[[SchedulerSnapshot], bool],
     between: Callable[[], None] = lambda: None,
 ) -> SchedulerSnapshot:
-    """One batched poll for the ids in `wanted`; then `between`, and the sweep, when the poll's answer asks for one."""
+    """Poll the ids in `wanted` in one batch; if `sweep` requests it for that answer, call `between` and sweep."""
     try:
         answers = scheduler.poll(sorted(set(wanted))) if wanted else {}
     except _NO_ANSWER as error:
@@ -148,12 +148,12 @@ def take_snapshot(
         known = frozenset(job_id for record in records.values() for job_id in record.ids)
         return replace(seen, swept=True, found=tuple(scheduler.find(PREFIX, known)))
     except _NO_ANSWER as error:
-        # The jobs that were asked for by their ids are known all the same.
+        # The jobs polled by id are known regardless.
         return replace(seen, error=_said(error)) if polled else replace(UNREACHABLE, error=_said(error))
 
 
 _NO_ANSWER = (SlurmUnreachable, Precondition, OSError, ValueError)
-"""Whatever kept the answer away says nothing about the jobs, nor about those of another kind."""
+"""Errors that mean "no answer". They carry no evidence about the jobs."""
 
 
 def _said(error: Exception) -> str:

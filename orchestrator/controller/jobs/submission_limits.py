@@ -14,12 +14,12 @@ from trainer.contract.failures.outcome import Failure, FailureKind
 from trainer.contract.time_spans import stored_moment
 
 KEEP = 600.0
-"""Seconds for which the size of a partition is believed."""
+"""Seconds for which a partition size stays cached."""
 ANSWER_WITHIN = 10.0
 
 
 class PartitionSizes:
-    """Answers how many nodes a run's partition has; None where Slurm does not say."""
+    """Cache of node counts by partition; None if Slurm does not report one."""
 
     def __init__(self) -> None:
         self._known: dict[str, tuple[float, int | None]] = {}
@@ -41,9 +41,9 @@ def _ask(partition: str) -> int | None:
 
 
 def read_sizes(text: str, partition: str) -> int | None:
-    """Nodes of `partition` in lines of `count name`; the default one (marked by *) when none is named.
+    """Return the nodes of `partition` from lines of `count name`; the default partition (marked by *) if it is empty.
 
-    Of several (`gpu,gpu-long`) the largest counts: they may share nodes, and a job runs in one of them.
+    The largest of several (`gpu,gpu-long`) counts: they may share nodes, and a job runs in one of them.
     """
     sizes: dict[str, int] = {}
     for line in text.splitlines():
@@ -60,9 +60,12 @@ _KEY = re.compile(r"[a-z_]+(\.[a-z_-]+)+", re.ASCII)
 
 
 def refused(run: Run, error: SubmitRejected | ConfigError, also: str = "", *, accepted: bool) -> Failure:
-    """`also`: worth knowing besides; `accepted`: Slurm has taken a job of this run before, with this configuration."""
+    """Return the failure of a rejected submission.
+
+    `also`: further information; `accepted`: Slurm has taken a job of this run before with this configuration.
+    """
     retryable = error.retryable if isinstance(error, SubmitRejected) else Retryable.NEVER
-    # What was accepted before was no typo.
+    # A value that was accepted before is not a typo.
     passes = retryable is Retryable.YES or (retryable is Retryable.ONCE_ACCEPTED and accepted)
     cure = "" if passes or "restore_test" in run.identity else f"orch resume {run.name} {_change(error)}"
     return Failure(
@@ -72,7 +75,7 @@ def refused(run: Run, error: SubmitRejected | ConfigError, also: str = "", *, ac
 
 
 def _change(error: SubmitRejected | ConfigError) -> str:
-    """What to type behind `orch resume RUN`."""
+    """Return the arguments to type after `orch resume RUN`."""
     if isinstance(error, SubmitRejected):
         return error.change or "KEY=VALUE"
     key = error.where if _KEY.fullmatch(error.where) else "KEY"
@@ -80,15 +83,15 @@ def _change(error: SubmitRejected | ConfigError) -> str:
 
 
 MOST_FOR_ATTEMPT = 3
-"""Submissions of one attempt of which no job can be found; after that a person must look."""
+"""Maximum submissions of one attempt whose jobs cannot be found; after that a person must look."""
 MOST_IN_AN_HOUR = 20
-"""The same over all runs of the registry, in `HOUR`. Jobs that were found do not count: they are what was asked for."""
+"""Maximum submissions within `HOUR` whose jobs cannot be found, over all runs of the registry."""
 HOUR = 3600.0
 ORPHANS_FOR = 7 * 86400.0
-"""Seconds for which the job of a submission that was never found is looked for by its id."""
+"""Seconds for which a lost submission's job is searched for by its id."""
 
 ADOPTED, REFUSED, CANCELLED = "adopted", "refused", "cancelled"
-"""What became of a submission."""
+"""Outcomes of a submission."""
 
 
 class SubmitStep(StrEnum):
@@ -99,24 +102,24 @@ class SubmitStep(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Permission:
-    """Whether a job that cannot be found may be submitted now, and why (not)."""
+    """Decision whether a job that cannot be found may be submitted now, with the reason."""
 
     step: SubmitStep
     reason: str = ""
 
 
 def unresolved(submissions: Iterable[Submission]) -> list[Submission]:
-    """Submissions of which nobody knows what became of them."""
+    """Return the submissions with unknown outcome."""
     return [one for one in submissions if not one.outcome]
 
 
 def submit_permission(attempt: Sequence[Submission], everyone: Sequence[Submission], now: float) -> Permission:
-    """Whether the job of an attempt may be submitted, when it is certain that none of it can be found.
+    """Decide whether an attempt's job may be submitted, given that none of its jobs can be found.
 
-    `attempt`: its own submissions so far; `everyone`: those of all runs within the last HOUR.
+    `attempt`: its own submissions so far; `everyone`: submissions of all runs within the last HOUR.
     """
     lost = unresolved(attempt)
-    # A site that changes jobs so that they are not found again would be filled with them.
+    # A site that changes jobs beyond recognition would otherwise be flooded with them.
     if len(lost) >= MOST_FOR_ATTEMPT:
         return Permission(step=SubmitStep.GIVE_UP, reason=_given_up(lost))
     recent = sorted(one.submitted_at for one in unresolved(everyone) if one.submitted_at > now - HOUR)

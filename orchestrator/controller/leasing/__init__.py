@@ -1,1 +1,1 @@
-"""The lease of one scheduler's runs: who holds it, when it may be taken over, and waiting for it."""
+"""Lease of one scheduler's runs: holder, takeover rule, and waiting."""

@@ -1,6 +1,6 @@
-"""The controller's lease: holder, liveness, takeover and the wait for it.
+"""Controller lease: holder, liveness, takeover and waiting.
 
-Imports no ORM, because `orch status` reads the lease.
+Imports no ORM because `orch status` reads the lease.
 """
 
 import fcntl
@@ -28,18 +28,19 @@ if TYPE_CHECKING:
     from orchestrator.registry.store import Store
 
 LEASE_TTL = 60.0
-"""Seconds without a renewal after which a controller counts as stalled and its lease may be taken, its host's too."""
+"""Seconds without renewal after which a controller counts as stalled and its lease may be taken, even on the same host.
+"""
 ONCE = "+once"
-"""Ends the name of a holder that makes a single pass."""
+"""Suffix of the name of a holder that makes a single pass."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Holder:
-    """A process that holds or wants the lease: `host/space:pid:start time`, because pids come back.
+    """Process that holds or wants the lease: `host/space:pid:start time`, because pids are reused.
 
-    The space tells where the pid means something (`process_space`); an older version wrote none, and takes `host/space`
-    for another host, whose processes it cannot look at either.
-    `+once` at the end says that it makes a single pass: it is no controller that anybody may rely on.
+    The space identifies the pid namespace (`process_space`). Older versions wrote none; they take `host/space` for
+    another host, whose processes they cannot inspect either. The suffix `+once` marks a single pass, which later work
+    cannot rely on.
     """
 
     host: str
@@ -54,7 +55,7 @@ class Holder:
 
     @classmethod
     def parse(cls, text: str) -> "Holder | None":
-        """The parts of a holder; None for the empty one of a dropped lease, or for anything else."""
+        """Return the parts of a holder; None for the empty holder of a dropped lease or an unreadable text."""
         place, _, pid = text.rpartition(":")[0].rpartition(":")
         host, _, space = place.partition("/")
         started = text.rpartition(":")[2]
@@ -65,17 +66,17 @@ class Holder:
 
     @property
     def is_here(self) -> bool:
-        """Whether its process can be looked at from here: the name of the host alone does not say so."""
+        """Whether its process is visible from here; the host name alone does not prove that."""
         return self.host == host_name() and is_visible(self.space)
 
     @property
     def lives(self) -> bool | None:
-        """Whether the process lives; None when it cannot be looked at from here."""
+        """Whether the process is alive; None if it is not visible from here."""
         return start_time(self.pid) == self.started if self.is_here else None
 
 
 def host_of(text: str) -> str:
-    """The host in a holder's name; empty for that of a dropped lease."""
+    """Return the host in a holder's name; empty for a dropped lease."""
     holder = Holder.parse(text)
     return holder.host if holder is not None else text.partition(":")[0]
 
@@ -91,10 +92,10 @@ def host_name() -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class LeaseFacts:
-    """What is known of a held lease; `unrenewed_for` in seconds, by whichever clock the caller can vouch for."""
+    """Facts about a held lease; `unrenewed_for` in seconds, by a clock that the caller can trust."""
 
     holder: Holder | None
-    lives: bool | None  # the holder's process; None: not to be seen from here
+    lives: bool | None  # the holder's process; None: not visible from here
     stopped: bool
     own: bool
     unrenewed_for: float
@@ -113,18 +114,18 @@ class LeaseFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class LeaseState:
-    """Whether a controller lives, whether it stalls instead, and whether its lease may be taken now; and why."""
+    """Liveness of a controller, whether its lease may be taken now, and the reason."""
 
     alive: bool
     may_take: bool
     reason: str
     stalled: bool = False
-    once: bool = False  # it makes a single pass, and then ends
-    process_seen: bool = False  # its process was seen to live, from here
+    once: bool = False  # exits after a single pass
+    process_seen: bool = False  # its process was seen alive from here
 
     @property
     def stays(self) -> bool:
-        """Whether it can be relied on to drive the runs from now on: a single pass drives nothing afterwards."""
+        """Whether it will keep driving the runs; a single pass does not."""
         return self.alive and not self.once
 
     @property
@@ -134,18 +135,18 @@ class LeaseState:
 
 
 def judge(facts: LeaseFacts | None, ttl: float) -> LeaseState:
-    """PURE: the one rule of expiry; None stands for a lease that nobody holds."""
+    """Return the state of a lease; None means that it is unheld. Pure, and the only expiry rule."""
     if facts is None:
         return LeaseState(alive=False, may_take=True, reason="no controller lives")
     who = f"pid {facts.holder.pid} on {facts.holder.host}" if facts.holder is not None else "an unknown holder"
     of = partial(LeaseState, once=facts.holder is not None and facts.holder.once, process_seen=facts.lives is True)
     if facts.own:
         return of(alive=True, may_take=True, reason="this process holds the lease")
-    # On this host the process itself can be looked at: a dead one needs no waiting.
+    # On this host the process itself is visible: a dead one needs no waiting.
     if facts.lives is False:
         return of(alive=False, may_take=True, reason=f"no controller lives: {who} is gone")
     said = f"controller stalled for {facts.unrenewed_for:.0f} s ({who})"
-    # A process may live and do nothing for ever: stopped, or stuck in the kernel. Epochs fence it when it wakes.
+    # A process may live without progress forever: stopped, or stuck in the kernel. Epochs fence it when it wakes.
     if facts.unrenewed_for >= ttl:
         return of(alive=False, may_take=True, stalled=True, reason=said)
     if facts.stopped:
@@ -155,15 +156,18 @@ def judge(facts: LeaseFacts | None, ttl: float) -> LeaseState:
 
 
 def displayed_state(lease: Lease | None, now: float) -> LeaseState:
-    """For people, at one look: by the time of day, whose jumps last until the next renewal. Nothing is taken by it."""
+    """Return the lease state for display, from a single read and the wall clock.
+
+    Clock jumps last until the next renewal. Takeovers never use this state.
+    """
     if lease is None or not lease.holder:
         return judge(None, LEASE_TTL)
-    # A renewal in the future tells as much as one long ago: the clock was set since, and nobody renewed it after that.
+    # A renewal in the future proves as little as one long ago: the clock was set since, without a later renewal.
     return judge(LeaseFacts.of(lease, abs(now - lease.renewed_at)), LEASE_TTL)
 
 
 def observed_state(lease: Lease | None, observed: ObservedSince) -> LeaseState:
-    """To act by: how long this host has watched the lease stay as it is, its own pauses left out."""
+    """Return the lease state for takeovers: how long this host watched the lease unchanged, minus its own pauses."""
     if lease is None or not lease.holder:
         return judge(None, LEASE_TTL)
     seen = observed.watched_for(f"lease:{lease.scheduler}", f"{lease.epoch}:{lease.renewed_at}")
@@ -173,14 +177,14 @@ def observed_state(lease: Lease | None, observed: ObservedSince) -> LeaseState:
 def acquire(
     store: "Store", observed: ObservedSince, now: float, *, once: bool = False, scheduler: str = ""
 ) -> Lease | None:
-    """The lease of this scheduler's runs (of all runs) for this process.
+    """Return the lease of this scheduler's runs (empty: of all runs) for this process.
 
-    None while another controller lives, or has not been silent for long enough. A stalled controller of this host is
-    killed first: it may hold the registry's lock, and must not wake in the middle of an effect. One of another host is
-    fenced by the epoch.
+    Returns None while another controller is alive or has not been silent for long enough. A stalled controller on this
+    host is killed first: it may hold the registry's lock, and must not wake in the middle of an effect. A controller on
+    another host is fenced by the epoch.
     """
     rivals = [held for held in store.leases() if scheduler in ("", held.scheduler) or not held.scheduler]
-    # Every one is looked at, so that the time of each is measured.
+    # Observe every lease, so that the time of each is measured.
     states = [observed_state(held, observed) for held in rivals]
     if not all(state.may_take for state in states):
         return None
@@ -192,7 +196,7 @@ def acquire(
 
 
 def _end(holder: Holder | None) -> None:
-    """SIGKILL to a stalled daemon of this host; a single pass is somebody's shell, and is left to the epochs."""
+    """Send SIGKILL to a stalled daemon on this host; a single pass runs in a user's shell and is left to the epochs."""
     if holder is None or not holder.lives or holder.once:
         return
     try:
@@ -200,7 +204,7 @@ def _end(holder: Holder | None) -> None:
     except OSError:
         return
     try:
-        if holder.lives:  # the pid was its own when it was opened
+        if holder.lives:  # the pid still belonged to it when it was opened
             signal.pidfd_send_signal(handle, signal.SIGKILL)
     except OSError:
         return
@@ -209,7 +213,7 @@ def _end(holder: Holder | None) -> None:
 
 
 def host_file(store_path: Path, what: str, key: str, host: str = "") -> Path:
-    """A file of this host (or another one) for the scheduler `key`: several controllers must not share one."""
+    """Return a file specific to a host (default: this one) and the scheduler `key`; controllers must not share one."""
     digest = hashlib.sha256(key.encode()).hexdigest()[:8]
     return store_path.with_name(f".{store_path.name}.{what}.{host or host_name()}.{digest}")
 
@@ -217,18 +221,18 @@ def host_file(store_path: Path, what: str, key: str, host: str = "") -> Path:
 log = logging.getLogger("orch.controller")
 
 AGAIN = 0.25
-"""Seconds between tries for the lease: single passes leave gaps that are no longer than this."""
+"""Seconds between tries for the lease; the gaps between single passes are no longer than this."""
 SLACK = 15.0
-"""Seconds beyond the lease's own for which a pass waits until a stalled controller may be replaced."""
+"""Seconds beyond the lease's TTL for which a single pass waits to replace a stalled controller."""
 
 
 @contextmanager
 def single_waiter(store_path: Path, key: str) -> Iterator[bool]:
-    """Whether no other process of this host waits for this lease: every submit starts one beside a stalled one."""
+    """Yield whether this is the only process of this host waiting for the lease; each submit may start another."""
     with host_file(store_path, "waits", key).open("ab") as waits:
         alone = _locks(waits)
         if not alone:
-            time.sleep(AGAIN)  # it may have been held by a look
+            time.sleep(AGAIN)  # a probe by `is_awaited` may have held it
             alone = _locks(waits)
         if not alone:
             log.info("another process waits for the lease")
@@ -236,7 +240,7 @@ def single_waiter(store_path: Path, key: str) -> Iterator[bool]:
 
 
 def is_awaited(store_path: Path, key: str) -> bool:
-    """Whether a process of this host waits for this lease."""
+    """Return whether a process of this host waits for this lease."""
     with host_file(store_path, "waits", key).open("ab") as waits:
         return not _locks(waits)
 
@@ -252,7 +256,7 @@ def _locks(file: BinaryIO) -> bool:
 
 
 def acquire_once(store: "Store", observed: ObservedSince, key: str, patience: float) -> Lease | None:
-    """The lease for a single pass; None while another controller lives, or has not been watched for long enough."""
+    """Return the lease for a single pass; None while another controller is alive or not watched for long enough."""
     give_up = time.monotonic() + patience
     while True:
         lease = acquire(store, observed, time.time(), once=True, scheduler=key)
@@ -262,7 +266,7 @@ def acquire_once(store: "Store", observed: ObservedSince, key: str, patience: fl
 
 
 def wait_for_lease(store: "Store", observed: ObservedSince, key: str, stopping: Callable[[], bool]) -> Lease | None:
-    """The lease for a daemon; None when another controller shows signs of life, or this one is to stop."""
+    """Return the lease for a daemon; None if another controller shows signs of life or this one must stop."""
     first = store.lease(key)
     while not stopping():
         lease = acquire(store, observed, time.time(), scheduler=key)
@@ -271,7 +275,7 @@ def wait_for_lease(store: "Store", observed: ObservedSince, key: str, stopping: 
         held = store.lease(key)
         state = displayed_state(held, time.time())
         renewed = held is not None and first is not None and held.renewed_at != first.renewed_at
-        # A single pass is soon over, and nobody would go on after it; a stalled controller is waited out.
+        # A single pass soon exits without a successor, so wait for it; wait for a stalled controller to expire too.
         if not state.once and (renewed or (state.alive and state.process_seen)):
             log.info("another controller lives: %s", held.holder if held else "")
             return None

@@ -1,4 +1,4 @@
-"""How long something has been as it is, by this host's own clock: other hosts' clocks are never compared."""
+"""Durations for which a value stayed unchanged, by this host's clock; clocks of other hosts are never compared."""
 
 import json
 import time
@@ -9,22 +9,22 @@ from pathlib import Path
 from checkpointing.storage.durable import dump_line, write_atomically
 
 LOOK = 20.0
-"""Seconds between two looks up to which the whole time counts as watched: passes are at most 15 s apart."""
+"""Maximum seconds between two looks that count as watched in full; passes are at most 15 s apart."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Clock:
-    """Time as the controller takes it; `mono` only ever grows and is what durations are measured by."""
+    """Clocks of the controller; `mono` never goes backwards and measures durations."""
 
     wall: Callable[[], float] = time.time
     mono: Callable[[], float] = lambda: time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 class ObservedSince:
-    """Remembers when each key was first seen with its present value.
+    """Record of when each key was first seen with its present value.
 
-    With a `path` it survives the process, so that single ticks from cron see spans too; another boot of the
-    host (`boot`) starts afresh, because its monotonic clock did.
+    With a `path` it survives the process, so that single passes from cron measure durations too. Another boot of the
+    host (`boot`) starts anew because its monotonic clock did.
     """
 
     def __init__(self, mono: Callable[[], float], path: Path | None = None, boot: str = "") -> None:
@@ -34,7 +34,7 @@ class ObservedSince:
         self._load()
 
     def age(self, key: str, value: object) -> float:
-        """Seconds for which `key` has been seen with this value; 0.0 on the first sight."""
+        """Return the seconds for which `key` has been seen with this value; 0.0 on the first sight."""
         now, text = self._mono(), str(value)
         before = self._seen.get(key)
         if before is None or before[0] != text or before[1] > now:
@@ -43,9 +43,9 @@ class ObservedSince:
         return now - before[1]
 
     def watched_for(self, key: str, value: object) -> float:
-        """Seconds for which `key` was *watched* with this value: of the time between two looks at most `LOOK` counts.
+        """Return the seconds for which `key` was *watched* with this value; at most `LOOK` counts between two looks.
 
-        What stood still together with this process (a suspended machine, a frozen VM) is so not held against it.
+        Time in which this process stalled too (a suspended machine, a frozen VM) is therefore not counted.
         """
         now, text = self._mono(), str(value)
         before = self._lasted.get(key)
@@ -57,7 +57,7 @@ class ObservedSince:
         return total
 
     def value(self, key: str) -> str:
-        """What `key` was seen with last; empty when it was not."""
+        """Return the last value seen for `key`; empty if it was never seen."""
         return self._seen.get(key, ("", 0.0))[0]
 
     def forget(self, key: str) -> None:
@@ -65,7 +65,7 @@ class ObservedSince:
         self._lasted.pop(key, None)
 
     def save(self) -> None:
-        """Keep what was seen for the next process."""
+        """Save the observations for the next process."""
         if self._path is not None:
             write_atomically(
                 self._path, dump_line({"boot": self._boot, "seen": self._seen, "lasted": self._lasted}).encode()

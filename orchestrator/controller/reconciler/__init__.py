@@ -1,1 +1,1 @@
-"""One pass over all live runs: whose they are, what was asked, what is done."""
+"""A pass over all live runs: ownership, user requests, decisions and effects."""

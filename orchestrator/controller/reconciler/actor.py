@@ -1,4 +1,4 @@
-"""Effects of the controller outside the registry: submit, release, cancel, GO, requests; all repeatable."""
+"""Effects of the controller outside the registry: submit, release, cancel, GO, requests. All are repeatable."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -55,27 +55,27 @@ def code_note(store: Store, attempt: Attempt) -> str:
 
 
 AMBIGUOUS_FOR = 60.0
-"""Seconds of answered, empty look-ups after a submission before "it is not there" is believed."""
+"""Seconds of answered, empty look-ups after a submission before the job counts as absent."""
 
 SUBMIT_WITHIN = 180.0
-"""Seconds for what may take long in good health: Slurm's commands beside the files, and tiers full of checkpoints."""
+"""Seconds for operations that are slow even in good health: Slurm's commands beside the files, and full tiers."""
 
 EXCLUDED_HINT = "may not be used (`orch nodes ls`; `orch nodes release NODE` ends that)"
-"""What to look at when a job is refused that was to avoid nodes."""
+"""Hint for a rejected job that had nodes to avoid."""
 
 SAME_TIME_S = 30.0
-"""Seconds by which an end that is asked for again may differ from the last one: less is no news."""
+"""Seconds by which a requested end must differ from the last one to be requested again."""
 
 
 class Stamp(TypedDict):
-    """What every write of the controller carries."""
+    """Epoch and time of every write by the controller."""
 
     epoch: int
     now: float
 
 
 class Actor:
-    """Acts for one lease; every effect is preceded by a check that the lease is still ours (Fenced otherwise)."""
+    """Effects under one lease. Each is preceded by a check that the lease is still held (Fenced otherwise)."""
 
     def __init__(
         self, store: Store, schedulers: Mapping[str, Scheduler], clock: Clock, observed: ObservedSince
@@ -84,7 +84,7 @@ class Actor:
         self.lease = Lease(epoch=0, holder="", renewed_at=0.0, expires_at=0.0)
         self.files: Files = DirectFiles()
         self.actions: list[str] = []
-        self._renewed_at = 0.0  # by the clock that no person sets
+        self._renewed_at = 0.0  # by the monotonic clock
         self._pauses = Backoff(clock.mono)
         self.ambiguous_for = AMBIGUOUS_FOR
         self.check_scheduler: Callable[[], None] = lambda: None
@@ -100,13 +100,13 @@ class Actor:
         return {"epoch": self.lease.epoch, "now": self.clock.wall()}
 
     def renew_lease(self) -> None:
-        """Renew the lease, or learn that it is lost or that commands reach another scheduler by now: raises Fenced."""
+        """Renew the lease. Raises Fenced if it is lost or if commands now reach another scheduler."""
         self.check_scheduler()
         self.lease = self.store.renew_lease(self.lease, self.clock.wall(), LEASE_TTL)
         self._renewed_at = self.clock.mono()
 
     def renew_lease_if_due(self) -> None:
-        """Renew the lease when a good part of it has passed: a look-up may take a minute. Raises Fenced."""
+        """Renew the lease once a sixth of its TTL has passed, because a look-up may take a minute. Raises Fenced."""
         if self.clock.mono() - self._renewed_at >= LEASE_TTL / 6:
             self.renew_lease()
 
@@ -116,7 +116,7 @@ class Actor:
     # -- from an intent to exactly one job
 
     def launch(self, view: RunView, snapshot: SchedulerSnapshot) -> Failure | None:
-        """Bring an INTENT to SUBMITTED, or a step nearer; a Failure when that is out of reach."""
+        """Advance an INTENT towards SUBMITTED; return a Failure if that is impossible."""
         attempt = view.last
         live = snapshot.live(attempt)
         if live:
@@ -129,8 +129,8 @@ class Actor:
         own = [one for one in self.store.submissions(view.run.name) if one.attempt == attempt.number]
         permission = submit_permission(own, self.store.submissions(since=now - HOUR), now)
         if permission.step is SubmitStep.GIVE_UP:
-            # What sbatch has acknowledged again and again and nobody can find is for a person; its failures pass, and
-            # a single job may have been cancelled by hand where there is no accounting.
+            # A person must look at jobs that sbatch has acknowledged repeatedly and that cannot be found. Failures of
+            # sbatch are transient, and without accounting a single job may have been cancelled by hand.
             lost = unresolved(own)
             repeated = 2 * sum(bool(one.job_id) for one in lost) > len(lost)
             kind = FailureKind.SUBMISSION_LOST if repeated else FailureKind.JOB_LOST
@@ -141,13 +141,13 @@ class Actor:
         return self._submit_and_look(view)
 
     def is_absent(self, attempt: Attempt, snapshot: SchedulerSnapshot) -> bool:
-        """Whether it is certain that no job of this attempt is under way."""
+        """Return whether it is certain that this attempt has no job."""
         key = f"absent:{attempt.job_name}"
-        # Silence says nothing, and breaks the span of empty answers.
+        # Missing answers prove nothing and interrupt the span of empty answers.
         if not snapshot.swept:
             self.observed.forget(key)
             return False
-        # Nothing was begun: the mark is written before sbatch.
+        # The mark is written before sbatch, so nothing was submitted.
         if attempt.submitted_at is None:
             return True
         return self.observed.age(key, attempt.submitted_at) >= self.ambiguous_for
@@ -164,7 +164,7 @@ class Actor:
         self.note(view.run, f"{reason}; submitted again after {self.ambiguous_for:.0f} s of that")
 
     def _take_ids_from_folder(self, view: RunView) -> None:
-        """Job ids that submitit has left in file names: a controller that died right after sbatch recorded none."""
+        """Recover job ids from submitit's file names after a controller died between sbatch and its record."""
         recorded = self._submissions(view)
         open_ones = [one for one in unresolved(recorded) if one.job_id is None]
         if not open_ones:
@@ -179,7 +179,7 @@ class Actor:
         return [one for one in self.store.submissions(view.run.name) if one.attempt == view.last.number]
 
     def _refused(self, view: RunView, error: SubmitRejected | ConfigError) -> Failure:
-        """The failure of an attempt whose job was not taken; an exclusion of a node that is no more ends with it."""
+        """Return the failure of a rejected submission; end the exclusion of nodes that Slurm no longer knows."""
         stamp, domain = self.stamp(), view.run.domain
         for node in error.unknown_nodes if isinstance(error, SubmitRejected) else ():
             self.store.exclude_node(node, domain, stamp["now"], "Slurm does not know this node any more", **stamp)
@@ -195,7 +195,7 @@ class Actor:
         except (SubmitRejected, ConfigError) as error:
             return self._refused(view, error)
         except SlurmUnreachable as error:
-            # Whatever went wrong, the job may exist: only look-ups decide, in this tick or a later one.
+            # The job may exist despite the error. Only look-ups decide, in this pass or a later one.
             self.record_action(f"{view.run.name}/{attempt.number}: {error.what}: looking for the job")
             self.note(view.run, f"looks for its job, which may exist: {error.what}")
         record = replace(JobRecord.of(view.run, attempt, self._submissions(view)), fresh=job_id)
@@ -209,13 +209,13 @@ class Actor:
         return None
 
     def make_attempt_dir(self, view: RunView, attempt: Attempt) -> None:
-        """The folder of an attempt, with its config."""
+        """Make an attempt's folder with its config."""
         config = stored_config(self.store, attempt.config_digest or view.run.config_digest)
         base = stored_config(self.store, attempt.base_digest) if attempt.smaller_world else None
         self.files.call(view.folder.path, lambda: ensure_attempt_dir(view.folder, attempt, config, base))
 
     def _submit(self, view: RunView, scheduler: Scheduler) -> str | None:
-        """Submit the job, with an intent before and its id recorded first of all after; the id where there is one."""
+        """Submit the job: record the intent first and the id right after; return the id if sbatch gave one."""
         attempt, run = view.last, view.run.name
         failpoints.reach("before_mark")
         self.renew_lease()
@@ -273,7 +273,10 @@ class Actor:
         self.release(view.run, self.store.attempt(view.run.name, attempt.number), view.folder, view.config)
 
     def _resolve(self, view: RunView, job: JobStatus, live: list[JobStatus]) -> None:
-        """Write down what became of the attempt's submissions; one that was not answered has made the adopted job."""
+        """Record the outcome of the attempt's submissions.
+
+        A submission without an id is taken to be the adopted job's.
+        """
         open_ones = unresolved(self._submissions(view))
         adopted = [one for one in open_ones if one.job_id == job.job_id]
         adopted = adopted or [one for one in open_ones if one.job_id is None][:1]
@@ -286,7 +289,7 @@ class Actor:
             )  # fmt: skip
 
     def release(self, run: Run, attempt: Attempt, folder: RunDir, config: RunConfig) -> None:
-        """Write GO unless it stands, and release the job; a GO in force is never rewritten: it would fence the job."""
+        """Write GO unless it is in force, and release the job. Rewriting a GO in force would fence the job."""
         assert attempt.job_id is not None
         place = folder.attempt(attempt.number)
         if not self.files.call(folder.path, lambda: _in_force(place, attempt)):
@@ -319,7 +322,7 @@ class Actor:
     def _inheritable(
         self, run: Run, earlier: Sequence[Attempt], number: int, folder: RunDir, config: RunConfig
     ) -> dict[str, tuple[str, ...]]:
-        """What the attempt may take up of earlier ones, as its launch token lists it; raises TierUnread."""
+        """Return the checkpoint lists of the launch token, from earlier attempts. Raises TierUnread."""
         from orchestrator.controller.run_dirs.inheritable_checkpoints import inheritable
 
         found = self.find_checkpoints(run, earlier, folder, config)
@@ -329,7 +332,7 @@ class Actor:
     def find_checkpoints(
         self, run: Run, earlier: Sequence[Attempt], folder: RunDir, config: RunConfig
     ) -> "RunCheckpoints":
-        """What earlier attempts have left in shared tiers; raises TierUnread where the newest may be out of sight."""
+        """Return earlier attempts' checkpoints in shared tiers. Raises TierUnread if the newest may be out of sight."""
         from orchestrator.controller.run_dirs import inheritable_checkpoints  # brings fsspec, which only a launch needs
 
         rows, copies = self.store.checkpoints(run.name), self.store.copies(run.name)
@@ -359,14 +362,14 @@ class Actor:
     # -- words
 
     def note(self, run: Run, reason: str) -> None:
-        """Let people read why a run is where it is."""
+        """Record the reason for a run's state, for people to read."""
         if reason and self.store.run(run.name).reason != reason:
             self.store.note_run(run.name, **self.stamp(), reason=reason)
 
     # -- taking things back
 
     def fence(self, place: AttemptDir) -> None:
-        """Fence an attempt off: whoever of it reads GO from now on must neither commit nor delete."""
+        """Fence an attempt: its processes that read GO from now on must neither commit nor delete."""
         folder = place.path.parent.parent
         if self.files.call(folder, lambda: not place.path.is_dir() or is_revoked(place.go)):
             return
@@ -376,7 +379,7 @@ class Actor:
         failpoints.reach("after_revoke")
 
     def cancel(self, run: Run, job_id: str, reason: str) -> None:
-        """End a job; repeating it is harmless, and happens ever more rarely while the job stays."""
+        """End a job. Repeating it is harmless and is backed off while the job stays."""
         if not self._pauses.is_due(f"cancel {job_id}"):
             return
         self.renew_lease()
@@ -386,7 +389,7 @@ class Actor:
         self.record_action(f"cancelled job {job_id} of {run.name}: {reason}")
 
     def cancel_orphan(self, run: Run, owner: JobRecord, job_id: str, reason: str) -> None:
-        """End a job that was submitted for an attempt and not adopted, and write down that it is found."""
+        """End a job that was submitted for an attempt but not adopted, and record that it was found."""
         self.cancel(run, job_id, reason)
         for one in unresolved(owner.submissions):
             if one.job_id == job_id:
@@ -395,7 +398,7 @@ class Actor:
     def request_once(
         self, folder: RunDir, kind: RequestKind, attempt: int, reason: str, value: float | None, detail: str = ""
     ) -> bool:
-        """Ask an attempt for something, at most once for each kind and value; whether it was asked now."""
+        """Request something from an attempt at most once per kind and value; return whether it was requested now."""
         if self.files.call(folder.path, lambda: _is_asked(folder, kind, attempt, value)):
             return False
         self.renew_lease()
@@ -406,7 +409,7 @@ class Actor:
 
 
 def _is_asked(folder: RunDir, kind: RequestKind, attempt: int, value: float | None) -> bool:
-    """Whether the newest request of this kind asks for the same, times being the same within `SAME_TIME_S`."""
+    """Return whether the newest request of this kind is equal; times within `SAME_TIME_S` count as equal."""
     asked = [request for request in pending(folder.requests, attempt, set()) if request.kind is kind]
     if not asked or value is None:
         return bool(asked)

@@ -1,4 +1,4 @@
-"""The end of an attempt: fenced off, judged against its history, decided, written in one transaction."""
+"""End of an attempt: fenced, judged against its history, decided, and written in one transaction."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -46,14 +46,14 @@ _RUN_AFTER = {
 def conclude(
     actor: Actor, view: RunView, verdict: Verdict, rng: Random, pool_size: PoolSize, gone: Sequence[str] = ()
 ) -> Decision:
-    """End the newest attempt of a run and decide what comes next; `gone`: nodes that the scheduler took out of it."""
+    """End the newest attempt of a run and decide the next action; `gone`: nodes that the scheduler removed from it."""
     run, attempt = view.run, view.last
     failure = attributed(verdict.failure, actor.store.notices(run.name), attempt.number, attempt.generations)
     verdict = replace(verdict, failure=failure)
     actor.fence(view.attempt_dir)
     now = actor.clock.wall()
     pool = pool_of(actor.store, view, now, pool_size, gone)
-    held = None if failure is None or failure.drill else failure  # a drill is held against no node
+    held = None if failure is None or failure.drill else failure  # a drill counts against no node
     blamed = [one for one in nodes_to_exclude(held, pool, view.config.recovery, now) if one.node is not None]
     decision = _decision(actor, view, verdict, now, rng, blamed)
 
@@ -89,7 +89,7 @@ def conclude(
 
 
 def _note_nodes(actor: Actor, run: Run, attempt: Attempt, failure: Failure | None, blamed: Sequence[Blame]) -> None:
-    """Count the failure on its node, and write down which nodes are avoided from now on."""
+    """Count the failure on its nodes and record which nodes are avoided from now on."""
     if traits(run.cluster).simulated_nodes:
         return
     stamp = actor.stamp()
@@ -104,9 +104,9 @@ def _note_nodes(actor: Actor, run: Run, attempt: Attempt, failure: Failure | Non
 
 
 def apply(actor: Actor, run: Run, decision: Decision, now: float) -> None:
-    """Move the run to where a decision sends it; what to type stands in the reason when a person is needed."""
+    """Move the run to the state of a decision; if a person is needed, the reason includes the command to type."""
     reason = decision.reason
-    cured = f"orch resume {run.name} " in reason  # what to change stands there
+    cured = f"orch resume {run.name} " in reason  # the reason already includes the change to make
     if decision.action in (Action.HOLD, Action.FAIL) and not (cured or is_restore_test(run)):
         reason = f"{reason}; when it is mended: orch resume {run.name}"
     actor.store.move_run(
@@ -137,13 +137,13 @@ def _decision(
 
 
 def cancel_decision(actor: Actor, view: RunView) -> Decision:
-    """The decision once a person has cancelled the run; it promises no checkpoint that is gone from its folder."""
+    """Return the decision for a cancelled run; it mentions no checkpoint that is gone from its folder."""
     step = max((attempt.saved_step for attempt in view.attempts if attempt.saved_step is not None), default=None)
     return after_cancel(step, "" if step is None else _missing(actor, view, step))
 
 
 def _missing(actor: Actor, view: RunView, step: int) -> str:
-    """Why the checkpoint of a step is not seen; empty where it is, or lies outside the run's folder."""
+    """Return why the checkpoint of a step is missing; "" if it is present or outside the run's folder."""
     name, own = view.run.name, str(view.folder.checkpoints)
     rows = [row for row in actor.store.checkpoints(name) if row.step == step and row.trust is not Trust.DELETED]
     copies = [copy for copy in actor.store.copies(name) if copy.name in {row.name for row in rows}]
@@ -162,19 +162,20 @@ def _missing(actor: Actor, view: RunView, step: int) -> str:
 
 
 def is_restore_test(run: Run) -> bool:
-    """Whether a run tests another one's checkpoint: it has one try, and the next test is due if that fails."""
+    """Return whether a run is a restore test. It has a single attempt; the next due test replaces a failed one."""
     return "restore_test" in run.identity
 
 
 def _steps_known(view: RunView) -> bool:
-    """Of a command only its own checkpoints tell; where none was ever seen, their path may be a wrong one."""
+    """Return whether steps are known. For a command only its checkpoints show them, and their path may be wrong."""
     return not view.config.command or any(attempt.saved_step is not None for attempt in view.attempts)
 
 
 def _saved_after(store: Store, view: RunView) -> dict[int, float]:
-    """Seconds from a generation's start to a checkpoint of a command, at most, by attempt; others' steps always grow.
+    """Return by attempt the longest time from a generation's start to a checkpoint; empty unless the run is a command.
 
-    A checkpoint that the next attempt found when it began does not count: nobody knows when it was written.
+    Steps of other runs always grow. A checkpoint that the next attempt found at its start does not count, because its
+    time of writing is unknown.
     """
     found: dict[int, float] = {}
     if not view.config.command:
@@ -192,10 +193,10 @@ def _saved_after(store: Store, view: RunView) -> dict[int, float]:
 def history(
     view: RunView, failure: Failure, now: float, saved_after: Mapping[int, float] | None = None
 ) -> list[EndedAttempt]:
-    """The attempts whose ends count, the newest with the failure it has just been given."""
+    """Return the attempts whose ends count, including the newest with its new failure."""
     counted = [attempt for attempt in view.attempts if attempt.number >= view.run.fresh_from]
     trained = any(attempt.generations for attempt in view.attempts)
-    # A fault that the configuration orders may come in every attempt: to start again for ever would help nobody.
+    # A fault that the configuration orders may recur in every attempt; restarting forever would not help.
     once = not view.config.drill.events
     after = saved_after or {}
     return [
@@ -208,7 +209,10 @@ def history(
 
 
 def _past(attempt: Attempt, failure: Failure | None, now: float, trained: bool, once: bool) -> EndedAttempt:
-    """`trained`: any attempt of the run ever came to train; `once`: drills of this run do not come back."""
+    """Return the record of one ended attempt.
+
+    `trained`: an attempt of the run has trained before; `once`: drills of this run do not recur.
+    """
     failure = failure or (Failure.from_json(attempt.failure) if attempt.failure else None)
     kind = failure.kind if failure else None
     ended = now if attempt.ended_at is None else attempt.ended_at
@@ -227,11 +231,11 @@ def _past(attempt: Attempt, failure: Failure | None, now: float, trained: bool, 
 
 
 def _ran_for(attempt: Attempt, ended: float) -> float:
-    """Seconds from its start to its end; where the clock of its node was behind, since it was submitted at most."""
+    """Return the seconds from start to end. If the node's clock was behind, count from the submission at most."""
     if attempt.started_at is None:
         return 0.0
     return ended - max(attempt.started_at, attempt.submitted_at or attempt.started_at)
 
 
 NONE_INTACT = "NothingIntact"
-"""The exception of a rank that found every checkpoint damaged (`checkpointing.errors`)."""
+"""Exception of a rank that found every checkpoint damaged (`checkpointing.errors`)."""

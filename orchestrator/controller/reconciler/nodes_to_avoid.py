@@ -1,4 +1,4 @@
-"""Nodes that a run may use, and those that its next job must not get."""
+"""Nodes that a run may use and nodes that its next job must avoid."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -30,24 +30,24 @@ from trainer.contract.events import EventKind
 
 PoolSize = Callable[[RunConfig], int | None]
 UsableNodes = Callable[[Resources, frozenset[str]], int | None]
-"""How many nodes are in service that could hold a job with these resources, busy ones too, but none of these names.
+"""Number of nodes in service that could hold a job with these resources, busy nodes included, minus these names.
 
-None where the scheduler cannot tell; raises SlurmUnreachable when it gives no answer.
+None if the scheduler cannot report it. Raises SlurmUnreachable if it does not answer.
 """
 
 _NOTICED = (EventKind.INCIDENT, EventKind.STRAGGLER, EventKind.PREFLIGHT, EventKind.SPARE_USED, EventKind.DRILL)
 
 
 def pool_of(store: Store, view: RunView, now: float, pool_size: PoolSize, gone: Sequence[str] = ()) -> Pool:
-    """The nodes this run may use, with what is known of each; simulated nodes are never excluded.
+    """Return the nodes this run may use with their records; simulated nodes are never excluded.
 
-    `gone`: nodes that the scheduler has taken out of the newest attempt's job while it went on.
+    `gone`: nodes that the scheduler removed from the newest attempt's job while it continued.
     """
     if traits(view.run.cluster).simulated_nodes:
         return Pool(size=view.config.cluster.all_nodes, needed=view.config.cluster.all_nodes)
     nodes = [node for node in store.nodes() if node.cluster == view.run.domain]
     back = {node.name: node.excluded_until for node in nodes}
-    # What a node was kept away for is not held against it when it is back.
+    # Incidents that led to an exclusion no longer count once the node is back.
     noticed = [
         notice
         for notice in of_every_node(store.noticed(view.run.domain, _NOTICED, now - REMEMBERED))
@@ -60,7 +60,7 @@ def pool_of(store: Store, view: RunView, now: float, pool_size: PoolSize, gone: 
     spared = [(one.node, one.time) for one in noticed if one.kind == EventKind.SPARE_USED and not one.data.get("drill")]
     attempts, _ = store.history(view.run.domain, now - node_failure_rate.WINDOW)
     past = node_failure_rate.histories(attempts, spared, now)
-    # A person who has released a node has cleared its count: what came before is forgotten.
+    # Releasing a node clears its count: earlier failures are dropped.
     own = {node.name: past.get(node.name, NodeHistory()).newest(node.failures) for node in nodes}
     known = [
         NodeRecord(
@@ -80,13 +80,13 @@ def pool_of(store: Store, view: RunView, now: float, pool_size: PoolSize, gone: 
 def to_avoid(
     actor: Actor, view: RunView, pool_size: PoolSize, usable_nodes: UsableNodes, needed: int | None = None
 ) -> tuple[str, ...]:
-    """Nodes that the next job of this run must not get, if it asks for `needed` nodes (by default as configured).
+    """Return the nodes that this run's next job must avoid, if it requests `needed` nodes (default: as configured).
 
-    What orch excludes gives way where a run with `cluster.min_nodes` could have no size without it. Raises
+    Nodes excluded by orch are readmitted if a run with `cluster.min_nodes` could otherwise have no size. Raises
     SlurmUnreachable.
     """
     store, now = actor.store, actor.clock.wall()
-    # Most often there is none, and Slurm need not be asked for the partition's size.
+    # Usually no node is excluded, and Slurm's partition size is not needed.
     if not any(node.excluded_until > now for node in store.nodes() if node.cluster == view.run.domain):
         return ()
     pool = pool_of(store, view, now, pool_size)
@@ -98,7 +98,7 @@ def to_avoid(
 
 
 def _in_service(view: RunView, pool: Pool, now: float, usable_nodes: UsableNodes) -> int | None:
-    """Nodes that people let the job use, where too few for its smallest size are left without all excluded ones."""
+    """Return the nodes that people permit, if too few for the smallest size remain after all exclusions."""
     resources = job_spec(view.run, view.last, view.config).resources
     left = usable_nodes(resources, frozenset(excluded(pool.known, now)) | pool.by_persons)
     if left is None or left >= world_sizes(view.config)[-1].all_nodes:

@@ -22,29 +22,29 @@ from trainer.contract.config_sections.scheduler_kinds import traits
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """Whether a run is this controller's, and why; an empty reason when there is nothing to say of it."""
+    """Whether a run belongs to this controller, and why; the reason may be empty."""
 
     holds: bool
     reason: str = ""
 
 
 def is_ours(run: Run, scheduler: str) -> bool:
-    """Whether a controller with the lease for `scheduler` serves this run; the lease for all runs is the empty one."""
+    """Return whether the lease for `scheduler` covers this run; the lease for all runs has the empty name."""
     return scheduler in ("", run.scheduler)
 
 
 def is_addressed_to(run: Run, request: UserRequest, scheduler: str) -> bool:
-    """Whether a request is for the controller of `scheduler`: for its run, or one that a person moves there."""
+    """Return whether a request concerns a run of `scheduler`, or a run that a person moves to it."""
     return is_ours(run, scheduler) or (is_known(scheduler) and request.args.get("here") == scheduler)
 
 
 def never_submitted(attempts: Sequence[Attempt]) -> bool:
-    """Whether no scheduler can have a job of this run: the mark is written before the first submission."""
+    """Return whether no scheduler can have a job of this run: the mark is written before the first submission."""
     return len(attempts) == 1 and attempts[0].submitted_at is None and attempts[0].job_id is None
 
 
 def claim(run: Run, attempts: Sequence[Attempt], snapshot: SchedulerSnapshot, host: str) -> Claim:
-    """Judge a run without a scheduler by what this one answered; only positive evidence counts."""
+    """Decide from a scheduler's answers whether an unassigned run belongs to it; only positive evidence counts."""
     if never_submitted(attempts):
         at = _submitted_on(run, host)
         if at == host:
@@ -60,7 +60,7 @@ def claim(run: Run, attempts: Sequence[Attempt], snapshot: SchedulerSnapshot, ho
 
 
 def claim_moved(attempts: Sequence[Attempt], snapshot: SchedulerSnapshot) -> Claim:
-    """Judge a run of another instance of this ClusterName: its Slurm may have moved here.
+    """Decide whether a run of another instance with this ClusterName belongs here; its Slurm may have moved.
 
     The proof is a job whose name or comment has the run, attempt and nonce.
     """
@@ -76,12 +76,12 @@ def _submitted_on(run: Run, host: str) -> str:
 
 
 def _is_evidence(run: Run, job: JobStatus) -> bool:
-    """Of a local job that its host lost in a reboot nobody can tell which host that was."""
+    """Return whether a job proves ownership; a local job lost in a reboot could be from any host."""
     return job.state != UNREADABLE and not (traits(run.cluster).simulated_nodes and job.state == "NODE_FAIL")
 
 
 class Domain:
-    """The runs of one controller, by the scheduler that its lease is for and the one that commands reach now."""
+    """Runs of one controller, determined by its lease's scheduler and the scheduler that commands reach now."""
 
     def __init__(self, actor: Actor, instance: Instance | None) -> None:
         self._actor, self.instance = actor, instance
@@ -92,32 +92,32 @@ class Domain:
         return self._actor.lease.scheduler
 
     def has(self, run: Run) -> bool:
-        """Whether the run is known to be ours."""
+        """Return whether the run is known to belong to this controller."""
         return is_ours(run, self.scheduler)
 
     def live(self) -> list[Run]:
-        """Live runs that are ours, or may turn out to be."""
+        """Return the live runs that belong here or may turn out to."""
         runs = self._actor.store.runs(LIVE_RUNS)
         return [run for run in runs if self.has(run) or (not run.scheduler and run.cluster in self._actor.schedulers)]
 
     def looked_for(self) -> list[Run]:
-        """Live runs whose jobs may be here: ours, and those of this Slurm if it had another name before."""
+        """Return the live runs whose jobs may be here: runs of this Slurm, under its present or former name."""
         moved = [run for run in self._actor.store.runs(LIVE_RUNS) if same_cluster_name(run.scheduler, self.scheduler)]
         return self.live() + moved
 
     def _perhaps_ours(self) -> list[Run]:
-        """Live runs that may belong to the scheduler which has not said yet which one it is."""
+        """Return the live runs that may belong to a scheduler whose instance is still unknown."""
         if not self.scheduler or is_known(self.scheduler):
             return []
         return [run for run in self._actor.store.runs(LIVE_RUNS) if run.cluster in self._actor.schedulers]
 
     def job_records(self, attempts: Mapping[str, tuple[Attempt, ...]], now: float) -> Records:
-        """What is written down about the jobs of these runs, and of our runs with submissions that nobody has found."""
+        """Return the job records of these runs, and of owned runs with submissions whose jobs were never found."""
         store, made = self._actor.store, dict[str, list[Submission]]()
         for one in store.submissions(since=now - ORPHANS_FOR):
             made.setdefault(one.run, []).append(one)
         runs = {name: store.run(name) for name in {*attempts, *made}}
-        # An id means nothing to another Slurm than the one that gave it.
+        # An id has no meaning in a different Slurm.
         orphaned = [name for name, several in made.items() if name not in attempts and unresolved(several)]
         known = {**attempts, **{name: tuple(store.attempts(name)) for name in orphaned if self.has(runs[name])}}
         return {
@@ -127,27 +127,27 @@ class Domain:
         }
 
     def count(self) -> int:
-        """How many live runs there is a controller here for."""
+        """Return the number of live runs that this controller serves."""
         return len(self._perhaps_ours() or self.live())
 
     def unanswered(self) -> dict[str, str]:
-        """Kinds of schedulers that have live runs and have not said yet which one they are, with why."""
+        """Return the kinds of schedulers that have live runs but no known instance yet, with the reason."""
         return {run.cluster: self.silence(run.cluster) or "it has not said which it is" for run in self._perhaps_ours()}
 
     def asked(self) -> bool:
-        """Whether somebody waits for an answer of this controller."""
+        """Return whether a user request waits for this controller's answer."""
         store = self._actor.store
         return any(
             is_addressed_to(store.run(request.run), request, self.scheduler) for request in store.user_requests()
         )
 
     def expects(self, run: Run, attempts: Sequence[Attempt]) -> bool:
-        """Whether this scheduler should know the newest job of a run."""
+        """Return whether this scheduler should know the newest job of a run."""
         host = socket.gethostname()
         return self.has(run) or (not run.scheduler and never_submitted(attempts) and _submitted_on(run, host) == host)
 
     def owns(self, run: Run, attempts: Sequence[Attempt], snapshot: SchedulerSnapshot) -> Claim:
-        """Whether the run is ours by now; one that nobody has yet is taken on by evidence only."""
+        """Return whether the run belongs here; an unclaimed run is claimed on evidence only."""
         if self.has(run):
             return Claim(holds=True)
         if run.scheduler and not snapshot.answered:
@@ -165,20 +165,20 @@ class Domain:
         return found
 
     def _claims(self, run: Run) -> bool:
-        """Whether the run is ours from now on; another controller may have cancelled it since this pass began."""
+        """Claim the run; return False if another controller has cancelled or claimed it since the pass began."""
         store = self._actor.store
         if store.run(run.name).state not in LIVE_RUNS:
             return False
         return store.claim_run(run.name, self.scheduler, epoch=self._actor.epoch, before=run.scheduler)
 
     def check_scheduler(self) -> None:
-        """Raise SchedulerChanged when commands reach another scheduler than the one that the lease is for."""
+        """Raise SchedulerChanged if commands reach another scheduler than the lease's."""
         own, now = self.scheduler, self.instance() if self.instance is not None else ""
         if own and now and now != own:
             raise SchedulerChanged(f"commands reach {now} by now, and this controller has the lease of {own}")
 
     def silence(self, kind: str) -> str:
-        """Why nothing may be asked of this kind of scheduler now; empty when it may."""
+        """Return why this kind of scheduler must not be queried now; empty if it may be."""
         if kind not in self._actor.schedulers:
             return f"{kind} cannot be used on this machine"
         return self.instance.silence if self.instance is not None and not self.instance() else ""
@@ -188,7 +188,7 @@ log = logging.getLogger("orch.controller")
 
 
 def sweep_orphans(actor: Actor, domain: Domain, kind: str, snapshot: SchedulerSnapshot) -> None:
-    """Cancel what a sweep has found of them; one that cannot be cancelled now is found again."""
+    """Cancel orphans that a sweep has found; an orphan that cannot be cancelled now is found again."""
     for job in snapshot.found:
         if is_live(job) and job.state not in LEAVING_STATES and job.state != UNREADABLE:
             try:
@@ -211,7 +211,7 @@ def _sweep_job(actor: Actor, domain: Domain, job: JobStatus, snapshot: Scheduler
 
 
 def _recorded_owner(store: Store, job: JobStatus) -> JobRecord | None:
-    """The attempt of a run that is over, by what the job itself says."""
+    """Return the ended attempt that the job itself names."""
     for tag in tags(job):
         try:
             run, attempt = store.run(tag.run), store.attempt(tag.run, tag.attempt)

@@ -1,4 +1,4 @@
-"""One level-triggered pass over all live runs: collect, classify, decide, act."""
+"""Level-triggered pass over all live runs: collect, classify, decide, act."""
 
 import logging
 from collections.abc import Mapping
@@ -55,9 +55,9 @@ from trainer.contract.run_dir import RunDir
 
 @dataclass(frozen=True, kw_only=True)
 class TickReport:
-    """What one pass did; `errors` names runs that could not be served.
+    """Result of one pass; `errors` names runs that could not be served.
 
-    `unreachable` names the kinds of schedulers that gave no answer at some moment, `silence` says so in their words.
+    `unreachable` names the kinds of schedulers that failed to answer at some point; `silence` holds their messages.
     """
 
     live: int
@@ -68,7 +68,7 @@ class TickReport:
     silence: tuple[str, ...] = ()
 
     def plus(self, other: "TickReport") -> "TickReport":
-        """Both as one."""
+        """Return the sum of both reports."""
         return TickReport(
             live=self.live + other.live,
             changed=self.changed or other.changed,
@@ -82,11 +82,11 @@ class TickReport:
 log = logging.getLogger("orch.controller")
 
 SWEEP_EVERY = 30.0
-"""Seconds between sweeps by name while nothing asks for one."""
+"""Seconds between sweeps by name when no event requires one."""
 
 
 class Controller:
-    """Brings every live run one step nearer to its end; keeps nothing that a successor would miss."""
+    """Reconciler that advances every live run; it keeps no state that a successor would miss."""
 
     def __init__(
         self,
@@ -113,7 +113,7 @@ class Controller:
         self._swept_at: dict[str, float] = {}
 
     def tick(self, lease: Lease) -> TickReport:
-        """One pass; raises Fenced when the lease is lost, RegistryError when the registry cannot be used."""
+        """Run one pass. Raises Fenced if the lease is lost, RegistryError if the registry is unusable."""
         self.actor.start_pass(lease)
         self.actor.renew_lease()
         self._errors, self._silent = [], self.domain.unanswered()
@@ -139,13 +139,13 @@ class Controller:
         )
 
     def news(self) -> tuple[object, ...]:
-        """What can be seen without asking a scheduler; another value than before calls for a pass."""
+        """Return the state visible without a scheduler; a changed value calls for a pass."""
         runs = self.domain.live()
         ended = tuple(self._has_outcome(RunDir(Path(run.run_dir))) for run in runs)
         return tuple(request.id for request in self.store.user_requests()), tuple(run.name for run in runs), ended
 
     def _has_outcome(self, folder: RunDir) -> bool:
-        """Whether the newest attempt says that it has ended; a folder that cannot be read has no news."""
+        """Return whether the newest attempt has an outcome; False if the folder is unreadable."""
         try:
             return self.files.call(folder.path, lambda: has_outcome(folder))
         except (OSError, RunDirHangs):
@@ -162,7 +162,7 @@ class Controller:
         adopted = [attempt for attempt in last if attempt.state in (AttemptState.SUBMITTED, AttemptState.RUNNING)]
         due = self.clock.mono() - self._swept_at.get(kind, -SWEEP_EVERY) >= SWEEP_EVERY
         wanted = [job_id for attempt in last for job_id in records[attempt.run, attempt.number].wanted_ids(attempt)]
-        if due:  # its job may have ended: accounting shows then whose the run is
+        if due:  # if its job has ended, accounting shows whose run it is
             strangers = [attempts[run.name][-1] for run in mine if not self.domain.has(run)]
             wanted += [attempt.job_id for attempt in strangers if attempt.job_id is not None]
         self.actor.renew_lease_if_due()
@@ -182,7 +182,7 @@ class Controller:
     # -- one run
 
     def _serve(self, run: Run, attempts: tuple[Attempt, ...], snapshot: SchedulerSnapshot) -> bool:
-        """One run; its troubles are recorded and stay its own."""
+        """Serve one run; its errors are recorded and do not affect other runs."""
         self.actor.renew_lease_if_due()
         try:
             if not snapshot.answered and user_requests.cancel_unsubmitted(self.actor, run):
@@ -194,7 +194,7 @@ class Controller:
             view = self._view(run, attempts)
             return self._advance(view if self.domain.has(run) else self._again(view), snapshot)
         except ForeignRun as error:
-            log.warning("%s", error.what)  # it was taken over by another scheduler's controller just now
+            log.warning("%s", error.what)  # another scheduler's controller has just taken it over
         except (Fenced, RegistryError):
             raise
         except SlurmUnreachable as error:
@@ -206,7 +206,7 @@ class Controller:
             self._cancel_without_folder(run, attempts, snapshot)
         except Precondition as error:
             self._hold(run, error)
-        except Exception as error:  # outermost edge: one run's trouble must not stop the others
+        except Exception as error:  # outermost edge: an error of one run must not stop the others
             if disk := explain_disk_error(error, Path(run.run_dir)):
                 self.actor.note(run, f"{FailureKind.STORAGE}: {disk}; tried again until it works")
                 return False
@@ -216,14 +216,14 @@ class Controller:
         return False
 
     def _cancel_without_folder(self, run: Run, attempts: tuple[Attempt, ...], snapshot: SchedulerSnapshot) -> None:
-        """A person's cancel needs no files: the job is ended, and the run follows when its directory answers again."""
+        """Cancel a run's job without its files; the run follows when its directory answers again."""
         view = self._view(run, attempts)
         if view.cancel is not None and view.last.state in LIVE_ATTEMPTS and snapshot.for_attempt(view.last).answered:
             with suppress(RunDirHangs, SlurmUnreachable):
                 user_requests.advance_cancel(self.actor, view, snapshot)
 
     def _view(self, run: Run, attempts: tuple[Attempt, ...]) -> RunView:
-        """A run with the config that counts: while an attempt lives its own, which may be that of a smaller world."""
+        """Return a run with its effective config: a live attempt's own, possibly of a smaller world."""
         last = attempts[-1]
         digest = (last.config_digest if last.state in LIVE_ATTEMPTS else "") or run.config_digest
         cancel = user_requests.cancel_of(self.store, run)
@@ -237,7 +237,7 @@ class Controller:
         return self._configs[digest]
 
     def _again(self, view: RunView) -> RunView:
-        """The same run as its rows stand now."""
+        """Return a view of the run from its current rows."""
         return self._view(self.store.run(view.run.name), tuple(self.store.attempts(view.run.name)))
 
     def _advance(self, view: RunView, snapshot: SchedulerSnapshot) -> bool:
@@ -252,7 +252,7 @@ class Controller:
         return self._next(view, snapshot)
 
     def _intent(self, view: RunView, snapshot: SchedulerSnapshot) -> bool:
-        # First of all: a run whose folder cannot be made must be cancellable.
+        # First, because a run whose folder cannot be made must be cancellable.
         if view.cancel is not None:
             if user_requests.cancel_intent(self.actor, view, snapshot):
                 self._end_cancelled(view)
@@ -274,9 +274,9 @@ class Controller:
         return False
 
     def _is_hidden(self, view: RunView) -> bool:
-        """Whether the folder of a submitted run cannot be seen: its state is unknown then, and it is never made again.
+        """Return whether a submitted run's folder is invisible; its state is then unknown, and it is never recreated.
 
-        What was measured by its files is measured anew once it is back.
+        Durations measured from its files start anew once it is back.
         """
         why = self.files.call(view.folder.path, lambda: hidden(view.run, view.attempts[0]))
         if not why:
@@ -298,7 +298,7 @@ class Controller:
     def _follow(self, view: RunView, snapshot: SchedulerSnapshot) -> bool:
         if self._is_hidden(view):
             return view.cancel is not None and user_requests.cancel_without_folder(self.actor, view, snapshot)
-        # A controller that was paused in the middle of a launch may have written an old GO again.
+        # A controller that was paused in the middle of a launch may have rewritten an old GO.
         for attempt in view.attempts[-3:-1]:
             self.actor.fence(view.folder.attempt(attempt.number))
         fresh = ingest(self.store, view, **self.actor.stamp(), files=self.files)
@@ -318,18 +318,18 @@ class Controller:
             return fresh
         lost = view.last.job_id
         if verdict.end is End.LOST and lost is not None and lost not in snapshot.polled:
-            # No list of jobs has it, and a list can be wrong: it must not start beside its successor.
+            # Job lists omit it, but a list can be wrong, and it must not start beside its successor.
             end_judged_job(self.actor, view, lost, "Slurm does not list it any more")
         if job is not None and is_live(job) and not evidence.job_leaving:
-            # Nobody may look again: the run may be over with this attempt.
+            # There may be no later check: the run may end with this attempt.
             end_judged_job(self.actor, view, job.job_id, verdict.reason)
-        # What the job wrote in its last moments belongs to its history.
+        # Include the job's last writes in its history.
         ingest(self.store, view, **self.actor.stamp(), files=self.files)
         conclude(self.actor, self._again(view), verdict, self.rng, self.pool_size, evidence.gone)
         return True
 
     def _note_job(self, view: RunView, job: JobStatus, evidence: Evidence) -> None:
-        """Slurm's own word, and the states that follow from it."""
+        """Record the job's state in Slurm and the resulting states of attempt and run."""
         run, attempt = view.run, view.last
         runs = job.state in RUNNING_STATES and not job.held
         if runs and attempt.state is AttemptState.SUBMITTED:
@@ -363,16 +363,16 @@ class Controller:
         self.actor.note(run, f"{saves}job {job.job_id} is {job.state}{waits}{said}")
 
     def _next(self, view: RunView, snapshot: SchedulerSnapshot) -> bool:
-        """No attempt is live: the run waits for its next one."""
+        """Start the next attempt of a run without a live attempt, once nothing delays it."""
         run = view.run
         blockers = [job for job in snapshot.of_run(run) if not self._fenced(job)]
         if view.cancel is not None and snapshot.swept and not blockers:
             user_requests.mark_cancelled(self.actor, view)
             return True
-        # No pause is longer than the longest one: what is left of this one tells that the clock was set since.
+        # Pauses never exceed `backoff_max`; a longer remainder means that the clock was set since.
         waits = 0.0 < run.not_before - self.clock.wall() <= view.config.recovery.backoff_max
         if view.cancel is None and waits and snapshot.answered and view.last.decision:
-            self.actor.note(run, view.last.decision["reason"])  # what it waits for, whatever was noted in between
+            self.actor.note(run, view.last.decision["reason"])  # restores the reason for the pause after other notes
         if view.cancel is not None or waits or not snapshot.swept:
             return False
         if blockers:
@@ -381,7 +381,7 @@ class Controller:
         if self._is_hidden(view):
             return False
         self._refuse_other_registry(view)
-        # Nobody of an older attempt may commit or delete from here on.
+        # From here on, no process of an older attempt may commit or delete.
         for attempt in view.attempts:
             self.actor.fence(view.folder.attempt(attempt.number))
         if wait_for_room(self.actor, view):
@@ -401,7 +401,7 @@ class Controller:
         return self._intent(self._again(view), snapshot)
 
     def _fenced(self, job: JobStatus) -> bool:
-        """A job that cannot be got rid of, of an attempt whose GO is gone: waiting for it would be for ever."""
+        """Return whether a job cannot be removed but its attempt's GO is gone; waiting for it could last forever."""
         if job.state not in LEAVING_STATES:
             self.observed.forget(f"stuck:{job.job_id}")
             return False
@@ -411,12 +411,12 @@ class Controller:
 
     def _hold(self, run: Run, error: Precondition) -> None:
         reason = "; ".join(part for part in (error.what, error.where, error.hint) if part)
-        # A file system heals without anybody who types `orch resume`.
+        # A file system recovers without `orch resume`.
         if isinstance(error.__cause__, OSError):
             self.actor.note(run, f"{reason}; tried again until it works")
             return
         last = self.store.attempts(run.name)[-1]
-        # Nobody follows the job of a held run: hold it only when there can be none.
+        # The job of a held run is not followed, so hold the run only if it can have none.
         if last.state in LIVE_ATTEMPTS and last.submitted_at is not None:
             self._errors.append(f"{run.name}: {reason}")
             self.actor.note(run, f"{reason}; its job is followed meanwhile")

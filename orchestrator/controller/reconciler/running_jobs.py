@@ -24,7 +24,7 @@ from trainer.contract.requests import RequestKind
 
 
 def wait_for_room(actor: Actor, view: RunView) -> bool:
-    """Whether the next job has to wait until its run's folder has room; it would train for nothing.
+    """Return whether the next job must wait for disk space in its run's folder; its training would be lost.
 
     A run that has waited for `recovery.no_progress_hours` is held.
     """
@@ -38,7 +38,7 @@ def wait_for_room(actor: Actor, view: RunView) -> bool:
 
 
 def _hold_after_hours(actor: Actor, view: RunView, reason: str) -> bool:
-    """Hold a run that has waited for `recovery.no_progress_hours` in the state that it is in; whether it was held."""
+    """Hold a run that has kept its state for `recovery.no_progress_hours`; return whether it was held."""
     now, hours = actor.clock.wall(), view.config.recovery.no_progress_hours
     moves = [move.time for move in actor.store.transitions(view.run.name) if move.kind == "run"]
     if now - max(moves, default=now) < hours * 3600:
@@ -49,9 +49,9 @@ def _hold_after_hours(actor: Actor, view: RunView, reason: str) -> bool:
 
 
 def wait_for_tiers(actor: Actor, view: RunView) -> tuple[bool, str]:
-    """Whether the next job has to wait for a tier that cannot be read: without it, steps would be trained twice.
+    """Return whether the next job must wait for an unreadable tier, without which steps would be trained twice.
 
-    Also which tiers it does without, in words. A run that has waited for `recovery.no_progress_hours` is held.
+    The second value names the tiers it does without. A run that has waited for `recovery.no_progress_hours` is held.
     """
     try:
         found = actor.find_checkpoints(view.run, view.attempts, view.folder, view.config)
@@ -67,7 +67,7 @@ def wait_for_tiers(actor: Actor, view: RunView) -> tuple[bool, str]:
 
 
 def with_exclusions(actor: Actor, view: RunView, pool_size: PoolSize, usable_nodes: UsableNodes) -> RunView:
-    """The run with the nodes that its next job must not get, as they are known now: its intent may be old."""
+    """Return the run with its next job's current exclusions, because its intent may be old."""
     avoid = to_avoid(actor, view, pool_size, usable_nodes)
     if avoid == view.last.excluded:
         return view
@@ -78,12 +78,12 @@ def with_exclusions(actor: Actor, view: RunView, pool_size: PoolSize, usable_nod
 def update_exclusions(
     actor: Actor, view: RunView, job: JobStatus, pool_size: PoolSize, usable_nodes: UsableNodes
 ) -> None:
-    """Keep a job that waits off the nodes that are excluded by now, and no longer off those that are not."""
+    """Apply the current exclusions, additions and removals, to a queued job."""
     if job.held or job.state not in QUEUED_STATES or view.cancel is not None:
         return
     try:
         fresh = _avoiding(view, to_avoid(actor, view, pool_size, usable_nodes))
-    except SlurmUnreachable:  # as it is, until it answers
+    except SlurmUnreachable:  # keep the present exclusions until it answers
         return
     attempt, refused = fresh.last, f"avoid:{view.run.name}/{view.last.number}"
     if attempt.excluded == view.last.excluded or actor.observed.value(refused) == str(attempt.excluded):
@@ -108,7 +108,7 @@ def _avoiding(view: RunView, avoid: tuple[str, ...]) -> RunView:
 
 
 def _checkpoint_size(actor: Actor, view: RunView) -> int:
-    """Bytes of a checkpoint in the run's own folder, after an attempt that could not save there; else 0."""
+    """Return the bytes of a checkpoint in the run's folder if the last attempt could not save there; else 0."""
     failures = [attempt.failure for attempt in view.attempts if attempt.state not in LIVE_ATTEMPTS]
     failure = failures[-1] if failures else None
     if failure is None or failure["kind"] != FailureKind.STORAGE or not _saves_there(view):
@@ -119,19 +119,22 @@ def _checkpoint_size(actor: Actor, view: RunView) -> int:
 
 
 def _saves_there(view: RunView) -> bool:
-    """Whether checkpoints go into the run's own folder first, which is all that can be looked at from here."""
+    """Return whether checkpoints go to the run's own folder first, the only place this host can check."""
     tiers = view.config.checkpoint.tiers
     return not view.config.command and (not tiers or tiers[0].path == RUN)
 
 
 def end_job(actor: Actor, view: RunView, job_id: str, reason: str, detail: str = SILENCED) -> None:
-    """Cancel a job of the newest attempt; the request is the intent, or the end would look like a person's scancel."""
+    """Cancel a job of the newest attempt.
+
+    The request is the intent; without it, the end looks like a user's scancel.
+    """
     actor.request_once(view.folder, RequestKind.STOP, view.last.number, reason, None, detail)
     actor.cancel(view.run, job_id, reason)
 
 
 def end_judged_job(actor: Actor, view: RunView, job_id: str, reason: str) -> None:
-    """Cancel a job whose end is judged already: a disk that is too full for the intent makes no difference."""
+    """Cancel a job whose end is already judged; a disk too full for the intent makes no difference."""
     with ignored_disk_errors():
         actor.request_once(view.folder, RequestKind.STOP, view.last.number, reason, None, SILENCED)
     actor.cancel(view.run, job_id, reason)
@@ -139,7 +142,7 @@ def end_judged_job(actor: Actor, view: RunView, job_id: str, reason: str) -> Non
 
 @contextmanager
 def ignored_disk_errors() -> Iterator[None]:
-    """Go on where a disk that is full, or broken, has kept a request from being written."""
+    """Ignore a failure to write a request because of a full or broken disk."""
     try:
         yield
     except OSError as error:
@@ -148,11 +151,11 @@ def ignored_disk_errors() -> Iterator[None]:
 
 
 SAVED_WITHIN = 30.0
-"""Seconds after which slurmctld has saved that a job was released: it does so every 5 s, and a crash loses no more."""
+"""Seconds after which slurmctld has saved a job's release; it saves every 5 s, and a crash loses no more."""
 
 
 def is_held_by_somebody(actor: Actor, view: RunView, job: JobStatus) -> bool:
-    """Whether a person holds a job that was released; a release that Slurm has lost looks alike, but is younger."""
+    """Return whether a person holds a released job. A release that Slurm lost looks the same, but is younger."""
     key = f"unheld:{view.run.name}/{view.last.number}"
     if not job.held:
         actor.observed.age(key, job.job_id)
@@ -161,8 +164,8 @@ def is_held_by_somebody(actor: Actor, view: RunView, job: JobStatus) -> bool:
 
 
 def maintain_job(actor: Actor, view: RunView, job: JobStatus) -> None:
-    """What a live job needs: its release, its true deadline, or its end when Slurm has started it again."""
-    # A slurmctld that lost its newest state has a running job queued again, and counts no restart.
+    """Release a live job, send it its true deadline, or end it if Slurm has restarted it."""
+    # A slurmctld that lost its newest state queues a running job again and counts no restart.
     forgotten = view.last.state is AttemptState.RUNNING and job.state in QUEUED_STATES
     if (job.restarts > 0 or forgotten) and job.state not in LEAVING_STATES:
         end_job(actor, view, job.job_id, "requeued by Slurm: it must not train again", REQUEUED)
@@ -176,7 +179,7 @@ def maintain_job(actor: Actor, view: RunView, job: JobStatus) -> None:
 
 
 def _release(actor: Actor, view: RunView, job: JobStatus) -> None:
-    """Release the job; one that waits for a tier as long as `recovery.no_progress_hours` is ended, to hold the run."""
+    """Release the job. If it has waited for a tier for `recovery.no_progress_hours`, end it so that the run is held."""
     try:
         actor.release(view.run, view.last, view.folder, view.config)
     except TierUnread as error:
@@ -187,10 +190,10 @@ def _release(actor: Actor, view: RunView, job: JobStatus) -> None:
 
 
 def end_silent_job(actor: Actor, view: RunView, job: JobStatus, evidence: Evidence) -> None:
-    """A job whose coordinator is silent for long is asked to stop, then cancelled: it would idle to its limit."""
+    """Stop, then cancel, a job whose coordinator is silent for long; it would idle to its time limit."""
     silence = judge_silence(evidence, view.config.detection.hang.heartbeat)
     if silence.step is Escalation.REQUEST_STOP:
-        # It proves that the directory can be written from here, too.
+        # The request also proves that the directory is writable from here.
         actor.request_once(view.folder, RequestKind.STOP, view.last.number, silence.reason, None, SILENCED)
     elif silence.step is Escalation.CANCEL:
         end_job(actor, view, job.job_id, silence.reason)

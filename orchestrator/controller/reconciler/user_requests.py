@@ -1,4 +1,4 @@
-"""What people ask of the controller: cancel, resume, release a node, answered in the registry."""
+"""User requests to the controller (cancel, resume, release or exclude a node), answered in the registry."""
 
 import logging
 from typing import Any
@@ -38,7 +38,7 @@ STOP_LIMIT = 300.0
 
 
 def answer_idle(actor: Actor) -> bool:
-    """Answer asks about runs that no job belongs to any more; whether any was answered."""
+    """Answer requests about runs without a live job; return whether any was answered."""
     answered = False
     for request in actor.store.user_requests():
         try:
@@ -54,7 +54,7 @@ def answer_idle(actor: Actor) -> bool:
             raise
         except (SlurmUnreachable, RunDirHangs) as error:
             log.warning("%s %s has to wait: %s", request.verb, run.name, error.what)
-        except Exception as error:  # outermost edge: one request's trouble must not stop the others
+        except Exception as error:  # outermost edge: an error of one request must not stop the others
             log.exception("%s %s", request.verb, run.name)
             _answer(actor, request, f"{REFUSED}the controller cannot do it: {type(error).__name__}: {error}")
             answered = True
@@ -72,12 +72,12 @@ def _answer_idle(actor: Actor, run: Run, request: UserRequest) -> bool:
 
 
 def _is_for(actor: Actor, run: Run, request: UserRequest) -> bool:
-    """Whether this controller answers: for runs of its scheduler, and those that a person says go on with it.
+    """Return whether this controller answers: for runs of its scheduler, and for runs that a person moves to it.
 
-    A run whose job may live with another scheduler is never taken away from it.
+    A run whose job may live in another scheduler is never taken away from it.
     """
     own = actor.lease.scheduler
-    # What is known of nodes under an older version's name for the cluster belongs to nobody in particular.
+    # Node records under an older version's cluster name belong to no particular controller.
     if is_ours(run, own) or (request.verb in OF_NODES and not run.scheduler and run.cluster in actor.schedulers):
         return True
     if not is_addressed_to(run, request, own):
@@ -90,7 +90,7 @@ def _is_for(actor: Actor, run: Run, request: UserRequest) -> bool:
             return False
         return actor.store.claim_run(run.name, own, epoch=actor.epoch, before=run.scheduler)
 
-    # One transaction: its own controller may be about to submit it.
+    # One transaction, because its own controller may be about to submit it.
     if not actor.store.together(take):
         return False
     actor.record_action(f"{run.name} belongs to {own} from now on: a person said so")
@@ -119,7 +119,7 @@ def _resume(actor: Actor, run: Run, request: UserRequest) -> bool:
         return True
     try:
         changes = _changes(actor, run, request)
-    except ValueError as error:  # this request's trouble alone
+    except ValueError as error:  # affects this request only
         _answer(actor, request, f"{REFUSED}the new configuration cannot be read: {error}")
         return True
 
@@ -145,7 +145,7 @@ def _resume(actor: Actor, run: Run, request: UserRequest) -> bool:
 
 
 def _changes(actor: Actor, run: Run, request: UserRequest) -> dict[str, Any]:
-    """What changes in a run's row with what a person changed of it."""
+    """Return the changes to a run's row that a resume request makes."""
     changes: dict[str, Any] = {"identity": run.identity | request.args.get("identity", {})}
     if (digest := request.args.get("config")) is not None:
         config = stored_config(actor.store, digest)
@@ -154,9 +154,9 @@ def _changes(actor: Actor, run: Run, request: UserRequest) -> dict[str, Any]:
 
 
 def _release(actor: Actor, run: Run, request: UserRequest) -> bool:
-    """A node may be used again: what it was excluded for counts no more."""
+    """Readmit a node; the reasons for its exclusion no longer count."""
     name, now = str(request.args["node"]), actor.clock.wall()
-    # What stands under an older version's name for the cluster would come back with the next run that is claimed.
+    # A record under an older version's cluster name would return with the next run that is claimed.
     known = [item for item in actor.store.nodes() if item.name == name and item.cluster in (run.domain, run.cluster)]
     excluded = [item.cluster for item in known if item.excluded_until > now]
     if not excluded:
@@ -176,7 +176,7 @@ def _release(actor: Actor, run: Run, request: UserRequest) -> bool:
 
 
 def _exclude(actor: Actor, run: Run, request: UserRequest) -> bool:
-    """A person keeps jobs away from a node of the run's cluster."""
+    """Exclude a node of the run's cluster at a user's request."""
     name, until = str(request.args["node"]), float(request.args["until"])
     told = "until it is released" if until >= UNTIL_RELEASED else f"until {stored_moment(until)}"
 
@@ -196,7 +196,7 @@ def _cancel_idle(actor: Actor, run: Run, request: UserRequest) -> bool:
         _answer(actor, request, f"{run.name} is {run.state} already")
         return True
 
-    # Held says that a person is needed, not that no job lives: that one must end first, and is followed until it has.
+    # HELD means that a person is needed; a job may still live. It must end first and is followed until then.
     over = actor.store.attempts(run.name)[-1].state not in LIVE_ATTEMPTS
 
     def cancel() -> None:
@@ -219,12 +219,12 @@ def _answer(actor: Actor, request: UserRequest, text: str) -> None:
 
 
 def advance_cancel(actor: Actor, view: RunView, snapshot: SchedulerSnapshot) -> None:
-    """Bring the job of a run that is to be cancelled nearer to its end; the run is CANCELLED once it is gone."""
+    """Advance the end of a cancelled run's job; the run becomes CANCELLED once the job is gone."""
     assert view.cancel is not None
     attempt, job = view.last, snapshot.job_of(view.last)
     if job is None or not is_live(job) or job.state in LEAVING_STATES:
         return
-    # A job that trains nothing has nothing to save.
+    # A job that does not train has nothing to save.
     if job.held or job.state in QUEUED_STATES:
         actor.cancel(view.run, job.job_id, "cancelled before it started")
         return
@@ -238,7 +238,7 @@ def advance_cancel(actor: Actor, view: RunView, snapshot: SchedulerSnapshot) -> 
     except OSError as error:
         if not (disk := explain_disk_error(error, view.folder.path)):
             raise
-        # The scheduler's own signal lets it save, too, where it can.
+        # The scheduler's own signal may let it save too.
         actor.cancel(view.run, job.job_id, f"cancelled by a person; the request to save cannot be written: {disk}")
         return
     if asked:
@@ -246,7 +246,7 @@ def advance_cancel(actor: Actor, view: RunView, snapshot: SchedulerSnapshot) -> 
 
 
 def cancel_intent(actor: Actor, view: RunView, snapshot: SchedulerSnapshot) -> bool:
-    """Cancel a run whose job is not known yet; whether it is certain that there is none."""
+    """Cancel a run whose job is not known yet; return whether it certainly has no job."""
     live = snapshot.live(view.last)
     for job in live:
         actor.cancel(view.run, job.job_id, "cancelled before it was adopted")
@@ -259,15 +259,15 @@ def cancel_intent(actor: Actor, view: RunView, snapshot: SchedulerSnapshot) -> b
 
 
 def cancel_of(store: Reads, run: Run) -> UserRequest | None:
-    """The person's wish that this run be cancelled, which nobody has answered yet."""
+    """Return the unanswered request to cancel this run, if any."""
     return next((one for one in store.user_requests() if one.run == run.name and one.verb == "cancel"), None)
 
 
 def cancel_unsubmitted(actor: Actor, run: Run) -> bool:
-    """Cancel a run that was never handed to a scheduler, although none answers; whether that is done.
+    """Cancel a run that was never submitted although no scheduler answers; return whether that is done.
 
-    A submission is written down before sbatch is called, by a controller that holds the run. So whoever finds none
-    here, in the transaction that ends the run, is before every submission: nobody can begin one afterwards.
+    A controller that owns the run records each submission before it calls sbatch. If the transaction that ends the run
+    finds no submission, it precedes them all, and none can begin afterwards.
     """
     name, cancel, reason = run.name, cancel_of(actor.store, run), after_cancel(None).reason
     if cancel is None or (run.scheduler and not is_ours(run, actor.lease.scheduler)):
@@ -293,11 +293,11 @@ def cancel_unsubmitted(actor: Actor, run: Run) -> bool:
 
 
 def cancel_without_folder(actor: Actor, view: RunView, snapshot: SchedulerSnapshot) -> bool:
-    """Cancel a run whose folder is not visible: nothing can be saved, so its jobs are ended; whether it is over."""
+    """Cancel a run whose folder is invisible by ending its jobs, without a save; return whether the run is over."""
     own = snapshot.job_of(view.last)
     live = [job for job in (*snapshot.of_run(view.run), *([own] if own else [])) if is_live(job)]
     for job in live:
-        # A job that no record of this run identifies is waited for, and is nobody's to cancel.
+        # Wait for a job that no record of this run identifies, but never cancel it.
         owner = snapshot.owner(job)
         if job.state not in LEAVING_STATES and owner is not None and owner.run == view.run.name:
             actor.cancel(view.run, job.job_id, "cancelled by a person; its run directory is not visible")
@@ -314,7 +314,7 @@ def cancel_without_folder(actor: Actor, view: RunView, snapshot: SchedulerSnapsh
 
 
 def mark_cancelled(actor: Actor, view: RunView) -> None:
-    """Write that a run without a job is cancelled, and answer who asked."""
+    """Mark a run without a job as cancelled and answer the request."""
     assert view.cancel is not None
     cancel, reason = view.cancel, cancel_decision(actor, view).reason
 

@@ -1,7 +1,7 @@
-"""How many nodes a run's attempts ask for: a wait that was too long is given up, the next attempt takes what there is.
+"""Node count of a run's attempts: a job that waits too long is ended, and the next attempt uses the available nodes.
 
-What is decided is written down before anything is done: the request to stop before the job is cancelled, the size of an
-attempt with its intent.
+Each decision is recorded before it takes effect: the stop request before the job is cancelled, and an attempt's size
+with its intent.
 """
 
 from dataclasses import replace
@@ -38,13 +38,13 @@ def give_up_long_wait(
     actor: Actor, view: RunView, full: RunConfig, job: JobStatus, evidence: Evidence, pool_size: PoolSize,
     usable_nodes: UsableNodes,
 ) -> None:  # fmt: skip
-    """End a job that has waited for its nodes for longer than `recovery.patience`, where a smaller one could start.
+    """End a job that has waited for nodes longer than `recovery.patience` if a smaller one could start.
 
-    `full`: the run's own config, of which the attempt's may be a smaller one.
+    `full`: the run's own config; the attempt's may be smaller.
     """
     if view.cancel is not None or not full.cluster.min_nodes or job.state in LEAVING_STATES:
         return
-    if evidence.gave_up:  # a controller that was killed before it cancelled the job, or whose scancel was lost
+    if evidence.gave_up:  # the controller was killed before it cancelled the job, or its scancel was lost
         end_job(actor, view, job.job_id, evidence.gave_up, GAVE_UP)
         return
     key, waits = f"waits:{view.run.name}/{view.last.number}", waits_for_nodes(job.reason)
@@ -56,7 +56,7 @@ def give_up_long_wait(
         return
     try:
         usable = _usable(actor, view, full, pool_size, usable_nodes)
-    except SlurmUnreachable:  # no answer is no evidence
+    except SlurmUnreachable:  # a missing answer proves nothing
         return
     why = give_up_waiting(world_sizes(full), view.config.cluster.all_nodes, waited, patience, usable)
     if why:
@@ -64,7 +64,7 @@ def give_up_long_wait(
 
 
 def size_note(view: RunView, full: RunConfig, job: JobStatus) -> str:
-    """What people are told of the size of the newest attempt, and of the end of a wait for nodes."""
+    """Return a note on the newest attempt's size and on the end of a wait for nodes."""
     world = view.last.smaller_world
     words = [on_nodes(world)] if world else []
     waits = bool(full.cluster.min_nodes) and job.state == "PENDING" and waits_for_nodes(job.reason)
@@ -74,9 +74,9 @@ def size_note(view: RunView, full: RunConfig, job: JobStatus) -> str:
 
 
 def next_world(actor: Actor, view: RunView, pool_size: PoolSize, usable_nodes: UsableNodes) -> dict[str, Any]:
-    """What the run's next attempt has otherwise than the run, with the reason: changes for `add_attempt`.
+    """Return the next attempt's differences from the run as changes for `add_attempt`, with the reason.
 
-    Its config is stored. Raises SlurmUnreachable.
+    Stores the attempt's config. Raises SlurmUnreachable.
     """
     sizes, full = world_sizes(view.config), full_size(view.config)
     last = _last(view, full.all_nodes, actor.clock.wall())
@@ -97,7 +97,7 @@ def next_world(actor: Actor, view: RunView, pool_size: PoolSize, usable_nodes: U
 
 
 def _last(view: RunView, full: int, now: float) -> LastAttempt:
-    """The newest attempt; nothing of it counts once a person has resumed the run, perhaps with another config."""
+    """Return the newest attempt; nothing of it counts after a resume, which may have changed the config."""
     last, failure = view.last, view.last.failure
     if last.number < view.run.fresh_from:
         return LastAttempt(asked=full)
@@ -112,7 +112,7 @@ def _last(view: RunView, full: int, now: float) -> LastAttempt:
 
 
 def _refused_since(view: RunView, now: float) -> float:
-    """When the first of the newest full attempts was begun that were all refused; `now` where the last one was not."""
+    """Return the start of the newest unbroken series of rejected full-size attempts; `now` if the last was accepted."""
     since = now
     for attempt in reversed(view.attempts):
         kind = (attempt.failure or {}).get("kind")
@@ -123,7 +123,7 @@ def _refused_since(view: RunView, now: float) -> float:
 
 
 def _usable(actor: Actor, view: RunView, full: RunConfig, pool_size: PoolSize, usable_nodes: UsableNodes) -> int | None:
-    """Nodes in service but for those that the run's smallest job would avoid; a larger one avoids no others."""
+    """Return the nodes in service that the smallest job would not avoid; a larger job avoids no others."""
     smallest = world_sizes(full)[-1].all_nodes
     avoid = to_avoid(actor, replace(view, config=full), pool_size, usable_nodes, smallest)
     actor.renew_lease_if_due()

@@ -1,1 +1,1 @@
-"""Run directories as the controller makes, reads and writes them."""
+"""Creation, reading and writing of run directories by the controller."""

@@ -1,7 +1,7 @@
-"""Run directories, read and written with a bound: one that hangs costs its own run alone, and only once.
+"""Access to run directories with a timeout: a hanging directory delays only its own run, and only once.
 
-A thread that waits for a dead file server cannot be ended. It is left behind, and nothing else is begun in that run's
-directory before it has come back: what it was to write can so never overtake what is written later.
+A thread that waits for a dead file server cannot be ended. It is left behind, and no other work starts in that run's
+directory until it returns, so its writes can never overtake later ones.
 """
 
 import queue
@@ -19,31 +19,31 @@ from orchestrator.registry.file_systems import mount_of
 T = TypeVar("T")
 
 PATIENCE = 5.0
-"""Seconds for which one directory is waited for; doubled for one that has answered late, up to `LONGEST`."""
+"""Seconds to wait for one directory; doubled after a late answer, up to `LONGEST`."""
 LONGEST = 20.0
 HURRIED = 0.5
-"""The same for a directory of a file system on which another one hangs already."""
+"""Seconds to wait for a directory on a file system where another one already hangs."""
 MOST_STUCK = 32
-"""Threads left behind on one file system; its other runs wait until one of them comes back."""
+"""Maximum threads left behind on one file system; its other runs wait until a thread returns."""
 _SLICE = 1.0
 
 
 class RunDirHangs(OrchError):
-    """A run directory that gives no answer, or is another user's; whether what was begun there gets done is unknown."""
+    """Error of a run directory that does not answer or is another user's; work begun there may still complete."""
 
     exit_code = 4
 
 
 class Files(Protocol):
-    """How the controller touches run directories."""
+    """Access to run directories."""
 
     def call(self, folder: Path, work: Callable[[], T], patience: float | None = None) -> T:
-        """The value of `work`, which touches files of the run at `folder`; raises what it raises, or RunDirHangs."""
+        """Return the value of `work`, which touches files of the run at `folder`; raises its errors, or RunDirHangs."""
         ...
 
 
 class DirectFiles:
-    """Without a bound: for programs that a person waits for."""
+    """Access without a timeout, for interactive programs."""
 
     def call(self, folder: Path, work: Callable[[], T], patience: float | None = None) -> T:
         try:
@@ -54,7 +54,7 @@ class DirectFiles:
 
 @dataclass(eq=False)
 class _Job:
-    """Some work in a thread of its own."""
+    """Work for a worker thread, with its result."""
 
     work: Callable[[], Any]
     began: float
@@ -65,13 +65,13 @@ class _Job:
     def run(self) -> None:
         try:
             self.value = self.work()
-        except BaseException as error:  # noqa: BLE001  # outermost edge of this thread: raised where it is waited for
+        except BaseException as error:  # noqa: BLE001  # outermost edge of this thread: re-raised in the waiting thread
             self.error = error
         self.done.set()
 
 
 class _Worker:
-    """One thread that does one job after the other."""
+    """Thread that runs jobs in sequence."""
 
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
@@ -81,7 +81,7 @@ class _Worker:
         self._jobs.put(job)
 
     def leave(self) -> None:
-        """End after the job that it is at."""
+        """Exit after the current job."""
         self._jobs.put(None)
 
     def _run(self) -> None:
@@ -90,7 +90,7 @@ class _Worker:
 
 
 class BoundedFiles:
-    """Waits for so long and no longer; `between` is called every second meanwhile, and may raise."""
+    """Access with a timeout; `between` is called every second meanwhile and may raise."""
 
     def __init__(self, between: Callable[[], None] = lambda: None) -> None:
         self.between = between
@@ -122,7 +122,7 @@ class BoundedFiles:
         return value
 
     def _refuse_stuck(self, folder: Path) -> None:
-        """Nothing is begun where something has not come back, nor on a file system where too much has not."""
+        """Raise RunDirHangs if earlier work in this folder, or too much on its file system, has not returned."""
         for path in [path for path, job in self._stuck.items() if job.done.is_set()]:
             del self._stuck[path]
         if (job := self._stuck.get(folder)) is not None:
@@ -136,7 +136,7 @@ class BoundedFiles:
         return HURRIED if self._stuck_beside(folder) else self._patience.get(folder, PATIENCE)
 
     def _stuck_beside(self, folder: Path) -> list[Path]:
-        """Directories of the same file system that hang."""
+        """Return the hanging directories of the same file system."""
         if not self._stuck:
             return []
         text = Path("/proc/self/mountinfo").read_text(errors="surrogateescape")
@@ -150,6 +150,6 @@ class BoundedFiles:
 
 
 def rounded(seconds: float) -> int:
-    """Downwards, to what is worth a new line: whoever reads it is told every minute, not every second."""
+    """Round down so that a message with this number changes every 5 s, or every minute from 60 s on."""
     step = 60 if seconds >= 60 else 5
     return int(seconds) // step * step

@@ -1,4 +1,4 @@
-"""Evidence about an attempt from its files and its scheduler; no decisions."""
+"""Evidence about an attempt from its files and its scheduler, without decisions."""
 
 import errno
 import json
@@ -30,14 +30,14 @@ from trainer.contract.requests import RequestKind, pending
 from trainer.contract.run_dir import AttemptDir, RunDir
 
 METRICS_TAIL = 16 * 1024
-"""Bytes of the metrics file that are sure to hold one whole line."""
+"""Bytes at the end of the metrics file that certainly hold one whole line."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class KnownProgress:
-    """The newest trained step, its loss, and the last step as a user's own program says it (0: it does not).
+    """Newest trained step, its loss, and the last step reported by a user's own program (0: not reported).
 
-    `saved`: the newest checkpoint by the heartbeat, for ranks' events of commits may be lost (0: none).
+    `saved`: the newest checkpoint according to the heartbeat, because ranks' commit events may be lost (0: unknown).
     """
 
     step: int
@@ -47,14 +47,14 @@ class KnownProgress:
 
 
 def progress(place: AttemptDir) -> KnownProgress | None:
-    """Newest trained step and its loss, from the metrics' last line, else from the heartbeat."""
+    """Return the newest trained step and its loss from the metrics' last line, else from the heartbeat."""
     line, heartbeat = last_line(place.metrics), _heartbeat(place)
-    # A full disk takes no more lines, while the heartbeat is overwritten.
+    # A full disk takes no more lines, but the heartbeat is overwritten.
     newer = heartbeat.step or 0 if heartbeat is not None and heartbeat.saves_failing else 0
     saved = heartbeat.saved_step if heartbeat is not None else 0
     if line is not None and isinstance(line.get("step"), int) and line["step"] >= newer:
         return KnownProgress(step=line["step"], loss=_loss(line.get("loss")), saved=saved)
-    # Step 0 says that no rank has told its step yet, not that the run is back at its beginning.
+    # Step 0 means that no rank has reported its step yet, not that the run is back at its beginning.
     if heartbeat is None or not heartbeat.step:
         return None
     return KnownProgress(step=heartbeat.step, loss=heartbeat.loss, total=heartbeat.total_steps, saved=saved)
@@ -68,7 +68,7 @@ def _heartbeat(place: AttemptDir) -> Heartbeat | None:
 
 
 def _loss(value: Any) -> float | None:
-    """A loss as `dump_line` writes it; None for what is none."""
+    """Return a loss as `dump_line` writes it; None for an invalid value."""
     try:
         return None if value is None else number(value)
     except (KeyError, TypeError, ValueError):
@@ -76,7 +76,7 @@ def _loss(value: Any) -> float | None:
 
 
 def last_line(path: Path) -> dict[str, Any] | None:
-    """The last whole line of a file of JSON lines; None when there is none."""
+    """Return the last whole line of a JSON lines file; None if it has no whole line."""
     try:
         with open_regular(path) as stream:
             stream.seek(max(0, os.fstat(stream.fileno()).st_size - METRICS_TAIL))
@@ -91,11 +91,11 @@ def last_line(path: Path) -> dict[str, Any] | None:
 T = TypeVar("T")
 
 SILENCED = "silent"
-"""`detail` of a stop that orch asks for because the heartbeat is silent."""
+"""`detail` of a stop that orch requests because the heartbeat is silent."""
 REQUEUED = "requeued"
-"""`detail` of the stop that goes before orch ends a job which Slurm has started again: accounting may not tell that."""
+"""`detail` of the stop request before orch ends a job that Slurm has restarted; accounting may not show the restart."""
 GAVE_UP = "gave up waiting"
-"""`detail` of the stop that goes before orch ends a job which has waited too long for its nodes."""
+"""`detail` of the stop request before orch ends a job that has waited too long for nodes."""
 BEFORE_AGENTS = 60.0
 """Seconds that a job may need until its first agent runs."""
 TAIL = 64 * 1024
@@ -104,7 +104,7 @@ TAIL = 64 * 1024
 
 @dataclass(frozen=True, kw_only=True)
 class AttemptFiles:
-    """What the files of an attempt say at one look; `odd` tells of those that are no files of its own."""
+    """Contents of an attempt's files at one moment; `odd` describes foreign or damaged entries."""
 
     heartbeat: Heartbeat | None
     outcome: AttemptOutcome | None
@@ -117,10 +117,10 @@ class AttemptFiles:
 
 
 def read_files(place: AttemptDir) -> AttemptFiles:
-    """Read what an attempt has left; a file that cannot be read counts as none."""
+    """Read an attempt's files; an unreadable file counts as missing."""
     odd: list[str] = []
     heartbeat, outcome = _read(Heartbeat.read, place.heartbeat, odd), _read(AttemptOutcome.read, place.outcome, odd)
-    # A coordinator that has lost an agent does not know why that left.
+    # A coordinator that has lost an agent does not know the cause.
     unsure = outcome is None or (outcome.failure is not None and outcome.failure.kind is FailureKind.AGENT_LOST)
     paths = place.agent_reports() if unsure else []
     reports = tuple(report for path in paths if (report := _read(AgentReport.read, path, odd)) is not None)
@@ -145,14 +145,14 @@ def _read(read: Callable[[Path], T], path: Path, odd: list[str]) -> T | None:
 
 
 def odd_file(path: Path, error: Exception) -> str:
-    """What stands where a file of ours is expected, and what to do."""
+    """Return a message about an unexpected or damaged entry in place of a file of ours, with the remedy."""
     return f"{path} {(error.strerror if isinstance(error, OSError) else '') or 'is damaged'}: remove it"
 
 
 def collect_evidence(
     view: RunView, snapshot: SchedulerSnapshot, observed: ObservedSince, files: Files | None = None
 ) -> Evidence:
-    """One look at the newest attempt of a run; raises RunDirHangs."""
+    """Collect the evidence about the newest attempt of a run. Raises RunDirHangs."""
     attempt, place, files = view.last, view.attempt_dir, files or DirectFiles()
     key = f"{view.run.name}/{attempt.number}"
     job = snapshot.job_of(attempt)
@@ -212,18 +212,18 @@ def lost_interpreter(view: RunView) -> str:
 
 
 def is_unexplained(outcome: AttemptOutcome | None) -> bool:
-    """Whether Slurm's words in the logs have to say why the attempt ended."""
+    """Return whether Slurm's messages in the logs are needed to explain the attempt's end."""
     if outcome is None or outcome.failure is None:
         return outcome is None or outcome.result is AttemptResult.STOPPED
     return outcome.failure.kind is FailureKind.PREEMPTED
 
 
 def near_limit(job: JobStatus | None, outcome: AttemptOutcome | None, lead: float, early: float) -> bool:
-    """Whether the attempt ended when the scheduler's signal was due, by the time limit that its job has now.
+    """Return whether the attempt ended when the scheduler's signal was due, by its job's present time limit.
 
-    `lead`: seconds before the limit at which it was asked for; `early`: by which it may come too soon.
+    `lead`: seconds before the limit at which the signal was requested; `early`: seconds by which it may come too soon.
 
-    Somebody may have shortened it: the job may not have heard of that before the signal came.
+    The limit may have been shortened without the job learning of it before the signal.
     """
     if job is None or outcome is None:
         return False
@@ -235,9 +235,9 @@ def near_limit(job: JobStatus | None, outcome: AttemptOutcome | None, lead: floa
 
 
 def removed_nodes(job: JobStatus | None, observed: ObservedSince, key: str) -> tuple[str, ...]:
-    """Nodes that were seen in the job, and no longer are: only a job with spares goes on without them (--no-kill).
+    """Return the nodes that have left the job; only a job with spares continues without them (--no-kill).
 
-    Names that only the agents tell prove nothing here: a host may call itself otherwise than Slurm does.
+    Names known only from agents prove nothing here: a host's own name may differ from Slurm's.
     """
     seen = set(observed.value(f"nodes:{key}").split())
     gone = set(observed.value(f"left:{key}").split())
@@ -245,12 +245,12 @@ def removed_nodes(job: JobStatus | None, observed: ObservedSince, key: str) -> t
         gone, seen = seen - set(job.nodes), seen | set(job.nodes)
         observed.age(f"nodes:{key}", " ".join(sorted(seen)))
         observed.age(f"left:{key}", " ".join(sorted(gone)))
-    # Of a job that has ended Slurm may tell all its nodes again.
+    # Slurm may list all nodes again for an ended job.
     return tuple(sorted(gone))
 
 
 def leader_gone(attempt: Attempt, job: JobStatus | None, gone: Collection[str]) -> str:
-    """The first node of a running job that Slurm has taken out of it: with --no-kill the others stay, with nobody."""
+    """Return a running job's first node if Slurm removed it; with --no-kill the others stay without a leader."""
     if job is None or job.state not in RUNNING_STATES or not attempt.nodes:
         return ""
     leader = attempt.nodes[0]
@@ -268,17 +268,17 @@ _MEASURED = (
     "gone", "ended", "leaving", "beat", "cancel", "nodes", "left", "still", "over", "avoid", "unheld", "waits",
     "reason",
 )  # fmt: skip
-"""What is measured about an attempt: how the keys begin."""
+"""Prefixes of the keys measured for an attempt."""
 
 
 def forget(observed: ObservedSince, run: str, attempt: int) -> None:
-    """Nothing more is measured about an attempt that has ended."""
+    """Drop the measurements of an ended attempt."""
     for what in _MEASURED:
         observed.forget(f"{what}:{run}/{attempt}")
 
 
 def _stopped(place: AttemptDir, detail: str) -> str:
-    """Why orch asked this attempt to stop of its own accord; the request was written before anything was done."""
+    """Return the reason why orch itself asked this attempt to stop; the request precedes every effect."""
     requests = RunDir(place.path.parent.parent).requests
     if not any(requests.glob(f"{RequestKind.STOP}.{place.number:03d}.*.json")):
         return ""
@@ -287,7 +287,7 @@ def _stopped(place: AttemptDir, detail: str) -> str:
 
 
 def growth(place: AttemptDir) -> str:
-    """Changes whenever the attempt writes anything: names, sizes and times of its files."""
+    """Return a digest that changes whenever the attempt writes: number, size and times of its files."""
     count, size, newest = 0, 0, 0
     for folder in (place.path, place.events, place.metrics.parent, place.logs, place.evidence, place.outcomes):
         for entry in os.scandir(folder) if folder.is_dir() else ():
@@ -297,7 +297,7 @@ def growth(place: AttemptDir) -> str:
 
 
 def _stillness(observed: ObservedSince, key: str, job: JobStatus | None, value: str) -> float:
-    """Seconds for which a running job was watched with this value; nothing counts while it is not RUNNING."""
+    """Return the seconds for which a running job was watched with this value; reset while it is not RUNNING."""
     if job is None or job.state != "RUNNING" or not value:
         observed.forget(key)
         return 0.0
@@ -309,7 +309,7 @@ def _has_events(place: AttemptDir) -> bool:
 
 
 def read_tails(place: AttemptDir) -> tuple[LogTail, ...]:
-    """Ends of the agents' logs and of what Slurm wrote beside the script."""
+    """Return the ends of the agents' logs and of Slurm's output files."""
     paths = sorted(place.logs.glob("agent-*.log"))
     paths += sorted(path for kind in ("*.out", "*.err") for path in place.submission.glob(kind))
     return tuple(LogTail(source=path.name, text=text) for path in paths if (text := _tail(path)))

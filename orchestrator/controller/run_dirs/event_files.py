@@ -15,7 +15,7 @@ from trainer.contract.run_dir import AttemptDir
 
 @dataclass(frozen=True, kw_only=True)
 class NewEvents:
-    """What was read of one event file: from `offset` of the last time up to `end`."""
+    """Events read from one file, up to the offset `end`."""
 
     name: str
     events: list[Event]
@@ -24,10 +24,10 @@ class NewEvents:
 
 @dataclass(frozen=True, kw_only=True)
 class TierPaths:
-    """What only the file system can tell, asked before the registry is locked: no transaction waits for a mount."""
+    """Facts from the file system, collected before the registry is locked, so that no transaction waits for a mount."""
 
     first_tier: str
-    """Where checkpoints are committed; empty for the run's own folder."""
+    """Tier in which checkpoints are committed; empty for the run's own folder."""
     real: Mapping[str, str]
 
     def same(self, tier: str, other: str) -> bool:
@@ -35,12 +35,12 @@ class TierPaths:
 
 
 def event_files(place: AttemptDir) -> list[Path]:
-    """The event files that are there."""
+    """Return the existing event files."""
     return sorted(place.events.glob("*.jsonl")) if place.events.is_dir() else []
 
 
 def read_new_events(view: RunView, path: Path, cursors: Mapping[Path, int]) -> NewEvents | None:
-    """What is new in one file; one that is no file of ours is left, and told of by `collect_evidence`."""
+    """Return the new events of one file; foreign entries are skipped here and reported by `collect_evidence`."""
     offset = cursors[path]
     try:
         if path.stat().st_size <= offset:
@@ -56,7 +56,7 @@ def read_new_events(view: RunView, path: Path, cursors: Mapping[Path, int]) -> N
 
 
 def tiers_mentioned(store: Store, view: RunView, fresh: Sequence[NewEvents]) -> set[str]:
-    """Every place that these events, or what is known of the run, may speak of."""
+    """Return every tier that these events or the run's rows may mention."""
     told = {str(event.data.get("tier") or "") for one in fresh for event in one.events}
     known = {item.tier for item in store.checkpoints(view.run.name)} | {
         copy.tier for copy in store.copies(view.run.name)
@@ -65,12 +65,12 @@ def tiers_mentioned(store: Store, view: RunView, fresh: Sequence[NewEvents]) -> 
 
 
 def resolve_paths(view: RunView, node: str, tiers: Iterable[str]) -> TierPaths:
-    """Look the places up."""
+    """Resolve the real paths of the tiers."""
     return TierPaths(first_tier=_first_tier(view, node), real={tier: _real_path(tier) for tier in tiers})
 
 
 def first_node(fresh: Sequence[NewEvents]) -> str:
-    """The node that leads, when the attempt is only being told of."""
+    """Return the leading node of an attempt whose start event is among the new ones."""
     nodes = (
         event.data.get("nodes") for one in fresh for event in one.events if event.kind == EventKind.ATTEMPT_STARTED
     )
@@ -78,12 +78,12 @@ def first_node(fresh: Sequence[NewEvents]) -> str:
 
 
 def _first_tier(view: RunView, node: str) -> str:
-    """Where the checkpoint was committed; empty for the run's own folder."""
+    """Return the tier in which checkpoints are committed; empty for the run's own folder."""
     config, folder = view.config.checkpoint, view.folder
     if not config.tiers:
         return ""
     try:
-        # Late: it brings fsspec, which runs without tiers do not need here.
+        # Imported late: fsspec is needed only for runs with tiers.
         from checkpointing.tiers.tier import resolve_tiers
 
         path = resolve_tiers(config, folder.checkpoints, folder.name, node)[0].path

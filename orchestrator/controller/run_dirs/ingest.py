@@ -1,4 +1,4 @@
-"""Run directories into the registry: events from where the last tick stopped reading, and the newest progress."""
+"""Transfer of run directories into the registry: new events since the last pass, and the newest progress."""
 
 import logging
 import os
@@ -29,20 +29,20 @@ from trainer.contract.failures.outcome import Failure, FailureKind
 from trainer.contract.user_code.code_record import CodeRecord
 
 UNREADABLE_EVENT = "event.unreadable"
-"""The notice of an event that lacks what its kind must have."""
+"""Kind of the notice for an event that lacks required fields."""
 
 log = logging.getLogger(__name__)
 
 
 def ingest(store: Store, view: RunView, *, epoch: int, now: float, files: Files | None = None) -> bool:
-    """Take in what the newest attempt has written since the last time; whether there was anything new.
+    """Store the newest attempt's new events and progress; return whether there were any.
 
     Raises RunDirHangs.
     """
     files, place = files or DirectFiles(), view.attempt_dir
     names = files.call(view.folder.path, lambda: event_files(place))
     cursors = {path: store.cursor(view.run.name, str(path.relative_to(view.folder.path))) for path in names}
-    # Each file is read on its own: one tick late is no harm, a torn order between files is none either.
+    # Files are read independently: neither a delay of one pass nor a different order between files does harm.
     fresh = files.call(
         view.folder.path, lambda: [one for path in names if (one := read_new_events(view, path, cursors))]
     )
@@ -58,7 +58,7 @@ def ingest(store: Store, view: RunView, *, epoch: int, now: float, files: Files 
 
 def _apply(store: Store, view: RunView, fresh: NewEvents, paths: TierPaths, epoch: int, now: float) -> None:
     def take() -> None:
-        # Rows and cursor in one transaction: an event counts once, whenever the controller dies.
+        # Rows and cursor share a transaction, so that an event counts once even if the controller dies.
         for event in fresh.events:
             _handle(_EventWriter(store, view, event, epoch, now, paths))
         store.set_cursor(view.run.name, fresh.name, fresh.end, epoch=epoch)
@@ -73,14 +73,14 @@ def _handle(writer: "_EventWriter") -> None:
     try:
         handler(writer)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        # Written by another version, or damaged: the run goes on to be judged by all that can be read.
+        # Written by another version, or damaged: judge the run by everything readable.
         why = f"without {error}" if isinstance(error, KeyError) else str(error)
         log.warning("%s/%d: event %s cannot be read: %s", writer.run, writer.attempt, writer.event.kind, why)
         _notice(writer, "", unread=writer.event.kind, reason=why, kind=UNREADABLE_EVENT)
 
 
 class _EventWriter:
-    """Writes one event into the registry."""
+    """Writer of one event into the registry."""
 
     def __init__(
         self, store: Store, view: RunView, event: Event, epoch: int, now: float, paths: TierPaths
@@ -118,13 +118,13 @@ class _EventWriter:
         self.store.put_generation(replace(before, **changes), epoch=self.epoch)
 
     def is_drilled(self) -> bool:
-        """Whether the configuration orders a fault in the event's generation."""
+        """Return whether the configuration orders a fault in the event's generation."""
         place = (self.attempt, self.event.generation)
         faults = ((each.attempt, each.generation) for each in self.view.config.drill.events)
         return any(all(wanted in (0, number) for wanted, number in zip(fault, place, strict=True)) for fault in faults)
 
     def blamed(self, node: str) -> str:
-        """The kind of failure for which this node was replaced; of older events, the one that its generation tells."""
+        """Return the kind of failure for which this node was replaced; for older events, its generation's failure."""
         if (kind := str(self.data.get("kind"))) in frozenset(FailureKind):
             return kind
         ended = [g for g in self.store.generations(self.run, self.attempt) if g.number == self.event.generation]
@@ -132,19 +132,19 @@ class _EventWriter:
         return str(failure["kind"]) if failure and node in Failure.from_json(failure).nodes else FailureKind.AGENT_LOST
 
     def known(self, name: str = "") -> Checkpoint | None:
-        """The row of the checkpoint that the event names, or of this name."""
+        """Return the row of the checkpoint with this name, by default the event's."""
         name = name or self.name
         rows = {item.name: item for item in self.store.checkpoints(self.run)}
         found = rows.get(name)
         if found is None or found.trust is not Trust.DELETED:
             return found
-        # Each time that a program's own one was set aside and moved back, or written anew, it got a row of its own.
+        # A program's own checkpoint gets a new row whenever it is moved back or rewritten.
         again = (".back", ".anew")
         back = [item for item in rows.values() if item.name.startswith(f"{name}.") and item.name.endswith(again)]
         return next((item for item in back if item.trust is not Trust.DELETED), found)
 
     def trust(self, to: Trust, reason: str) -> None:
-        """Change the trust of the checkpoint that the event names, where the table allows it."""
+        """Change the trust of the event's checkpoint if the table permits it."""
         self.doubt(self.known(), to, reason)
 
     def doubt(self, item: Checkpoint | None, to: Trust, reason: str) -> None:
@@ -152,13 +152,13 @@ class _EventWriter:
             self.store.trust(self.run, item.name, to, reason, epoch=self.epoch, now=self.now)
 
     def elsewhere(self) -> str:
-        """The tier of the event when it is not the one in which the checkpoint was committed; empty when it is."""
+        """Return the event's tier if it differs from the tier of the commit; empty otherwise."""
         tier, item = str(self.data.get("tier") or ""), self.known()
         home = "" if item is None else item.tier or str(self.view.folder.checkpoints)
         return tier if tier and not self.paths.same(tier, home) else ""
 
     def leave_home(self, trust: Trust, reason: str) -> None:
-        """The checkpoint is no longer good where it was committed: a copy takes its place, else its trust changes."""
+        """Replace a checkpoint that is bad in its own tier by one of its copies; without copies, change its trust."""
         item, name = self.known(), self.name
         copies = [copy for copy in self.store.copies(self.run) if copy.name == name]
         if item is None or item.trust is Trust.DELETED or not copies:
@@ -171,8 +171,8 @@ class _EventWriter:
 
 def _attempt_started(writer: _EventWriter) -> None:
     nodes = tuple(writer.data.get("nodes", ()))
-    began = writer.data.get("began")  # nodes join later, and older versions do not write it
-    # A node's clock may be hours ahead; the attempt's end is by the controller's: the difference is how long it ran.
+    began = writer.data.get("began")  # nodes may join later; older versions do not write it
+    # A node's clock may be hours ahead, but the end is by the controller's clock, and their difference is the run time.
     started = min(float(began) if began else writer.event.time, writer.now)
     writer.note(started_at=started, nodes=nodes)
     for node in nodes:
@@ -190,7 +190,7 @@ def _first_step(writer: _EventWriter) -> None:
         return
     step = writer.step
     writer.note(first_step=step)
-    # Another file of the attempt may have been read before: what a later generation resumed from is not its beginning.
+    # Another file of the attempt may have been read first; a later generation's resume is not the attempt's beginning.
     if row.resumed_from is not None and row.resumed_from >= step:
         writer.note(resumed_from=None)
 
@@ -239,34 +239,34 @@ def _flushed(writer: _EventWriter) -> None:
 
 
 def _suspect(writer: _EventWriter) -> None:
-    """The coordinator's word; ranks only say what they left out because of it."""
+    """Mark checkpoints as suspect at the coordinator's request; ranks only report what they skipped because of it."""
     if writer.event.source.startswith("rank-"):
         return
     for item in writer.store.checkpoints(writer.run):
-        # One of the same step that was saved later is another state.
+        # A checkpoint of the same step that was saved later holds a different state.
         if item.step == writer.step and item.committed_at <= writer.event.time:
             writer.doubt(item, Trust.SUSPECT, str(writer.data.get("reason", "suspect")))
 
 
 def _seen(writer: _EventWriter) -> None:
-    """One that a user's own program wrote: nobody can verify it, and its trust stays at that."""
+    """Record a checkpoint of a user's own program. It cannot be verified, so its trust stays COMMITTED."""
     step, path = writer.step, str(writer.data["path"])
     anew = str(writer.data.get("anew") or "")
     new, known = bool(writer.data.get("new")), writer.known(anew) is not None
-    # What is there when an attempt begins, and nobody has told of, was written when the one before it ended.
+    # An unreported checkpoint found at an attempt's start was written at the end of the previous attempt.
     written_by = writer.attempt if new or known else max(1, writer.attempt - 1)
     damage = str(writer.data.get("damage") or "")
     was = str(writer.data.get("was") or "")
-    # A sign of damage may be wrong, and the program may write it anew: only one that was set aside is called CORRUPT.
+    # A sign of damage may be wrong, and the program may rewrite the file: only a set-aside checkpoint becomes CORRUPT.
     checkpoint = Checkpoint(
         run=writer.run, name=writer.name, step=step, attempt=written_by,
         trust=Trust.CORRUPT if damage and was else Trust.COMMITTED,
         reason=f"it {damage}, as attempt {writer.attempt} saw it" if damage else "",
         bytes=writer.bytes, path=path, committed_at=writer.event.time, tier=os.path.dirname(path),
     )  # fmt: skip
-    if was:  # it was set aside, and has its place again
+    if was:  # it was set aside and is back in place
         writer.doubt(writer.known(was), Trust.DELETED, f"moved back to {path}")
-    if anew:  # the trust in the bytes before says nothing about these
+    if anew:  # trust in the previous bytes does not extend to these
         writer.doubt(writer.known(anew), Trust.DELETED, f"written anew by attempt {writer.attempt}")
     writer.store.put_checkpoint(checkpoint, epoch=writer.epoch)
     found_later = written_by < writer.attempt and not known and not writer.data.get("before_run")
@@ -276,7 +276,7 @@ def _seen(writer: _EventWriter) -> None:
 
 
 def _set_aside(writer: _EventWriter) -> None:
-    if writer.known() is None:  # it is set aside before anybody has told of it
+    if writer.known() is None:  # it is set aside before it was reported
         path = str(writer.data["path"])
         checkpoint = Checkpoint(
             run=writer.run, name=writer.name, step=writer.step, attempt=max(1, writer.attempt - 1),
@@ -295,21 +295,21 @@ def _restored(writer: _EventWriter) -> None:
     step = writer.step
     writer.generation(resumed_from=step, tier=str(writer.data.get("tier") or ""))
     row = writer.row()
-    # What a later generation resumes from the attempt has trained itself, from wherever it began.
+    # A later generation resumes from a state that the attempt has trained itself.
     if row.resumed_from is None and (row.first_step is None or row.first_step > step):
         writer.note(resumed_from=step)
     if writer.data.get("tier") == MEMORY:
-        return  # its bytes on the disk were not looked at
+        return  # its bytes on the disk were not read
     known = writer.known()
     if known is not None and known.trust in (Trust.SUSPECT, Trust.CORRUPT):
-        return  # a resume takes back no verdict: only a restore test does
+        return  # a resume reverses no verdict; only a restore test does
     writer.trust(Trust.RESTORED, f"attempt {writer.attempt} resumed from it")
 
 
 def _refused(writer: _EventWriter) -> None:
     reason, tier = str(writer.data.get("reason", "refused")), writer.elsewhere()
     if tier == MEMORY or writer.data.get("damaged") is False:
-        return  # nothing is wrong with its bytes on the disk, as far as anybody knows
+        return  # no known fault in its bytes on the disk
     if tier:
         writer.store.drop_copy(writer.run, writer.name, tier, epoch=writer.epoch)
         return
@@ -325,11 +325,11 @@ def _deleted(writer: _EventWriter) -> None:
 
 
 def _notice(writer: _EventWriter, node: str | None = None, *, kind: str = "", **more: Any) -> None:
-    """Kept for people and for the judgement of nodes, with what that needs to know besides."""
+    """Store a notice for people and for the assessment of nodes, with additional fields."""
     event = writer.event
     if node is None:
         node = str(writer.data.get("node") or "")
-    # Ranks count their events anew in every generation.
+    # Ranks restart their event numbers in every generation.
     source = f"{event.source}/{event.generation}" if event.source.startswith("rank-") else event.source
     drilled = {DRILLED: True} if writer.is_drilled() else {}
     notice = Notice(
@@ -340,7 +340,7 @@ def _notice(writer: _EventWriter, node: str | None = None, *, kind: str = "", **
 
 
 def _code_changed(writer: _EventWriter) -> None:
-    """A person who has resumed with this code and these packages knows of the change."""
+    """Store a code change, accepted if the user resumed with this code and these packages."""
     known = CodeRecord.from_identity(writer.view.run.identity)
     files, packages = writer.data.get("files") or {}, writer.data.get("packages") or {}
     accepted = False
@@ -352,13 +352,13 @@ def _code_changed(writer: _EventWriter) -> None:
 
 
 def _preflight(writer: _EventWriter) -> None:
-    """By the node's name: its agent's place in the job means nothing elsewhere."""
+    """Store a failed preflight under the node's name; an agent's index in the job has no meaning elsewhere."""
     if not writer.data["ok"]:
         _notice(writer, str(writer.data.get("name") or ""))
 
 
 def _spare_used(writer: _EventWriter) -> None:
-    """The attempt goes on, and no failure of it will tell of the node that was lost."""
+    """Store the loss of a node that a spare replaced; the attempt continues, so no failure will report the node."""
     lost, cluster = str(writer.data["instead"]), writer.view.run.domain
     _notice(writer, lost, **{TAKEN_FOR: writer.blamed(lost)})
     if lost and not traits(writer.view.run.cluster).simulated_nodes and not writer.data.get("drill"):
@@ -398,11 +398,11 @@ def _ingest_progress(store: Store, view: RunView, epoch: int, now: float, known:
     loss = known.loss if known.loss is not None else run.loss
     # The end of a workload is in its configuration.
     total = known.total if view.config.command and known.total else run.total_steps
-    # What an attempt began with it has not saved.
+    # The checkpoint an attempt resumed from was not saved by it.
     saved = attempt.saved_step
     if known.saved > max(saved or 0, attempt.resumed_from or 0):
         saved = known.saved
-    # By repr: a NaN is never equal to itself.
+    # Compare by repr, because NaN never equals itself.
     before = (run.step, run.loss, run.total_steps, attempt.last_step, attempt.saved_step)
     if repr(before) == repr((known.step, loss, total, known.step, saved)):
         return False

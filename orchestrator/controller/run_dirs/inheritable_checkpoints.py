@@ -1,4 +1,4 @@
-"""Where the checkpoints of a run lie, as far as this machine can see them."""
+"""Locations of a run's checkpoints that are visible from this machine."""
 
 import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -20,7 +20,7 @@ _NOT_AGAIN = frozenset({Trust.SUSPECT, Trust.CORRUPT, Trust.DELETED})
 
 
 def shared_places(config: CheckpointConfig, folder: RunDir) -> tuple[ResolvedTier, ...]:
-    """The tiers that every node and this machine see; the run's own folder stands for those that cannot be opened."""
+    """Return the tiers that every node and this machine share; the run's own folder if they cannot be opened."""
     if config.tiers:
         try:
             found = resolve_tiers(config, folder.checkpoints, folder.name, "this-machine")
@@ -32,7 +32,7 @@ def shared_places(config: CheckpointConfig, folder: RunDir) -> tuple[ResolvedTie
 
 @dataclass(frozen=True, kw_only=True)
 class Sight:
-    """Every committed checkpoint that can be seen, once, newest first; and by path the tiers that cannot be read."""
+    """Every visible committed checkpoint once, newest first, and the unreadable tiers by path."""
 
     entries: tuple[Entry, ...] = ()
     unread: Mapping[str, OSError] = field(default_factory=dict)
@@ -52,9 +52,9 @@ def look(places: Sequence[ResolvedTier]) -> Sight:
 
 @dataclass(frozen=True, kw_only=True)
 class OwnCheckpoints:
-    """Names of a run's checkpoints: those that its attempts have written, and the one that it began with.
+    """Names of a run's checkpoints: written by its attempts, or imported at its start.
 
-    A tier outside the run's folder may hold checkpoints of another run that has the same name in another registry.
+    A tier outside the run's folder may hold checkpoints of a run with the same name in another registry.
     """
 
     writers: frozenset[tuple[int, str]]
@@ -74,7 +74,7 @@ class OwnCheckpoints:
 
 
 def of_run(seen: Iterable[Entry], run: Run, attempts: Iterable[Attempt]) -> list[Entry]:
-    """Entries of this run's checkpoints; the one that it began with counts as of an attempt before its first."""
+    """Return the entries of this run's checkpoints; an imported one counts as from attempt 0."""
     own = OwnCheckpoints.from_rows(run, attempts)
     seen = list(seen)
     written = [entry for entry in seen if own.has_written(entry.name)]
@@ -82,7 +82,7 @@ def of_run(seen: Iterable[Entry], run: Run, attempts: Iterable[Attempt]) -> list
 
 
 def expected(places: Iterable[ResolvedTier], known: Iterable[Checkpoint], copies: Iterable[Copy]) -> set[str]:
-    """Names that must be in one of these places by what the registry knows."""
+    """Return the names that the registry expects in these places."""
     paths = {"", *(place.path for place in places)}
     places_of: list[Checkpoint | Copy] = [*known, *copies]
     return {item.name for item in places_of if item.tier in paths}
@@ -90,9 +90,9 @@ def expected(places: Iterable[ResolvedTier], known: Iterable[Checkpoint], copies
 
 @dataclass(frozen=True, kw_only=True)
 class RunCheckpoints:
-    """A run's checkpoints in shared tiers: those in sight, and the names that must be there by the registry.
+    """A run's checkpoints in shared tiers: visible entries, and names that the registry expects there.
 
-    `unread` are the tiers that cannot be read, by path; `newest_is_unread`: one of them may have the newest checkpoint.
+    `unread`: unreadable tiers by path; `newest_is_unread`: one of them may hold the newest checkpoint.
     """
 
     seen: tuple[Entry, ...] = ()
@@ -109,7 +109,7 @@ def find_checkpoints(
     known: Sequence[Checkpoint],
     copies: Sequence[Copy],
 ) -> RunCheckpoints:
-    """Return what the attempts before the next one have left; no tier is read for a run that begins from nothing."""
+    """Return the checkpoints of earlier attempts; for a run that starts from scratch no tier is read."""
     begun = bool(run.identity.get("imported"))
     if not earlier and not begun:
         return RunCheckpoints()
@@ -121,7 +121,7 @@ def find_checkpoints(
     in_sight = {entry.name for entry in seen}
     if newest is not None:
         hidden = newest.name not in in_sight
-    else:  # that there is none is certain only of a run that has never trained
+    else:  # only a run that has never trained certainly has no checkpoint
         hidden = not in_sight and (begun or any(attempt.last_step for attempt in earlier))
     return RunCheckpoints(
         seen=tuple(seen),
@@ -133,10 +133,10 @@ def find_checkpoints(
 
 @dataclass(frozen=True, kw_only=True)
 class Inheritance:
-    """Names of an attempt's launch token, each list newest first; not to find one of `checkpoints` is told as a fault.
+    """Checkpoint names of an attempt's launch token, newest first; missing `checkpoints` are reported as a fault.
 
-    `perhaps` are newer ones out of sight: most likely on nodes' own disks, and the next job may get the same nodes.
-    `corrupt` ones are in sight and never loaded: with nothing else, the attempt ends instead of beginning at step 0.
+    `perhaps`: newer, invisible checkpoints, probably on nodes' local disks; the next job may get the same nodes.
+    `corrupt`: visible but never loaded; if nothing else is left, the attempt ends instead of starting at step 0.
     """
 
     checkpoints: tuple[str, ...]
@@ -147,11 +147,11 @@ class Inheritance:
 def inheritable(
     seen: Iterable[Entry], known: Iterable[Checkpoint], attempt: int, expected: Collection[str] = ()
 ) -> Inheritance:
-    """What the attempt may load of what earlier ones have left.
+    """Return the checkpoints that the attempt may load from earlier ones.
 
-    In sight is what counts, whatever the registry has heard of deletions: all but the corrupt, a suspect only when
-    nothing older is left. With nothing of that, the `expected` ones are listed all the same: to begin from nothing must
-    never happen just because nothing was listed.
+    Visible entries count, whatever deletions the registry has recorded: all but corrupt ones, and suspect ones only if
+    nothing older is left. If that yields nothing, the `expected` names are listed, because a run must never restart
+    from scratch merely because the list is empty.
     """
     rows = {item.name: item for item in known if item.attempt < attempt}
     earlier = [entry for entry in seen if entry.attempt < attempt]

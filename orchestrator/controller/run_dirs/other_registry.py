@@ -1,4 +1,4 @@
-"""Whether another registry goes on with a run: two controllers would act on one folder without a common lease."""
+"""Check for another registry that drives the run: two controllers would act on one folder without a common lease."""
 
 import os
 import time
@@ -18,16 +18,16 @@ from trainer.contract.run_dir import RunDir
 
 @dataclass(frozen=True, kw_only=True)
 class OtherRegistry:
-    """Another registry that goes on with a run."""
+    """Another registry that drives a run."""
 
     what: str
-    hint: str  # what to type
+    hint: str  # command to type
 
 
 def find_other_registry(run: Run, attempts: Sequence[Attempt], registry: Path) -> OtherRegistry | None:
-    """The registry, other than `registry` with its `attempts`, that goes on with the run by the run's record.
+    """Return the registry, other than `registry` with its `attempts`, that drives the run according to its record.
 
-    A record that is missing, damaged or of another run names none.
+    Returns None if the record is missing, damaged or of another run.
     """
     folder = Path(run.run_dir)
     try:
@@ -50,7 +50,7 @@ def find_other_registry(run: Run, attempts: Sequence[Attempt], registry: Path) -
 
 
 def find_serving_registry(record: Record, registry: Path, now: float) -> OtherRegistry | None:
-    """The registry, other than `registry`, whose live controller serves the run of this record."""
+    """Return the registry, other than `registry`, whose live controller serves the run of this record."""
     run = record.run
     if run.state not in LIVE_RUNS or not is_other_registry(record.registry, registry):
         return None
@@ -65,13 +65,13 @@ def find_serving_registry(record: Record, registry: Path, now: float) -> OtherRe
 
 
 def refuse_other_registry(run: Run, attempts: Sequence[Attempt], registry: Path) -> None:
-    """Raise Precondition where another registry goes on with the run."""
+    """Raise Precondition if another registry drives the run."""
     if (other := find_other_registry(run, attempts, registry)) is not None:
         raise Precondition(other.what, where=run.run_dir, hint=other.hint)
 
 
 def read_leases(path: Path) -> list[Lease]:
-    """The leases of a registry; empty for one that is gone or cannot be read."""
+    """Return the leases of a registry; empty if it is gone or unreadable."""
     try:
         return fast_queries.leases(path, any_version=True) if path.exists() else []
     except (OSError, RegistryError):
@@ -79,7 +79,7 @@ def read_leases(path: Path) -> list[Lease]:
 
 
 def _is_at(run: Run, folder: Path) -> bool:
-    """Whether a record was made of this folder, and not of one that it was copied from."""
+    """Return whether a record was made for this folder rather than for the original of a copy."""
     try:
         return os.path.samefile(run.run_dir, folder)
     except OSError:

@@ -1,4 +1,4 @@
-"""The records in the run directories, written behind every commit; one that hangs, or is large, is owed for a while."""
+"""Writer of records into run directories after every commit; writes of hanging or large records are deferred."""
 
 import time
 from collections.abc import Callable
@@ -9,13 +9,13 @@ from orchestrator.registry.operations.run_record import Record, write_record, wr
 from trainer.contract.run_dir import RunDir
 
 AGAIN = 10.0
-"""Seconds between two tries for a directory that hangs."""
+"""Seconds between tries for a hanging directory."""
 RATE = 64 << 10
-"""Bytes a second that the record of one run may cost on average: a large one is written less often."""
+"""Average bytes per second for the record of one run; larger records are written less often."""
 
 
 class RecordWriter:
-    """To be called after every commit with the names of the runs that it changed, and at the end to write the rest."""
+    """Hook called after every commit with the names of changed runs; `write_owed` writes the rest at the end."""
 
     def __init__(self, store: Reads, files: Files, clock: Callable[[], float] = time.monotonic) -> None:
         self._store, self._files, self._clock = store, files, clock
@@ -24,7 +24,7 @@ class RecordWriter:
         self._not_before: dict[str, float] = {}
 
     def __call__(self, runs: set[str]) -> None:
-        """Write the records of these runs, and now and then those that are owed."""
+        """Write the records of these runs and, periodically, deferred ones."""
         now = self._clock()
         if self._owed and now - self._tried_at >= AGAIN:
             self._tried_at, runs, self._owed = now, runs | self._owed, set()
@@ -33,7 +33,7 @@ class RecordWriter:
         write_records(self._store, runs - early, self._write)
 
     def write_owed(self) -> None:
-        """Write what is owed, however much has been written before; not to where a directory hangs."""
+        """Write all deferred records regardless of the rate limit, except to hanging directories."""
         owed, self._owed = self._owed, set()
         write_records(self._store, owed, self._write)
 

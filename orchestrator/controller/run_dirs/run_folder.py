@@ -1,4 +1,4 @@
-"""The run directory: creation, repair, ownership and free room."""
+"""Run directory: creation, repair, ownership and free space."""
 
 import errno
 import os
@@ -40,11 +40,11 @@ T = TypeVar("T")
 
 
 class ForeignFolder(Exception):
-    """The run directory is another user's, or was exchanged while it was read."""
+    """Error of a run directory that is another user's or was exchanged during a read."""
 
 
 def in_own_folder(folder: Path, work: Callable[[], T]) -> T:
-    """The value of `work`, which reads no file of another user there; raises ForeignFolder, and what it raises."""
+    """Return the value of `work`, which reads no file of another user; raises ForeignFolder and its errors."""
     before = _identity(folder)
     with only_own_files():
         value = work()
@@ -54,7 +54,7 @@ def in_own_folder(folder: Path, work: Callable[[], T]) -> T:
 
 
 def foreign(folder: Path) -> str:
-    """Why a run directory must not be used; empty where it may, or is not there."""
+    """Return why a run directory must not be used; empty if it is usable or missing."""
     try:
         _identity(folder)
     except ForeignFolder as error:
@@ -63,26 +63,26 @@ def foreign(folder: Path) -> str:
 
 
 def _identity(folder: Path) -> tuple[int, int] | None:
-    """Which folder it is; None where there is none. A link to it must be the user's as well."""
+    """Return the folder's device and inode; None if it is missing. A link to it must be the user's as well."""
     try:
         for status in (os.lstat(folder), found := os.stat(folder)):
             if not is_trusted(status.st_uid):
                 raise ForeignFolder(f"the run directory belongs to {user_name(status.st_uid)}: {folder}")
-    except OSError:  # what uses it says so
+    except OSError:  # later use reports the error
         return None
     return found.st_dev, found.st_ino
 
 
 LEAST = 1 << 18
-"""Bytes that the small files of a job may take: with less, it cannot even say why it ends."""
+"""Bytes for the small files of a job; with less, it cannot even report why it ends."""
 _MOST_PROBED = 64 << 20
-"""Bytes that are written to see whether they can be: for more, what the file system says has to do."""
+"""Maximum bytes written as a probe; beyond that, the file system's own figure must suffice."""
 
 
 def missing_room(folder: RunDir, checkpoint: int) -> str:
-    """Why no job can be started in this run's folder, `disk full ...`; empty when one can.
+    """Return why no job can start in this run's folder, as `disk full ...`; empty if one can.
 
-    `checkpoint`: bytes of one that there has to be room for, besides the job's small files; 0: none.
+    `checkpoint`: bytes of a checkpoint that must fit besides the job's small files; 0 if none must.
     """
     free = _free(folder) if checkpoint else None
     if free is not None and free < checkpoint + LEAST:
@@ -93,9 +93,9 @@ def missing_room(folder: RunDir, checkpoint: int) -> str:
 
 
 def _free(folder: RunDir) -> int | None:
-    """Bytes that are free, and those that the next job frees first; None where the file system does not tell."""
-    from checkpointing.retention.garbage import find_debris  # storage backends: only after a disk was full
-    from checkpointing.tiers.catalog import Catalog  # the same
+    """Return the free bytes plus those the next job frees first; None if the file system does not report them."""
+    from checkpointing.retention.garbage import find_debris  # storage backends: only after a full disk
+    from checkpointing.tiers.catalog import Catalog  # likewise
 
     try:
         usage = shutil.disk_usage(folder.path)
@@ -107,13 +107,13 @@ def _free(folder: RunDir) -> int | None:
 
 _DRAFT = re.compile(r"\..+\.[0-9a-f]{8}(\..+)?\.[0-9a-f]{8}\.tmp")
 _ABANDONED = 86400.0
-"""Seconds after which nobody makes a folder out of a draft any more."""
+"""Seconds after which a draft counts as abandoned."""
 
 
 def hidden(run: Run, first: Attempt) -> str:
-    """Why the folder of a run whose jobs may have written there cannot be judged from this host; empty when it can.
+    """Return why the folder of a submitted run cannot be judged from this host; empty if it can.
 
-    A mount that is not there (yet) looks like an empty folder: only the run's own `run.json` shows that it is.
+    A missing mount looks like an empty folder; only the run's own `run.json` proves the mount.
     """
     folder, host = RunDir(Path(run.run_dir)), socket.gethostname()
     if why := foreign(folder.path):
@@ -131,14 +131,13 @@ def hidden(run: Run, first: Attempt) -> str:
 
 
 def ensure_run_dir(run: Run, first: Attempt, config: dict[str, Any]) -> RunDir:
-    """Make the folder of a run unless it stands; raises Precondition when another run's folder stands there.
+    """Make the folder of a run unless it exists. Raises Precondition if another run's folder is there.
 
-    `config` is that of its first attempt.
+    `config` is the first attempt's.
 
-    It is built beside its place under a name of its own and renamed: nobody ever sees half of it. The submitter and
-    a controller may both be at it, on two machines: each has a draft of its own, and the slower one takes the folder
-    of the faster one, whatever kept it from making its own.
-    Secrets that were staged for the run are moved in as the last thing, by either of them.
+    It is built as a draft beside its place and renamed, so no reader sees half of it. The submitter and a controller
+    may do this at the same time on two machines: each has its own draft, and the slower one uses the faster one's
+    folder, whatever error it met itself. Either of them finally moves in the secrets staged for the run.
     """
     final = RunDir(Path(run.run_dir))
     if not final.run.exists():
@@ -164,8 +163,8 @@ def ensure_run_dir(run: Run, first: Attempt, config: dict[str, Any]) -> RunDir:
 
 
 def _make(final: RunDir, run: Run, first: Attempt, config: dict[str, Any]) -> None:
-    """Build the folder as a draft and rename it; raises OSError where it already stands."""
-    # A root that is away, as one that is not mounted, is never made.
+    """Build the folder as a draft and rename it. Raises OSError if it already exists."""
+    # A missing root, such as an unmounted one, is never created.
     with temporary_folder(final.path.parent, f"{run.name}.{first.nonce}", mode=0o700) as path:
         draft = RunDir(path)
         draft.make()
@@ -182,7 +181,7 @@ def _make(final: RunDir, run: Run, first: Attempt, config: dict[str, Any]) -> No
 
 
 def _sweep_abandoned(root: Path) -> None:
-    """Remove old drafts of any run: their makers were killed, perhaps on a machine that makes no folder here again."""
+    """Remove old drafts of any run whose makers were killed; such a machine may never make a folder here again."""
     for path in root.iterdir():
         with suppress(OSError):
             if _DRAFT.fullmatch(path.name) and time.time() - path.lstat().st_mtime > _ABANDONED:
@@ -230,21 +229,20 @@ def _run_json(run: Run, first: Attempt) -> dict[str, Any]:
 def ensure_attempt_dir(
     folder: RunDir, attempt: Attempt, config: dict[str, Any], run_config: dict[str, Any] | None = None
 ) -> None:
-    """Make the folder of an attempt with its `intent.json`, and with its config where the run was submitted with
-    another one; repeating it changes nothing.
+    """Make an attempt's folder with `intent.json`, and its config if it differs from the run's; repeatable.
 
-    `run_config`: what `config` was derived from, of an attempt that is smaller than its run.
+    `run_config`: the run's config, for an attempt that is smaller than its run.
     """
     place = folder.attempt(attempt.number)
     place.make()
     if run_config is not None:
         write_durably(place.run_config, canonical(run_config))
     else:
-        place.run_config.unlink(missing_ok=True)  # somebody has given the run another config before it was submitted
+        place.run_config.unlink(missing_ok=True)  # the run got another config before this attempt was submitted
     content = canonical(config)
     try:
         known = folder.config_of(attempt.number).read_bytes() == content
-    except FileNotFoundError:  # somebody has removed it: the registry has it
+    except FileNotFoundError:  # removed by a user; the registry still has it
         known = False
     if not known:
         write_durably(place.config, content)
@@ -263,9 +261,9 @@ def ensure_attempt_dir(
 
 
 def _import_checkpoint(folder: RunDir, run: Run) -> None:
-    """The checkpoint that the run begins with, made beforehand: by links where there are any.
+    """Import the run's initial checkpoint, by hard links if possible.
 
-    Raises Precondition when it is gone, or on its way: without it the run would begin from nothing.
+    Raises Precondition if it is gone or being deleted: without it the run would start from scratch.
     """
     imported = run.identity.get("imported")
     if imported is None:
@@ -293,7 +291,7 @@ def _import_checkpoint(folder: RunDir, run: Run) -> None:
 
 
 def _keep_skips(first: AttemptDir, run: Run) -> None:
-    """Skip the batches that were skipped by the run with whose checkpoint this one begins."""
+    """Adopt the skipped batches of the run whose checkpoint this one starts from."""
     if skipped := (run.identity.get("imported") or {}).get("skipped"):
         skipped_batches.add(first, [Skip(**fields) for fields in skipped])
 
@@ -307,9 +305,9 @@ def _linked(source: str, target: str) -> None:
 
 
 def _copy_code(folder: RunDir, config: dict[str, Any], order: dict[str, Any] | None) -> None:
-    """Copy the folders of `workload.path` to `code/0`, `code/1`, ... when the config asks for it.
+    """Copy the folders of `workload.path` to `code/0`, `code/1`, ... if the config requests it.
 
-    A restore test's are those of the run that it tests.
+    A restore test copies the code of the run under test.
     """
     workload = config.get("workload", {})
     if not workload.get("snapshot"):
@@ -333,7 +331,7 @@ def _copy_tree(source: Path, target: Path) -> None:
 
 
 def check_readable_code(folders: Iterable[Path]) -> None:
-    """Raise Precondition for a folder or file of the code that cannot be copied for `workload.snapshot`."""
+    """Raise Precondition if part of the code cannot be copied for `workload.snapshot`."""
     for folder in folders:
         for place, below, names in os.walk(folder):
             ignored = _not_copied(place, [*below, *names])
@@ -347,7 +345,7 @@ _NOT_CODE = shutil.ignore_patterns("__pycache__", "*.pyc", ".git", ".venv", ".my
 
 
 def _not_copied(place: str, names: list[str]) -> set[str]:
-    """What is made out of code, and what is neither a file, a folder nor a link: a pipe or a socket holds no code."""
+    """Return build products, pipes, sockets and other entries that are not code."""
     ignored = set(_NOT_CODE(place, names))
     for name in names:
         with suppress(OSError):
@@ -363,5 +361,5 @@ def _unreadable(path: str) -> Precondition:
 
 
 def has_outcome(folder: RunDir) -> bool:
-    """Whether the newest attempt says that it has ended."""
+    """Return whether the newest attempt has an outcome."""
     return any(place.outcome.exists() for place in folder.all_attempts()[-1:])

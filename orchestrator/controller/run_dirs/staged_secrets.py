@@ -1,7 +1,7 @@
-"""The secrets of a run before it has a folder: one private file beside that, which whoever makes the folder moves in.
+"""Secrets of a run before its folder exists: one private file beside it, moved in by the maker of the folder.
 
-It is written before the run is in the registry: a controller that is faster than the submitter, or finishes what a
-dead one began, has the values too. The file is never copied.
+It is written before the run is in the registry, so that a controller that is faster than the submitter, or completes a
+dead one's work, has the values too. The file is never copied.
 """
 
 import os
@@ -17,7 +17,7 @@ from trainer.contract.secrets.run_secrets import RunSecrets, SecretsRefused, exp
 
 _BEGINNING, _END = ".secrets-", ".json"
 _ABANDONED = 86400.0
-"""Seconds after which a file is what a submitter left that was killed before it had made a run."""
+"""Seconds after which a file counts as abandoned by a killed submitter."""
 
 
 def _staged(root: Path, nonce: str) -> Path:
@@ -26,7 +26,7 @@ def _staged(root: Path, nonce: str) -> Path:
 
 @contextmanager
 def staged(root: Path, nonce: str, secrets: RunSecrets) -> Iterator[None]:
-    """Write them for the run that is recorded inside, and take them back when that fails; raises Precondition."""
+    """Write the secrets for the run recorded inside the context; delete them if that fails. Raises Precondition."""
     if not secrets:
         yield
         return
@@ -50,25 +50,25 @@ def staged(root: Path, nonce: str, secrets: RunSecrets) -> Iterator[None]:
 
 
 def discard(root: Path, nonce: str) -> None:
-    """Delete what was staged, if it was."""
+    """Delete the staged secrets, if any."""
     _staged(root, nonce).unlink(missing_ok=True)
 
 
 def adopt(folder: RunDir, nonce: str) -> None:
-    """Move what was staged for this run into its folder; repeating it changes nothing."""
+    """Move the secrets staged for this run into its folder; repeatable."""
     with suppress(FileNotFoundError):
         os.rename(_staged(folder.path.parent, nonce), folder.secrets)
 
 
 def copy_to_test(order: Mapping[str, Any], names: Sequence[str], target: RunDir) -> None:
-    """Give a restore test the values of the run that it tests; raises Precondition, OSError."""
+    """Give a restore test the secrets of the run under test. Raises Precondition and OSError."""
     if names:
         values = require(RunDir(Path(order["run_dir"])), names).values
         RunSecrets(values={name: values[name] for name in names}).create(target.secrets)
 
 
 def require(folder: RunDir, names: Sequence[str]) -> RunSecrets:
-    """The run's secrets; raises Precondition when one of these has no value."""
+    """Return the run's secrets. Raises Precondition if one of these names has no value."""
     try:
         found = RunSecrets.read(folder.secrets) if names else RunSecrets()
     except SecretsRefused as refused:
@@ -81,7 +81,7 @@ def require(folder: RunDir, names: Sequence[str]) -> RunSecrets:
 
 
 def _sweep(root: Path) -> None:
-    """Delete what killed submitters left."""
+    """Delete the files of killed submitters."""
     for path in root.glob(f"{_BEGINNING}*{_END}"):
         with suppress(OSError):
             if time.time() - path.lstat().st_mtime > _ABANDONED:

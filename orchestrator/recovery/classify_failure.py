@@ -1,4 +1,4 @@
-"""How an attempt ended and why: pure, from evidence only."""
+"""End and cause of an attempt, judged from evidence only. Pure."""
 
 import re
 from dataclasses import dataclass, replace
@@ -20,27 +20,27 @@ from trainer.contract.failures.outcome import (
 LOST_AFTER = 60.0
 """Seconds of answered look-ups without the job, and of a silent heartbeat, before a job counts as lost."""
 RECORD_WITHIN = 300.0
-"""Like LOST_AFTER, while accounting does not answer: it may still name the cause."""
+"""Replaces LOST_AFTER while accounting does not answer, because accounting may still name the cause."""
 OUTCOME_GRACE = 5.0
 """Seconds that an outcome may take to become visible after the job was seen ended."""
 GONE_AFTER = 5.0
-"""Seconds of answered look-ups without the job that an outcome needs as company."""
+"""Seconds of answered look-ups without the job after which an existing outcome is accepted."""
 LEAVING_LIMIT = 600.0
-"""Seconds in COMPLETING after which the attempt is fenced off, and the next one begins without waiting for it."""
+"""Seconds in COMPLETING after which the attempt is fenced and the next one starts without waiting for it."""
 
 
 class End(StrEnum):
-    """What can be said about an attempt's end."""
+    """Kinds of ends of an attempt."""
 
-    OPEN = "open"  # it lives, or nothing certain is known
+    OPEN = "open"  # alive, or nothing certain is known
     FINISHED = "finished"
-    FAILED = "failed"  # ended before its work was done, for whatever reason
+    FAILED = "failed"  # ended before its work was done, for any reason
     LOST = "lost"  # Slurm no longer knows the job
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """The end of an attempt with its reason; `failure` is set for FAILED and LOST."""
+    """End of an attempt with its reason; `failure` is set for FAILED and LOST."""
 
     end: End
     reason: str
@@ -48,23 +48,23 @@ class Verdict:
 
 
 def judge(evidence: Evidence) -> Verdict:
-    """Whether the attempt is over. Silence is never an end."""
-    # Without an answer from the scheduler the state is unknown, whatever the files say.
+    """Return the verdict on an attempt. Missing reports do not end an attempt."""
+    # Without an answer from the scheduler the state is unknown, whatever the files show.
     if not evidence.answered:
         return Verdict(end=End.OPEN, reason="the scheduler does not answer: nothing is assumed")
     if evidence.job is None:
         return _judge_absent(evidence)
-    # A job that is leaving still has processes; a stuck one is fenced off instead of waited for.
+    # A job in COMPLETING still has processes; a stuck one is fenced instead of waited for.
     if evidence.job_leaving:
         if evidence.leaving_for < LEAVING_LIMIT:
             return Verdict(end=End.OPEN, reason=f"job {evidence.job.job_id} is {evidence.job.state}")
         return _ended(evidence)
-    # Slurm says that the node which leads is out of the job, and the job says nothing any more.
+    # Slurm reports that the leading node has left the job, and the heartbeat is silent.
     if evidence.leader_gone and evidence.silent_for >= LOST_AFTER:
         return _without_leader(evidence, evidence.job)
     if not evidence.job_ended:
         return Verdict(end=End.OPEN, reason=f"job {evidence.job.job_id} is {evidence.job.state}")
-    # The program ended by itself: its own word may become visible a little later.
+    # The program ended on its own, so its outcome may become visible a little later.
     by_itself = evidence.job.state in _BY_ITSELF
     if evidence.outcome is None and evidence.started and by_itself and evidence.ended_for < OUTCOME_GRACE:
         return Verdict(end=End.OPEN, reason=f"job {evidence.job.job_id} has ended: waiting for its outcome file")
@@ -72,7 +72,7 @@ def judge(evidence: Evidence) -> Verdict:
 
 
 def _without_leader(evidence: Evidence, job: JobStatus) -> Verdict:
-    """With --no-kill such a job would stay to its time limit and do nothing: it is over, and is cancelled."""
+    """Return the verdict on a job without its leader, which with --no-kill would idle until its time limit."""
     if evidence.outcome is not None:
         return _ended(evidence)
     reason = f"{evidence.leader_gone}, which led job {job.job_id}, is out of the job and its heartbeat is silent"
@@ -109,51 +109,51 @@ _SLURM_KINDS = {
     "RECONFIG_FAIL": FailureKind.LAUNCH_FAILED,
     "OUT_OF_MEMORY": FailureKind.OUT_OF_MEMORY,
 }
-"""States in which Slurm itself names the cause: they stay what they are."""
+"""Failure kinds of the states in which Slurm itself names the cause."""
 
 _BY_ITSELF = frozenset({"COMPLETED", "FAILED"})
 """States that Slurm derives from the exit of the batch script."""
 _TAKEN_AWAY = frozenset({"CANCELLED", "REVOKED"})
-"""States that a person's scancel leaves."""
+"""States after a person's scancel."""
 _SENDERS = kinds_with(lambda traits: traits.asked_by_slurm)
-"""Why Slurm asks a job to stop."""
+"""Failure kinds for which Slurm asks a job to stop."""
 _STOPS = kinds_with(lambda traits: traits.asked_to_stop)
-"""Why the job itself says that it had to stop."""
+"""Failure kinds that the job itself reports as the reason to stop."""
 _SLURMS = re.compile(r"CANCELLED AT .{0,100} DUE TO ")
 _SRUN_SIGNALLED, _LOST = "srun: forcing job termination", FailureKind.AGENT_LOST
 _OWN_CAUSES = kinds_with(lambda traits: traits.seen_inside)
-"""Causes that the job saw from inside and that Slurm's word about its end must not cover."""
+"""Causes that the job saw from inside; Slurm's report of its end must not hide them."""
 
 
 def classify(evidence: Evidence) -> Failure:
-    """The earliest root cause of an attempt that ended without finishing."""
+    """Return the earliest root cause of an attempt that ended without finishing."""
     job, outcome = evidence.job, evidence.outcome
-    # A person's cancel explains the end, whatever the end looked like from inside.
+    # A user's cancel explains the end, whatever it looked like from inside.
     if evidence.cancel_asked:
         return Failure(kind=FailureKind.CANCELLED, reason="cancelled by `orch cancel`")
-    # Seen from inside, before Slurm took the job down.
+    # Seen from inside, before Slurm ended the job.
     if outcome is not None and outcome.failure is not None and outcome.failure.kind in _OWN_CAUSES:
         return outcome.failure
     # Of two releases of orch, the older one may not know what the newer one refuses.
     refused = next((report for report in evidence.reports if report.end is AgentEnd.REFUSED), None)
     if refused is not None:
         return Failure(kind=FailureKind.INSTALLATION, reason=refused.reason, node=refused.name)
-    # Whatever its end looks like: it was told to stop, and cancelled, while it waited for nodes.
+    # The job was asked to stop and cancelled while it waited for nodes; that explains any end.
     if evidence.gave_up:
         return Failure(kind=FailureKind.NODES_MISSING, reason=evidence.gave_up)
-    # A requeued job must not train again: somebody else restarted it, and orch ended it.
+    # A requeued job must not train again: it was restarted from outside, and orch ended it.
     if job is not None and (job.restarts > 0 or (evidence.requeued and job.state in _TAKEN_AWAY)):
         return _requeued(evidence, job)
-    # A coordinator that stood still cannot speak for itself.
+    # A coordinator that stalled cannot report its own end.
     if outcome is None and (stood := _stood_still(evidence, job)) is not None:
         return stood
-    # Somebody took the job away from it; whether it could still save on the way out does not ask for a restart.
+    # The job was cancelled from outside. It is not restarted, saved or not.
     by_others = job is not None and job.state in _TAKEN_AWAY and not evidence.silenced
     if by_others and job and outcome and (outcome.result is AttemptResult.STOPPED or _stop_failed(outcome)):
         saved = _saved(evidence) if outcome.failure is None else f"; {outcome.failure.reason}"
         said = f"job {job.job_id} was cancelled, not by orch{saved}"
         return Failure(kind=FailureKind.CANCELLED, reason=said, step=outcome.step or None)
-    # Its time ran out while it could not save: more time would not have helped.
+    # Its time limit passed while saves failed, so more time would not have helped.
     if evidence.saves_failing and job is not None and _SLURM_KINDS.get(job.state) is FailureKind.TIME_LIMIT:
         reason = f"job {job.job_id} reached its time limit: {evidence.saves_failing}"
         return Failure(kind=FailureKind.STORAGE, reason=reason)
@@ -164,7 +164,7 @@ def classify(evidence: Evidence) -> Failure:
     down = _down_node(job, outcome)
     if down is not None:
         return down
-    # The coordinator's last word wins over COMPLETED and FAILED.
+    # The coordinator's outcome takes precedence over COMPLETED and FAILED.
     if outcome is not None:
         return _by_outcome(evidence, outcome)
     if job is None:
@@ -175,9 +175,9 @@ def classify(evidence: Evidence) -> Failure:
 
 
 def _stood_still(evidence: Evidence, job: JobStatus | None) -> Failure | None:
-    """The end of an attempt whose coordinator fell silent: by its own node's word, by its peers', or by orch's cancel.
+    """Return the failure of a silent coordinator, by its own node's report, its peers' reports, or orch's cancel.
 
-    Only who was seen to stand still is named; silence alone may be the network's, or the file system's.
+    A node is named only if it was seen to stall; silence alone may be due to the network or the file system.
     """
     taken = job is not None and job.state in _TAKEN_AWAY and not evidence.silenced
     if taken or (job is not None and job.state in _SLURM_KINDS):
@@ -196,7 +196,7 @@ def _stood_still(evidence: Evidence, job: JobStatus | None) -> Failure | None:
 
 def _requeued(evidence: Evidence, job: JobStatus) -> Failure:
     kind = FailureKind.NODE_LOST if evidence.started else FailureKind.LAUNCH_FAILED
-    # Accounting does not tell how often it was started.
+    # Accounting does not report the number of restarts.
     times = f" ({job.restarts} restarts)" if job.restarts else ""
     return Failure(kind=kind, reason=f"Slurm requeued job {job.job_id}{times}; orch ended it")
 
@@ -212,7 +212,7 @@ def _by_slurm(job: JobStatus, outcome: AttemptOutcome | None) -> Failure:
         return replace(seen, kind=kind, node=node, reason=f"{reason}; the job saw: {seen.reason}")
     reason = f"{reason}; {MORE_MEMORY}" if kind is FailureKind.OUT_OF_MEMORY else reason
     step = outcome.step if outcome else None
-    # What Slurm could not launch has not exited.
+    # A job that Slurm could not launch has no exit code.
     code = None if kind is FailureKind.LAUNCH_FAILED else job.exit_code
     return Failure(kind=kind, reason=reason, node=node, step=step, exit_code=code, signal=job.signal)
 
@@ -239,9 +239,9 @@ def _by_outcome(evidence: Evidence, outcome: AttemptOutcome) -> Failure:
 
 
 def _by_sender(evidence: Evidence, stopped: Failure) -> Failure:
-    """The stop of an attempt that got a signal, which is the same for a preemption, a time limit and a lost node."""
+    """Return the failure of an attempt that got a signal, the same for preemption, time limit and lost node."""
     job = evidence.job
-    # Slurm's own words on every node where it ends a step.
+    # Slurm prints its own message on every node whose step it ends.
     said = next(
         (match for match in scan(evidence.tails) if match.kind in _SENDERS and _SLURMS.search(match.line)), None
     )
@@ -257,7 +257,7 @@ def _by_sender(evidence: Evidence, stopped: Failure) -> Failure:
 
 
 def _stop_failed(outcome: AttemptOutcome) -> bool:
-    """Whether ranks that were asked to stop did not save and end in time."""
+    """Return whether ranks that were asked to stop failed to save and exit in time."""
     return outcome.failure is not None and outcome.failure.kind in _STOPS
 
 
@@ -276,13 +276,13 @@ def _by_logs(evidence: Evidence, job: JobStatus) -> Failure:
 
 def _from_logs(evidence: Evidence, job: JobStatus) -> tuple[FailureKind, str]:
     matches = scan(evidence.tails)
-    # What is killed after somebody cancelled the job does not explain that.
+    # Processes killed after a cancel do not explain the cancel.
     found = earliest(before_cancel(matches) if job.state in _TAKEN_AWAY else matches)
     ended = f"job {job.job_id} ended as {job.state} without an outcome"
-    # Logs full of echoes do not explain away that somebody cancelled the job.
+    # Echoes in the logs do not hide that the job was cancelled.
     if job.state in _TAKEN_AWAY and (found is None or found.role is not Role.ROOT):
         return FailureKind.CANCELLED, f"job {job.job_id} was cancelled, not by orch"
-    # The agents' last word, and the disk that has no outcome, say why there is none.
+    # The agents' last report and the full or broken disk explain why the outcome is missing.
     rooted = found is not None and found.role is Role.ROOT
     if job.exit_code == ExitCode.STORAGE or (evidence.disk and not rooted):
         why = evidence.saves_failing or evidence.disk or "its storage took no more, by its exit code (74)"
@@ -290,7 +290,7 @@ def _from_logs(evidence: Evidence, job: JobStatus) -> tuple[FailureKind, str]:
     if evidence.lost_interpreter and not evidence.started:
         cure = "put its environment back, or add cluster.python=PATH to `orch resume`"
         return FailureKind.LAUNCH_FAILED, f"{ended}: its interpreter {evidence.lost_interpreter} is gone; {cure}"
-    # srun answers its own SIGTERM with SIGKILL to the step: no rank could save, and no agent has failed.
+    # srun reacts to its own SIGTERM with SIGKILL to the step: no rank could save, and no agent has failed.
     if any(_SRUN_SIGNALLED in match.line for match in matches) and (found is None or found.kind is _LOST):
         cure = f"`scancel -s TERM {job.job_id}` and `orch cancel` let it save"
         return FailureKind.PREEMPTED, f"{ended}: srun got SIGTERM, as by `scancel --full`, and killed its step; {cure}"

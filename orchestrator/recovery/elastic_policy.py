@@ -15,7 +15,7 @@ from trainer.contract.time_spans import span
 
 @dataclass(frozen=True, kw_only=True)
 class WorldSize:
-    """Nodes of one attempt; `overrides` are the keys in which its config differs from the run's."""
+    """Nodes of one attempt; `overrides` are the config keys in which it differs from the run."""
 
     nodes: int
     spare_nodes: int = 0
@@ -23,19 +23,19 @@ class WorldSize:
 
     @property
     def all_nodes(self) -> int:
-        """What is asked of the scheduler."""
+        """Number of nodes requested from the scheduler."""
         return self.nodes + self.spare_nodes
 
 
 def full_size(config: RunConfig) -> WorldSize:
-    """What the run itself asks for."""
+    """Return the size that the run itself requests."""
     return WorldSize(nodes=config.cluster.nodes, spare_nodes=config.cluster.spare_nodes)
 
 
 def world_sizes(config: RunConfig) -> tuple[WorldSize, ...]:
-    """The sizes that an attempt may have, largest first: the full one, with fewer spare nodes, with fewer nodes.
+    """Return the possible sizes of an attempt, largest first: full, with fewer spare nodes, with fewer nodes.
 
-    Only the full one where `cluster.min_nodes` is 0.
+    Only the full size is possible if `cluster.min_nodes` is 0.
     """
     cluster = config.cluster
     if not cluster.min_nodes:
@@ -49,7 +49,7 @@ def world_sizes(config: RunConfig) -> tuple[WorldSize, ...]:
 
 
 def smaller_world(config: RunConfig, nodes: int) -> WorldSize | None:
-    """The run on so many nodes, fewer than its own, with the same batch; None where that does not divide.
+    """Return the run on this smaller number of nodes with the same batch; None if the batch does not divide.
 
     A rank has no more sequences in a forward pass than in the full world; tensor, context, expert and pipeline
     parallelism stay.
@@ -69,9 +69,9 @@ def smaller_world(config: RunConfig, nodes: int) -> WorldSize | None:
 
 
 def _micro(config: RunConfig, share: int) -> int | None:
-    """The largest divisor of a rank's share that fits where a forward pass of the full world does.
+    """Return the largest divisor of a rank's share that is at most the full world's micro-batch size.
 
-    None where the pipeline cannot take so many micro-batches.
+    Returns None if the pipeline does not accept that number of micro-batches.
     """
     train, pipeline = config.train, config.parallel.pipeline
     most = micro_batch_size(pipeline, train, config.parallel.data_parallel_size(config.cluster.world_size))
@@ -84,20 +84,20 @@ def _micro(config: RunConfig, share: int) -> int | None:
 
 
 def _smaller_mesh(config: RunConfig, ranks: int) -> dict[str, Any] | None:
-    """What changes in `parallel` for so many data-parallel ranks: no size grows, replicas shrink before shards."""
+    """Return the changes in `parallel` for this number of data-parallel ranks: no size grows, replicas shrink first."""
     parallel = config.parallel
     full = parallel.mesh_sizes(config.cluster.world_size)
     for shards in range(min(full.dp_shard, ranks), 0, -1):
         replicas, rest = divmod(ranks, shards)
         if replicas > full.dp_replicate:
-            return None  # and fewer shards would need still more
+            return None  # and fewer shards would need even more
         if not rest and can_share(config, shards * parallel.cp * parallel.tp, parallel.ep):
             return _changed(parallel, replicas, shards)
     return None
 
 
 def _changed(parallel: ParallelConfig, replicas: int, shards: int) -> dict[str, Any]:
-    """The keys that have to be set for this mesh; sizes that are left open stay open."""
+    """Return the keys to set for this mesh; sizes left open stay open."""
     changes: dict[str, Any] = {}
     if parallel.dp_replicate > 1 and replicas != parallel.dp_replicate:
         changes["dp_replicate"] = replicas
@@ -109,7 +109,7 @@ def _changed(parallel: ParallelConfig, replicas: int, shards: int) -> dict[str, 
 
 
 def resized(data: dict[str, Any], size: WorldSize) -> dict[str, Any]:
-    """The run's resolved config with the keys that this size changes."""
+    """Return the run's resolved config with the overrides of this size."""
     changed = copy.deepcopy(data)
     for key, value in size.overrides.items():
         section, _, name = key.partition(".")
@@ -118,19 +118,19 @@ def resized(data: dict[str, Any], size: WorldSize) -> dict[str, Any]:
 
 
 def fitting_nodes(config: RunConfig) -> Iterator[int]:
-    """Every number of nodes below `cluster.nodes` at which the run could train with the same batch, largest first."""
+    """Yield every node count below `cluster.nodes` at which the run could train with the same batch, largest first."""
     return (nodes for nodes in range(config.cluster.nodes - 1, 0, -1) if smaller_world(config, nodes) is not None)
 
 
 NODES, SPARES = "nodes", "spare_nodes"
 FULL_NODES, FULL_SPARES = "of", "of_spare_nodes"
-"""What the run itself asks for."""
+"""Nodes and spare nodes that the run itself requests."""
 BASE = "base"
-"""The digest of the run's config, which the attempt's was derived from."""
+"""Digest of the run's config, from which the attempt's was derived."""
 
 
 def choose_smaller_world(mine: Mapping[str, Any], full: Mapping[str, Any], base: str, reason: str) -> dict[str, Any]:
-    """Out of the sections `cluster` of both configs."""
+    """Describe a smaller world from the `cluster` sections of both configs."""
     return {
         NODES: int(mine.get("nodes", 1)),
         SPARES: int(mine.get("spare_nodes", 0)),
@@ -142,19 +142,19 @@ def choose_smaller_world(mine: Mapping[str, Any], full: Mapping[str, Any], base:
 
 
 def asked_nodes(world: Mapping[str, Any]) -> int:
-    """What a smaller attempt asked its scheduler for."""
+    """Return the number of nodes that a smaller attempt requested."""
     return int(world[NODES]) + int(world[SPARES])
 
 
 def on_nodes(world: Mapping[str, Any]) -> str:
-    """`on 3 of 4 nodes: 1 node was missing for 1h01m (recovery.patience=3600)`."""
+    """Return e.g. `on 3 of 4 nodes: 1 node was missing for 1h01m (recovery.patience=3600)`."""
     if world[NODES] < world[FULL_NODES]:
         return f"on {world[NODES]} of {_count(world[FULL_NODES], 'node')}: {world['reason']}"
     return f"with {world[SPARES]} of {_count(world[FULL_SPARES], 'spare node')}: {world['reason']}"
 
 
 def size_words(number: int, world: Mapping[str, Any] | None) -> str:
-    """The same with the number of the attempt, `attempt 3 runs on 3 of 4 nodes: ...`; empty for a full one."""
+    """Return `on_nodes` with the attempt, e.g. `attempt 3 runs on 3 of 4 nodes: ...`; empty for a full-size attempt."""
     return f"attempt {number} runs {on_nodes(world)}" if world else ""
 
 
@@ -164,7 +164,7 @@ def _count(count: int, noun: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class SizeChoice:
-    """What an attempt asks for, and why; `reason` is empty for the full size of a run that never had less."""
+    """Size of an attempt and its reason; the reason is empty at the full size of a run that was never smaller."""
 
     size: WorldSize
     reason: str = ""
@@ -172,21 +172,21 @@ class SizeChoice:
 
 @dataclass(frozen=True, kw_only=True)
 class LastAttempt:
-    """What the run's newest attempt had asked for, and how it ended."""
+    """Size of the run's newest attempt and its end."""
 
     asked: int  # nodes, spare ones included
     kind: FailureKind | None = None
     reason: str = ""  # of its failure
-    refused_for: float = 0.0  # seconds since the scheduler began to refuse jobs of this size
+    refused_for: float = 0.0  # seconds since the scheduler began to reject jobs of this size
 
 
 def give_up_waiting(
     sizes: Sequence[WorldSize], asked: int, waited: float, patience: float, usable: int | None
 ) -> str:  # fmt: skip
-    """Why a job that has waited for `asked` nodes is to make room for a smaller one; empty while it waits on.
+    """Return why a job that waits for `asked` nodes must make room for a smaller one; empty if it must not.
 
-    `sizes`: largest first; `waited`, `patience`: seconds; `usable`: nodes that are in service and not excluded, busy
-    ones too, None where the scheduler cannot tell.
+    `sizes`: largest first; `waited`, `patience`: seconds; `usable`: nodes in service and not excluded, busy nodes
+    included, None if the scheduler cannot report them.
     """
     if waited < patience:
         return ""
@@ -198,34 +198,34 @@ def give_up_waiting(
 
 
 def _missing(asked: int, usable: int | None) -> str:
-    """What the job has waited for."""
+    """Return a description of the nodes that the job has waited for."""
     if usable is None or usable >= asked:
         return f"{_nodes(asked)} {'was' if asked == 1 else 'were'} not free"
     return f"{_nodes(asked - usable)} {'was' if asked - usable == 1 else 'were'} missing"
 
 
 def needs_choice(sizes: Sequence[WorldSize], last: LastAttempt) -> bool:
-    """Whether it has to be asked what is in service: after most full attempts the next one is full."""
+    """Return whether the nodes in service matter: after most full-size attempts the next one is full-size too."""
     shrinks = last.kind in (FailureKind.NODES_MISSING, FailureKind.SUBMIT_DEFERRED)
     return len(sizes) > 1 and (shrinks or last.asked < sizes[0].all_nodes)
 
 
 def next_size(sizes: Sequence[WorldSize], last: LastAttempt, usable: int | None, patience: float) -> SizeChoice:
-    """What the next attempt asks for, after `last`.
+    """Return the size of the attempt after `last`.
 
     `sizes`, `usable` and `patience` as for `give_up_waiting`.
     """
     full = sizes[0]
-    # It was given up for want of nodes: whatever is free by now, the next one asks for less.
+    # It was ended for lack of nodes: the next attempt requests fewer, whatever is free by now.
     if last.kind is FailureKind.NODES_MISSING:
         smaller = [size for size in sizes if size.all_nodes < last.asked] or [sizes[-1]]
         return SizeChoice(size=_largest(smaller, usable), reason=last.reason)
-    # Where nodes are gone from the partition, a job of so many is not even queued.
+    # If nodes have left the partition, a job of this size is not even queued.
     short = last.kind is FailureKind.SUBMIT_DEFERRED and usable is not None and usable < last.asked
     if short and last.refused_for >= patience and _fits(sizes, usable):
         lasts = f"{_missing(last.asked, usable)} for {span(last.refused_for)}, and such a job is refused"
         return SizeChoice(size=_largest(sizes, usable), reason=f"{lasts} (recovery.patience={patience:g})")
-    # Nodes that went lost a moment ago may be back before `recovery.patience` is over.
+    # Recently lost nodes may return within `recovery.patience`.
     if last.asked >= full.all_nodes or len(sizes) == 1:
         return SizeChoice(size=full)
     size = full if usable is None else _largest(sizes, usable)
@@ -237,12 +237,12 @@ def next_size(sizes: Sequence[WorldSize], last: LastAttempt, usable: int | None,
 
 
 def _fits(sizes: Sequence[WorldSize], usable: int | None) -> bool:
-    """Whether the smallest of these sizes could start."""
+    """Return whether the smallest of these sizes could start."""
     return bool(sizes) and (usable is None or sizes[-1].all_nodes <= usable)
 
 
 def _largest(sizes: Sequence[WorldSize], usable: int | None) -> WorldSize:
-    """The largest size that fits, else the smallest, which can start first."""
+    """Return the largest size that fits, else the smallest, which can start first."""
     return next((size for size in sizes if usable is None or size.all_nodes <= usable), sizes[-1])
 
 

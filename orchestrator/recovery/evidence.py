@@ -1,4 +1,4 @@
-"""Evidence about one attempt, and known failure sentences in its logs. Pure."""
+"""Evidence about one attempt, and known failure messages in its logs. Pure."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from trainer.contract.failures.outcome import AgentReport, AttemptOutcome, Failu
 
 @dataclass(frozen=True, kw_only=True)
 class LogTail:
-    """The end of one agent's log, by the name of its file."""
+    """End of one agent's log, with its file name."""
 
     source: str
     text: str
@@ -20,59 +20,59 @@ class LogTail:
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """One look at an attempt; durations are seconds by the controller's own monotonic clock."""
+    """State of an attempt at one moment; durations are seconds by the controller's monotonic clock."""
 
     attempt: int
     answered: bool
-    """The scheduler answered in this look; without an answer there is no verdict."""
+    """Whether the scheduler answered; without an answer there is no verdict."""
     job: JobStatus | None
-    """The adopted job as the scheduler knows it; None when the answered look-ups do not know it."""
+    """Adopted job as the scheduler knows it; None if the answered look-ups do not include it."""
     unrecorded: bool = False
-    """The job has left the queue, and accounting, which knows its end, does not answer."""
+    """Whether the job has left the queue while accounting, which knows its end, does not answer."""
     absent_for: float = 0.0
-    """How long answered look-ups have not known the job."""
+    """Seconds of answered look-ups without the job."""
     ended_for: float = 0.0
-    """How long the job has been seen ended, or gone with an outcome left behind."""
+    """Seconds since the job was first seen ended, or gone with an outcome left behind."""
     leaving_for: float = 0.0
-    """How long the job has been seen leaving (COMPLETING)."""
+    """Seconds since the job was first seen leaving (COMPLETING)."""
     started: bool = False
-    """Agents have left a sign: a heartbeat or an event."""
+    """Whether agents have left a heartbeat or an event."""
     silent_for: float = 0.0
-    """How long the heartbeat has been seen unchanged (or missing)."""
+    """Seconds for which the heartbeat was seen unchanged or missing."""
     gone: tuple[str, ...] = ()
-    """Nodes that the scheduler has taken out of the job, which has spare ones, while it runs on."""
+    """Nodes that the scheduler has removed from a running job with spare nodes."""
     leader_gone: str = ""
-    """The node that led the job, when the scheduler has taken it out of the job and lets the rest run on."""
+    """Leading node, if the scheduler has removed it from the job and the others keep running."""
     outcome: AttemptOutcome | None = None
     cancel_asked: bool = False
     saved_step: int | None = None
-    """The newest step that this attempt saved, by its own events; None: none is known."""
+    """Newest step that this attempt saved, according to its own events; None if unknown."""
     tails: tuple[LogTail, ...] = ()
-    """Ends of the agents' logs, read only when the attempt left no outcome, or one that does not say who stopped it."""
+    """Ends of the agents' logs, read only if the attempt left no outcome or one without the sender of its stop."""
     near_limit: bool = False
-    """The attempt stopped when Slurm's signal was due, by the time limit that the job had in the end."""
+    """Whether the attempt stopped when Slurm's signal was due, by the job's final time limit."""
     leader: str = ""
-    """The node on which the attempt's coordinator runs, when it is known."""
+    """Node of the attempt's coordinator; empty if unknown."""
     reports: tuple[AgentReport, ...] = ()
-    """What agents left that ended without the coordinator's word, read only when the attempt left no outcome."""
+    """Reports of agents that ended without the coordinator, read only if the attempt left no outcome."""
     still_for: float = 0.0
-    """How long the silent job was watched without growth of any of its files; 0 while it need not be running."""
+    """Seconds for which the silent job was watched without growth of any file; 0 unless it must be running."""
     overstayed: float = 0.0
-    """How long the job was watched to run on although its attempt has left its outcome."""
+    """Seconds for which the job was watched to keep running after its attempt left its outcome."""
     saves_failing: str = ""
-    """Since when its saves fail, and why, by its newest heartbeat; empty while they work."""
+    """Since when and why saves fail, from the newest heartbeat; empty while they succeed."""
     disk: str = ""
-    """Why nothing can be written into the run's folder; only looked at when the job says nothing (any more)."""
+    """Why the run's folder is not writable; probed only if the job is silent."""
     lost_interpreter: str = ""
-    """The interpreter that the job's script names, where it is gone; only looked at when no agent has started."""
+    """Interpreter named in the job's script, if it is gone; checked only if no agent has started."""
     silenced: str = ""
-    """Why orch itself asked the attempt to stop: its heartbeat was silent."""
+    """Reason of orch's own stop request because of a silent heartbeat; empty if there was no request."""
     requeued: str = ""
-    """Why orch itself ended the job: Slurm had started it again."""
+    """Reason of orch's own cancel because Slurm had restarted the job; empty without a cancel."""
     gave_up: str = ""
-    """Why orch itself ended the job: it had waited too long for its nodes, and a smaller one follows."""
+    """Reason of orch's own cancel after too long a wait for nodes, before a smaller job; empty without a cancel."""
     odd: str = ""
-    """Names of the run directory at which something else stands than a file of ours, and what to do."""
+    """Paths of the run directory with a foreign or damaged entry, and the remedy."""
 
     @property
     def job_ended(self) -> bool:
@@ -84,11 +84,11 @@ class Evidence:
 
 
 class Role(StrEnum):
-    """What a sentence contributes to the cause."""
+    """Contribution of a log message to the cause."""
 
-    ROOT = "root"  # it is one by itself
-    CASCADE = "cascade"  # somebody else's end seen from here: it names no cause, and never replaces a root
-    TEARDOWN = "teardown"  # printed while everything is taken down: ignored
+    ROOT = "root"  # a cause in its own right
+    CASCADE = "cascade"  # the visible effect of another process's end: names no cause and never replaces a root
+    TEARDOWN = "teardown"  # printed during shutdown: ignored
 
 
 STANDS_FOR: dict[Meaning, tuple[FailureKind, Role]] = {
@@ -106,12 +106,12 @@ STANDS_FOR: dict[Meaning, tuple[FailureKind, Role]] = {
     Meaning.CANCELLED: (FailureKind.CANCELLED, Role.TEARDOWN),
     Meaning.TEARDOWN: (FailureKind.UNKNOWN, Role.TEARDOWN),
 }
-"""Of every meaning that a line of a job's log can have."""
+"""Failure kind and role of every meaning of a job's log line."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Match:
-    """One line of a log that the table of failure patterns knows."""
+    """Log line that matches the table of failure patterns."""
 
     kind: FailureKind
     role: Role
@@ -120,7 +120,7 @@ class Match:
 
 
 def scan(tails: Iterable[LogTail]) -> list[Match]:
-    """Every known line, in the order of the logs."""
+    """Return every known line, in the order of the logs."""
     known = (
         (tail.source, line, meaning) for tail in tails for line in tail.text.splitlines()
         if (meaning := log_line_says(line)) is not None
@@ -132,7 +132,7 @@ def scan(tails: Iterable[LogTail]) -> list[Match]:
 
 
 def before_cancel(matches: list[Match]) -> list[Match]:
-    """What each log says before Slurm writes there that it cancels the job."""
+    """Return the matches that precede Slurm's cancel message in each log."""
     cancelled: set[str] = set()
     found = []
     for match in matches:
@@ -144,7 +144,7 @@ def before_cancel(matches: list[Match]) -> list[Match]:
 
 
 def earliest(matches: list[Match]) -> Match | None:
-    """The first root cause; a cascade only when nothing better was said."""
+    """Return the first root cause, else the first cascade."""
     for role in (Role.ROOT, Role.CASCADE):
         for match in matches:
             if match.role is role:

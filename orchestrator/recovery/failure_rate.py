@@ -1,7 +1,7 @@
-"""PURE: how often a run of this size fails, from what its cluster and it have seen; the job plans its saves by it.
+"""Failure rate of a run of this size, from its cluster's and its own history; the job plans its saves by it. Pure.
 
-Failures are taken for a Poisson process of one rate per node, the rate's prior for a gamma distribution, whose mean
-after n failures in t node-seconds is (a + n) / (b + t).
+Failures are modelled as a Poisson process with one rate per node and a gamma prior. The posterior mean after n failures
+in t node-seconds is (a + n) / (b + t).
 """
 
 from collections.abc import Iterable
@@ -12,21 +12,21 @@ from trainer.contract.failures.outcome import FailureKind, Losses, kinds_with
 
 DAY = 86400.0
 WINDOW = 90 * DAY
-"""Older attempts than this say little about the cluster of today."""
+"""Seconds of history; older attempts carry little information about the present cluster."""
 
 
 _TRUST_IN_CLUSTER = 4.0
-"""Failures for which all experience with the cluster counts at most: runs differ in what they stress."""
+"""Maximum weight of the cluster's history, in failures: runs differ in the components they stress."""
 
 
 _OF_THE_CLUSTER = kinds_with(lambda traits: traits.losses is Losses.CLUSTER)
 _OF_A_RUN = kinds_with(lambda traits: traits.losses is not Losses.NOBODY)
-"""Ends that lose what was not saved."""
+"""Ends that lose unsaved work."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttemptSpan:
-    """One attempt as it counts here: whose it was, on how many nodes, for how long, and of what it fell on the way."""
+    """Attempt in the failure statistics: its run, nodes, duration and failures."""
 
     run: str
     nodes: int
@@ -36,7 +36,7 @@ class AttemptSpan:
 
 @dataclass(frozen=True, kw_only=True)
 class FailureCount:
-    """Failures in so many seconds of one node."""
+    """Number of failures within a number of node-seconds."""
 
     failures: int = 0
     node_seconds: float = 0.0
@@ -45,10 +45,10 @@ class FailureCount:
 def attempt_spans(
     attempts: Iterable[Attempt], failed_generations: Iterable[Generation], now: float
 ) -> list[AttemptSpan]:
-    """Started attempts with what they and their generations (`failed_generations` are those that failed) fell of.
+    """Return the started attempts with their failures and those of their generations.
 
-    An attempt's own failure counts where its last generation tells of none (the node died with its agent) and
-    something was lost with it.
+    `failed_generations` holds the generations that failed. An attempt's own failure counts if its last generation has
+    none (the node died with its agent) and work was lost.
     """
     of: dict[tuple[str, int], dict[int, FailureKind]] = {}
     for generation in failed_generations:
@@ -69,12 +69,12 @@ def attempt_spans(
 
 
 def _lost_work(attempt: Attempt) -> bool:
-    """A preempted job that could save has lost nothing."""
+    """Return whether work was lost; a preempted job that saved has lost nothing."""
     return attempt.last_step is None or attempt.saved_step is None or attempt.saved_step < attempt.last_step
 
 
 def count_failures(attempt_spans: list[AttemptSpan], run: str) -> tuple[FailureCount, FailureCount]:
-    """What other runs of the cluster have seen, and what this run has."""
+    """Return the counts of the cluster's other runs and of this run."""
     others = [one for one in attempt_spans if one.run != run]
     own = [one for one in attempt_spans if one.run == run]
     return _sum(others, _OF_THE_CLUSTER), _sum(own, _OF_A_RUN)
@@ -88,10 +88,10 @@ def _sum(attempt_spans: list[AttemptSpan], kinds: frozenset[FailureKind]) -> Fai
 
 
 def time_between_failures(nodes: int, *, node_days: float, cluster: FailureCount, run: FailureCount) -> float:
-    """Seconds between two failures of a job on `nodes` nodes.
+    """Return the mean seconds between failures of a job on `nodes` nodes.
 
-    To begin with one failure in `node_days` days of a node (64: a job of 64 nodes fails once a day; published rates of
-    large clusters lie between 42 and 427), then what the cluster has seen, then what the run itself has.
+    The prior is one failure per `node_days` node-days (64: a job of 64 nodes fails once a day; published rates of large
+    clusters lie between 42 and 427). The cluster's history updates it, then the run's own.
     """
     shape, exposure = 1.0 + cluster.failures, node_days * DAY + cluster.node_seconds
     weight = min(1.0, _TRUST_IN_CLUSTER / shape)

@@ -1,4 +1,4 @@
-"""Which nodes the next attempt avoids: only on evidence, only a share of the partition, only for a while."""
+"""Nodes that the next attempt avoids: only on evidence, a share of the partition, and for a limited time."""
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -12,52 +12,52 @@ from trainer.contract.failures.outcome import Failure, FailureKind
 from trainer.contract.time_spans import span
 
 REMEMBERED = 14 * 86400.0
-"""Seconds for which hangs and slowness tell something of a node: later it is another one, mended or moved."""
+"""Seconds for which hangs and slowness count against a node; by then it may be repaired or moved."""
 TWO_HANGS = 2
 _NOT_THE_NODE = frozenset({"desync", "network"})
-"""Incidents that a program, or two nodes together, have brought about."""
+"""Incidents caused by a program, or by two nodes together."""
 DRILLED = "drilled"
-"""Key of a notice: the run's configuration orders a fault in its generation."""
+"""Notice key: the run's configuration orders a fault in this generation."""
 TAKEN_FOR = "taken_for"
-"""Key of the notice of a spare: the kind of failure that its predecessor was replaced for."""
+"""Key in the notice of a spare: the failure kind for which its predecessor was replaced."""
 Place = tuple[str, int, int]
-"""A generation: run, attempt and its number."""
+"""Generation: run, attempt, number."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NodeRecord:
-    """What is known of one node, and of the others of its cluster."""
+    """Record of one node, and of the other nodes in its cluster."""
 
     name: str
     history: NodeHistory = field(default_factory=NodeHistory)
     others: NodeHistory = field(default_factory=NodeHistory)
     excluded_until: float = 0.0
-    # All of these since it was excluded last:
-    hangs: int = 0  # attempts in which one of its ranks stopped first
-    slow: int = 0  # attempts that it slowed down to their end
-    replaced: int = 0  # attempts in which a spare took its place, for a reason that says little by itself
-    faulty: str = ""  # what was found wrong with the node itself, while its job went on without it
-    by_person: bool = False  # it is excluded now, by a person's order
+    # Counts since its last exclusion:
+    hangs: int = 0  # attempts in which a rank on it stopped first
+    slow: int = 0  # attempts that it slowed down until their end
+    replaced: int = 0  # attempts in which a spare replaced it, for a reason that is weak evidence alone
+    faulty: str = ""  # fault of the node itself while its job continued without it
+    by_person: bool = False  # presently excluded by a person
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pool:
-    """The nodes a run may use; `size` is None where the scheduler does not tell."""
+    """Nodes that a run may use; `size` may be None (not reported by the scheduler)."""
 
     size: int | None
     needed: int
-    in_service: int | None = None  # where the job waits for want of nodes: those that people let it use, busy ones too
+    in_service: int | None = None  # nodes permitted by people, busy ones included, if the job waits for nodes
     known: tuple[NodeRecord, ...] = ()
-    node_days: float = 64.0  # of a node between two failures, before anything is known (checkpoint.auto.node_days)
+    node_days: float = 64.0  # node-days between failures, before any history (checkpoint.auto.node_days)
 
     @property
     def by_persons(self) -> frozenset[str]:
-        """Nodes that people keep jobs away from: their word holds whatever share may be excluded."""
+        """Nodes excluded by people; the share limit does not apply to them."""
         return frozenset(node.name for node in self.known if node.by_person)
 
     @property
     def excludable(self) -> int:
-        """Nodes that orch itself can spare without making the job impossible."""
+        """Number of nodes that orch can exclude without making the job impossible."""
         if self.in_service is not None:
             return max(0, self.in_service - self.needed)
         size = self.size if self.size is not None else len(self.known)
@@ -66,7 +66,7 @@ class Pool:
 
 @dataclass(frozen=True, kw_only=True)
 class Blame:
-    """Whether a failure puts its node on the list, until when, and why."""
+    """Whether a failure excludes its node, until when, and why."""
 
     node: str | None
     reason: str
@@ -74,7 +74,7 @@ class Blame:
 
 
 def blame(failure: Failure, pool: Pool, recovery: RecoveryConfig, now: float) -> Blame:
-    """Judge the node that `failure` names first."""
+    """Judge the first node that `failure` names."""
     if not failure.nodes:
         return Blame(node=None, reason="the failure names no node")
     return _blame(failure, failure.nodes[0], pool, recovery, now)
@@ -90,14 +90,14 @@ def _blame(failure: Failure, node: str, pool: Pool, recovery: RecoveryConfig, no
     history = record.history.again()
     if len(history.failed) == 1:
         return Blame(node=None, reason=f"{failure.kind} once on {node} is no evidence against it")
-    # A second, independent one soon after is a pattern.
+    # A second, independent failure soon after is a pattern.
     if is_worse(history, record.others, pool.node_days):
         return _capped(node, until, _often(node, history), pool, recovery, now)
     return Blame(node=None, reason=f"{_often(node, history)}: that may be chance")
 
 
 def nodes_to_exclude(failure: Failure | None, pool: Pool, recovery: RecoveryConfig, now: float) -> list[Blame]:
-    """Judge all nodes that the failure names, then those whose record speaks against them; each with its reason."""
+    """Judge the nodes that the failure names, then nodes with a bad record; each with its reason."""
     found: list[Blame] = []
     if failure is not None:
         found.append(blame(failure, pool, recovery, now))
@@ -112,17 +112,17 @@ def nodes_to_exclude(failure: Failure | None, pool: Pool, recovery: RecoveryConf
 
 
 def _without(pool: Pool, found: Sequence[Blame], now: float) -> Pool:
-    """The pool after these: what has just been taken out counts against the share that may be."""
+    """Return the pool after these exclusions, which count towards the share limit."""
     taken = {one.node for one in found}
     known = (replace(one, excluded_until=now + 1.0) if one.name in taken else one for one in pool.known)
     return replace(pool, known=tuple(known))
 
 
 def _reason_against(record: NodeRecord, recovery: RecoveryConfig, node_days: float) -> str:
-    """What speaks against a node although it has ended no attempt; empty when that is not enough."""
+    """Return the record's evidence against a node that ended no attempt; empty if it is insufficient."""
     if record.faulty:
         return f"{record.name}: {record.faulty}"
-    # The loss that a spare has mended is among the failures; it excludes like one that has ended its attempt.
+    # A loss covered by a spare counts as a failure and excludes the node like a loss that ended its attempt.
     if record.replaced and len(record.history.failed) > 1 and is_worse(record.history, record.others, node_days):
         return _often(record.name, record.history)
     if record.hangs >= TWO_HANGS:
@@ -134,14 +134,14 @@ def _reason_against(record: NodeRecord, recovery: RecoveryConfig, node_days: flo
 
 
 def drilled_generations(notices: Iterable[Notice]) -> set[Place]:
-    """Generations in which somebody brought a fault about: what happened there says nothing of a node."""
+    """Return the generations with an intended fault; their incidents do not count against nodes."""
     return {_place(one) for one in notices if one.kind == EventKind.DRILL or one.data.get(DRILLED)}
 
 
 def hangs(notices: Sequence[Notice]) -> dict[str, int]:
-    """By node: attempts in which one of its ranks was the first to stop, as incidents tell.
+    """Return by node the number of attempts in which one of its ranks stopped first, according to incidents.
 
-    A program that hangs does so again when it is restarted in place: only another attempt is independent of that.
+    A program that hangs does so again after a restart in place; only another attempt is independent evidence.
     """
     drilled = drilled_generations(notices)
     found: set[tuple[str, str, int]] = set()
@@ -155,7 +155,7 @@ def hangs(notices: Sequence[Notice]) -> dict[str, int]:
 
 
 def of_every_node(notices: Iterable[Notice]) -> Iterator[Notice]:
-    """An incident with several roots as one of each of their nodes; its own node is that of the first."""
+    """Yield an incident with several root causes once per node; its own node is the first one's."""
     for notice in notices:
         culprits = notice.data.get("culprits") if notice.kind == EventKind.INCIDENT else None
         rows = culprits if isinstance(culprits, list) else []
@@ -164,9 +164,9 @@ def of_every_node(notices: Iterable[Notice]) -> Iterator[Notice]:
 
 
 def slowness(notices: Sequence[Notice], generations: Mapping[tuple[str, int], int]) -> dict[str, int]:
-    """By node: attempts in whose last generation one of its ranks was a straggler and did not become as fast again.
+    """Return by node the attempts in whose last generation one of its ranks was a straggler and did not recover.
 
-    `generations`: how many the attempts (run, number) have had.
+    `generations`: number of generations by (run, attempt).
     """
     drilled = drilled_generations(notices)
     last: dict[tuple[str, str, int, object], bool] = {}
@@ -190,7 +190,7 @@ def faulty(
         told, reason = notice.data, str(notice.data.get("reason", ""))
         if told.get("drill"):
             continue
-        # Where nobody trained, all nodes may have suffered from the same thing; the attempt's failure names one if not.
+        # If no rank trained, all nodes may share the fault; otherwise the attempt's failure names one.
         if notice.kind == EventKind.PREFLIGHT and generations.get((notice.run, notice.attempt), 0) > 0:
             found[notice.node] = f"it failed its checks: {reason}"
         elif notice.kind == EventKind.SPARE_USED and (notice.run, notice.attempt, notice.node) in gone:
@@ -202,7 +202,7 @@ def faulty(
 
 
 def replaced(notices: Sequence[Notice]) -> dict[str, int]:
-    """By node: attempts in which a spare took its place."""
+    """Return by node the number of attempts in which a spare replaced it."""
     drilled = drilled_generations(notices)
     spares = [
         one
@@ -221,7 +221,7 @@ def _place(notice: Notice) -> Place:
 
 
 def _by_node(found: Collection[tuple[str, str, int]]) -> dict[str, int]:
-    """How often each node is named, by whom ever."""
+    """Count how often each node is named."""
     return dict(Counter(node for node, _, _ in found if node))
 
 
@@ -235,18 +235,18 @@ def _capped(node: str, until: float, reason: str, pool: Pool, recovery: Recovery
 
 
 def exclusion_limit(pool: Pool, recovery: RecoveryConfig) -> int:
-    """Most nodes that orch may exclude: the configured share, one at least where one can be spared."""
+    """Return how many nodes orch may exclude: the configured share, or at least one if one can be spared."""
     size = pool.size if pool.size is not None else len(pool.known)
     return min(pool.excludable, max(1, int(size * recovery.exclude_share)))
 
 
 def avoided(pool: Pool, recovery: RecoveryConfig, now: float) -> tuple[str, ...]:
-    """Nodes that the next job must not get: those of people, and as many of orch's as it may exclude, latest first."""
+    """Return the nodes that the next job must avoid: excluded by people, and by orch up to its limit, latest first."""
     until = {node.name: node.excluded_until for node in pool.known if not node.by_person}
     latest = sorted((name for name in until if until[name] > now), key=lambda name: until[name], reverse=True)
     return tuple(sorted({*pool.by_persons, *latest[: exclusion_limit(pool, recovery)]}))
 
 
 def excluded(known: Sequence[NodeRecord], now: float) -> tuple[str, ...]:
-    """Names whose exclusion has not expired, in order."""
+    """Return the nodes whose exclusion has not expired, sorted."""
     return tuple(sorted(node.name for node in known if node.excluded_until > now))

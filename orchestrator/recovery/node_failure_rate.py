@@ -1,8 +1,8 @@
-"""PURE: whether a node fails more often than the others of its cluster, from its failures and its time in jobs.
+"""Test whether a node fails more often than the others in its cluster, from its failures and time in jobs. Pure.
 
-A failure counts half after HALF_LIFE, so two within hours say more than two within a month. The rates of the nodes of
-a cluster are taken for gamma distributed around the cluster's (shape SPREAD); a node with n failures in t seconds then
-has a rate distributed as gamma with shape SPREAD + n and rate SPREAD / (the cluster's) + t.
+A failure's weight halves every HALF_LIFE, so two within hours weigh more than two within a month. Node rates are
+modelled as gamma distributed around the cluster's rate (shape SPREAD); the rate of a node with n failures in t seconds
+is then gamma distributed with shape SPREAD + n and rate SPREAD / (cluster rate) + t.
 """
 
 import math
@@ -14,42 +14,42 @@ from trainer.contract.failures.outcome import Blame, Failure, kinds_with
 
 DAY = 86400.0
 HALF_LIFE = 7 * DAY
-"""Half of the faults that follow a repair of their node come within a week."""
+"""Half of the faults that follow a node's repair occur within a week."""
 WINDOW = 60 * DAY
 SPREAD = 0.4
 """1 / the dispersion of faults per node (2.5) in a year's records of 400 nodes (stepfun-ai/InfiniteHBD-Trace)."""
 TIMES, SURE = 2.0, 0.75
-"""A node is avoided when its rate is so many times the cluster's, with so much confidence ..."""
+"""A node is avoided if its rate is TIMES the cluster's with confidence SURE ..."""
 BY_CHANCE = 0.3
-"""... and nodes as good as the others would have had as many of the failures with less chance than this."""
+"""... and if the probability of its failures, at the others' rate, is below this."""
 
 NODE_LOCAL = kinds_with(lambda traits: traits.blame is Blame.NODE)
-"""Kinds that blame the node by themselves, when they name one."""
+"""Kinds that are conclusive evidence against the node they name."""
 WEAK = kinds_with(lambda traits: traits.blame is Blame.WEAK)
-"""Kinds that only happened on a node: one of them is no evidence."""
+"""Kinds that merely occurred on a node; a single one is no evidence."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NodeHistory:
-    """What one node, or several together, did in jobs of the last WINDOW seconds."""
+    """Failures and job time of one node, or of several combined, within the last WINDOW seconds."""
 
-    failed: tuple[float, ...] = ()  # seconds ago, the newest first
+    failed: tuple[float, ...] = ()  # seconds ago, newest first
     seconds: float = 0.0  # in jobs
-    recent_seconds: float = 0.0  # the same, as much decayed as failures are
+    recent_seconds: float = 0.0  # `seconds` with the same decay as failures
 
     def again(self) -> "NodeHistory":
-        """The same with one more failure, now."""
+        """Return the history with one more failure, now."""
         return replace(self, failed=(0.0, *self.failed))
 
     def newest(self, count: int) -> "NodeHistory":
-        """The same with so many of its failures at most."""
+        """Return the history with at most this many of its newest failures."""
         return replace(self, failed=self.failed[:count])
 
 
 def histories(attempts: Iterable[Attempt], replaced: Iterable[tuple[str, float]], now: float) -> dict[str, NodeHistory]:
-    """By node: from attempts that have run, and the nodes that spares have replaced, with the time of that.
+    """Return the histories by node, from started attempts and from nodes that spares replaced (name, time).
 
-    Failures that a drill brought about, or that tell nothing of a node, are left out.
+    Failures caused by drills or without evidence about nodes are excluded.
     """
     failed: dict[str, list[float]] = {}
     for node, at in replaced:
@@ -77,12 +77,12 @@ def histories(attempts: Iterable[Attempt], replaced: Iterable[tuple[str, float]]
 
 
 def counts(failure: Failure) -> bool:
-    """Whether it tells something of the nodes that it names."""
+    """Return whether the failure is evidence about the nodes that it names."""
     return failure.kind in NODE_LOCAL | WEAK and not failure.drill
 
 
 def of_others(known: dict[str, NodeHistory], node: str) -> NodeHistory:
-    """All nodes but one together."""
+    """Return the combined history of all nodes except one."""
     rest = [history for name, history in known.items() if name != node]
     return NodeHistory(
         failed=tuple(age for history in rest for age in history.failed),
@@ -92,7 +92,7 @@ def of_others(known: dict[str, NodeHistory], node: str) -> NodeHistory:
 
 
 def is_worse(node: NodeHistory, others: NodeHistory, node_days: float) -> bool:
-    """Whether the node fails more often than others; `node_days`: of a node between failures, as a first estimate."""
+    """Return whether the node fails more often than others; `node_days`: prior node-days between failures."""
     rate = (1 + len(others.failed)) / (node_days * DAY + others.seconds)
     weight = sum(_left(age) for age in node.failed)
     chance = _above(SPREAD + weight, TIMES * (SPREAD + rate * node.recent_seconds))
@@ -100,10 +100,10 @@ def is_worse(node: NodeHistory, others: NodeHistory, node_days: float) -> bool:
 
 
 def _by_chance(node: NodeHistory, others: NodeHistory) -> float:
-    """The chance of as many failures on this node, or more, if failures fell on all nodes alike, by time in jobs."""
+    """Return the probability of at least this many failures on the node, if failures follow the time in jobs."""
     most, total = len(node.failed), len(node.failed) + len(others.failed)
     if not node.seconds > 0.0 or not others.seconds:
-        return 0.0  # nothing to compare with
+        return 0.0  # no basis for a comparison
     here, there = (
         math.log(node.seconds / (node.seconds + others.seconds)),
         math.log(others.seconds / (node.seconds + others.seconds)),
@@ -113,18 +113,18 @@ def _by_chance(node: NodeHistory, others: NodeHistory) -> float:
 
 
 def _decayed_span(began: float, ended: float) -> float:
-    """Seconds between two ages (seconds ago), each of which counts half after HALF_LIFE."""
+    """Return the decayed length in seconds of a span between two ages (seconds ago), with half-life HALF_LIFE."""
     unit = HALF_LIFE / math.log(2)
     return unit * (_left(ended) - _left(max(began, ended)))
 
 
 def _left(age: float) -> float:
-    """What still counts of something that happened so many seconds ago."""
+    """Return the remaining weight of an event of this age in seconds."""
     return math.pow(0.5, max(0.0, age) / HALF_LIFE)
 
 
 def _above(shape: float, x: float) -> float:
-    """The chance that a gamma distributed value (scale 1) is above x: one minus the series of DLMF 8.11.4."""
+    """Return the probability that a gamma variate (scale 1) exceeds x: one minus the series of DLMF 8.11.4."""
     term = total = 1.0 / shape
     k = 0
     while term > total * 1e-12:

@@ -1,4 +1,4 @@
-"""The decision after an attempt: retry, hold, fail or succeed. Pure."""
+"""Decision after an attempt: retry, hold, fail or succeed. Pure."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,9 +27,9 @@ def newly_suspect(
     attempts: Sequence[Attempt], generations: Sequence[Generation], checkpoints: Sequence[Checkpoint],
     newest: Failure | None,
 ) -> list[tuple[Checkpoint, str]]:  # fmt: skip
-    """Checkpoints to be SUSPECT from now on, with the reason; `newest` is the failure of the last of `attempts`.
+    """Return the checkpoints that become SUSPECT, with the reason; `newest` is the failure of the last of `attempts`.
 
-    One of the same step that was saved after the generation that fell from it had begun is another state.
+    A checkpoint of the same step that was saved after the start of the failed generation holds another state.
     """
     failed_generations: list[FailedGeneration] = []
     began: dict[int, float] = {}
@@ -49,7 +49,7 @@ def newly_suspect(
 def _ends(
     attempts: Sequence[Attempt], generations: Sequence[Generation], newest: Failure | None
 ) -> list[tuple[Generation, Failure]]:
-    """Generations that failed, oldest first; the last one of an attempt fell with the attempt."""
+    """Return the generations that failed, oldest first; an attempt's last generation fails with the attempt."""
     found = []
     for attempt in attempts:
         mine = [item for item in generations if item.attempt == attempt.number]
@@ -67,9 +67,9 @@ def _failure(attempt: Attempt) -> Failure | None:
 
 
 def attributed(failure: Failure | None, notices: Iterable[Notice], attempt: int, generation: int) -> Failure | None:
-    """The failure that ended an attempt in this generation, with the drill that brought it about, if one did.
+    """Return the failure that ended an attempt in this generation, with the drill that caused it, if any.
 
-    The job itself says so of most; nobody is left to say it when the coordinator's own node was hit.
+    The job itself usually reports the drill, except when the coordinator's own node was hit.
     """
     if failure is None or failure.drill or failure.kind in NOT_BY_A_DRILL:
         return failure
@@ -83,7 +83,7 @@ def attributed(failure: Failure | None, notices: Iterable[Notice], attempt: int,
 
 
 def drill_words(failure: Mapping[str, object]) -> str:
-    """What follows the reason of a drilled failure (as JSON): ` (drill kill-rank)`; empty for any other."""
+    """Return the suffix for a drilled failure (as JSON), ` (drill kill-rank)`; empty for other failures."""
     drill = failure.get("drill")
     return f" (drill {drill})" if drill else ""
 
@@ -99,41 +99,41 @@ class Action(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class EndedAttempt:
-    """One ended attempt as the policy sees it, oldest first in a history; times are seconds since the epoch."""
+    """Ended attempt as seen by the policy, oldest first in a history; times are seconds since the epoch."""
 
     number: int
     kind: FailureKind | None  # None: finished, or never judged
-    started: bool  # its agents left a sign
+    started: bool  # its agents left a heartbeat or an event
     saved_step: int | None  # newest checkpoint it committed
-    saved_after: float = 0.0  # seconds from a generation's start to a checkpoint of a command, at most; 0: none
+    saved_after: float = 0.0  # longest seconds from a generation's start to a command's checkpoint; 0 if it has none
     step: int | None = None  # newest step it trained
     ended_at: float = 0.0
     trained: float = 0.0  # seconds from its start to its end
-    script_failed: bool = False  # its batch script did, in a run of which no attempt ever came to train
-    drilled: bool = False  # a drill that somebody requested ended it
+    script_failed: bool = False  # its batch script failed, in a run that never trained
+    drilled: bool = False  # a requested drill ended it
     none_intact: bool = False  # it found every checkpoint damaged
 
     @property
     def budget(self) -> Budget | None:
-        """What its end uses up; a script that has never worked is more likely wrong than the cluster."""
+        """Budget that its end consumes; a script that has never worked is more likely wrong than the cluster."""
         if self.kind is None:
             return None
         return Budget.TRIES if self.script_failed else TRAITS[self.kind].budget
 
     @property
     def counts(self) -> bool:
-        """Whether its end is a failure of anybody's."""
+        """Whether its end counts as a failure."""
         return self.budget not in (None, Budget.NOTHING) and not self.drilled
 
     @property
     def is_free(self) -> bool:
-        """Whether its end is nobody's failure while the run makes progress."""
+        """Whether its end costs nothing while the run makes progress."""
         return self.kind is not None and TRAITS[self.kind].free
 
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """What to do and why; `not_before` is seconds since the epoch, `exclude` the nodes to avoid."""
+    """Next action and its reason; `not_before` is seconds since the epoch, `exclude` the nodes to avoid."""
 
     action: Action
     reason: str
@@ -152,10 +152,10 @@ ANEW_HINT = (
 )
 
 LONGEST_GAP = 2 * 3600.0
-"""Seconds between two failures that count at most: a longer queue is no outage, nor is a clock that was set."""
+"""Maximum seconds counted between two failures: neither a longer queue nor a clock change is an outage."""
 
 FREE_PROGRESS = 300.0
-"""Seconds after which one that was taken away, or came to its time limit, does: what it did was not its to lose."""
+"""A preempted or timed-out attempt counts as progress after this many seconds."""
 
 
 def decide(
@@ -169,29 +169,29 @@ def decide(
     exclude: tuple[str, ...] = (),
     run: str,
 ) -> Decision:
-    """Decide after the newest attempt of `history`; `failure` None says it finished.
+    """Decide after the newest attempt of `history`; `failure` must be None if it finished.
 
-    `history` holds the attempts that count (from the last `orch resume` on), `jitter` is a draw from [0, 1).
-    `steps_known` is False for foreign scripts, whose checkpoints orch cannot see.
-    `run` is the name to write in commands that the reason offers.
+    `history` holds the attempts that count (since the last `orch resume`), `jitter` is a draw from [0, 1).
+    `steps_known` is False for foreign scripts, whose checkpoints orch cannot see. `run` is the name for the commands in
+    the reason.
     """
     assert history, "a decision needs the attempt that ended"
     # All steps are trained and the last checkpoint is committed.
     if failure is None:
         return Decision(action=Action.SUCCEED, reason="all steps are trained")
-    # What no retry can fix ends here, with Slurm's or the program's own words.
+    # A failure that no retry can fix ends here, with Slurm's or the program's own message.
     if TRAITS[failure.kind].budget is Budget.PERSON:
         return _without_return(failure, run) if _never_saved(failure, history) else _final(failure, run)
-    # What orch or a person brought about on purpose shows nothing of the cluster.
+    # An intended end proves nothing about the cluster.
     if reason := _on_purpose(history[-1], failure):
         return Decision(action=Action.RETRY, reason=reason, not_before=now, exclude=exclude)
-    # Without progress nothing says that the next job would need less memory.
+    # Without progress the next job cannot be expected to need less memory.
     if failure.kind is FailureKind.OUT_OF_MEMORY and not _advanced(history, len(history) - 1, steps_known=steps_known):
         return _final(failure, run)
-    # One node may have read wrongly; another job that reads the same tells of the bytes.
+    # One node may have misread; a second job with the same result is evidence about the bytes.
     if [past.none_intact for past in history[-2:]] == [True, True]:
         return _none_intact(failure, run)
-    # The queue is pause enough after an end that costs nothing.
+    # After an end that costs nothing, the queue is pause enough.
     if TRAITS[failure.kind].free and _advanced(history, len(history) - 1, steps_known=steps_known):
         return Decision(action=Action.RETRY, reason=f"goes on after {failure.kind}", not_before=now, exclude=exclude)
     row = _without_progress(history, steps_known=steps_known)
@@ -199,12 +199,12 @@ def decide(
     anew = any(past.saved_after for past in row[1:]) and steps_known
     hint = SCRIPT_HINT if history[-1].script_failed else ANEW_HINT if anew else ""
     last = f"the last one: {failure.reason}{hint}"
-    # A program that fails again and again burns the cluster.
+    # A program that fails repeatedly wastes the cluster.
     tries = [past for past in row if past.budget is Budget.TRIES]
     if len(tries) >= recovery.max_failures and budget is Budget.TRIES:
         spent = f"{_counted(tries)} without a new checkpoint: recovery.max_failures is spent"
         return Decision(action=Action.FAIL, reason=f"{spent}; {last}")
-    # An outage is waited for by the clock; a few failures with long queues between them are no outage.
+    # An outage is measured by the clock; a few failures with long queues between them do not form one.
     outage = [past for past in row if past.budget is Budget.TIME]
     if len(outage) >= recovery.max_failures and now >= _gives_up(outage, recovery):
         spent = f"{_told(outage, now)} without a new checkpoint: recovery.no_progress_hours is spent"
@@ -220,7 +220,7 @@ def decide(
 
 
 def _on_purpose(last: EndedAttempt, failure: Failure) -> str:
-    """Why the run goes on at once after an end that is nobody's failure; empty for any other end."""
+    """Return why the run continues at once after an end that is not a failure; empty for any other end."""
     if TRAITS[failure.kind].budget is Budget.NOTHING:
         return f"goes on with fewer nodes: {failure.reason}"
     return f"goes on after a drill, which uses up nothing: {failure.reason}" if last.drilled else ""
@@ -229,7 +229,7 @@ def _on_purpose(last: EndedAttempt, failure: Failure) -> str:
 _FINAL = {
     FailureKind.USER_ERROR: (Action.FAIL, "the training code failed: ", ""),
     FailureKind.SUBMIT_REJECTED: (Action.HOLD, "the job was refused: ", ""),
-    # Both would come again at the same step, on any nodes.
+    # Both would recur at the same step, on any nodes.
     FailureKind.DESYNC: (
         Action.HOLD,
         "ranks called different collectives: ",
@@ -244,7 +244,7 @@ _FINAL = {
         "`orch submit --from {run}@STEP KEY=VALUE`, where it has none with `orch resume {run} KEY=VALUE`",
     ),
 }
-"""What to do about a kind that a person must end, and the words around its reason; HELD where nothing stands here."""
+"""Action and message around the reason for kinds that a person must resolve; HOLD if a kind is missing here."""
 
 
 def _final(failure: Failure, run: str) -> Decision:
@@ -253,7 +253,7 @@ def _final(failure: Failure, run: str) -> Decision:
 
 
 def _never_saved(failure: Failure, history: Sequence[EndedAttempt]) -> bool:
-    """Whether the loss went bad in a run that has no checkpoint to begin anew from."""
+    """Return whether the loss diverged in a run without a checkpoint to restart from."""
     saved = any(past.saved_step is not None for past in history)
     return failure.kind is FailureKind.NUMERIC and not saved and history[0].number == 1
 
@@ -273,14 +273,14 @@ def _without_return(failure: Failure, run: str) -> Decision:
 
 
 def after_cancel(step: int | None, missing: str = "") -> Decision:
-    """The decision once a person has cancelled the run and its job is gone; `missing`: why its checkpoint is unseen."""
+    """Return the decision for a cancelled run without a job; `missing`: why its checkpoint is not visible."""
     saved = f"; the newest checkpoint is of step {step}" if step is not None else "; no checkpoint of it is known"
     saved = f"; the newest checkpoint was of step {step}, and {missing}" if missing else saved
     return Decision(action=Action.CANCEL, reason=f"cancelled by `orch cancel`{saved}")
 
 
 def backoff_seconds(row: int, recovery: RecoveryConfig, jitter: float) -> float:
-    """Seconds to wait before the restart after `row` failures in a row: doubled each time, half of it jittered."""
+    """Return the seconds before the restart after `row` failures in a row: doubled each time, half of it jittered."""
     full = min(recovery.backoff_max, recovery.backoff * 2.0 ** min(row - 1, 60))
     return full * (0.5 + 0.5 * jitter)
 
@@ -290,21 +290,21 @@ def _gives_up(outage: Sequence[EndedAttempt], recovery: RecoveryConfig) -> float
 
 
 def _lasted(outage: Sequence[EndedAttempt]) -> float:
-    """Seconds that an outage has lasted: long queues between failures are none of it, nor a clock that was set."""
+    """Return the seconds that an outage has lasted, without long queues between failures and clock changes."""
     gaps = [later.ended_at - earlier.ended_at for earlier, later in pairwise(outage)]
     counted = sum(min(max(0.0, gap), LONGEST_GAP) for gap in gaps)
-    whole = outage[-1].ended_at - outage[0].ended_at  # less, when the clock was set back and right again in between
+    whole = outage[-1].ended_at - outage[0].ended_at  # less if the clock was set back and forward again in between
     return min(counted, whole) if whole > 0 else counted
 
 
 def _counted(row: Sequence[EndedAttempt]) -> str:
-    """`launch failed 4 times, node lost once`."""
+    """Return e.g. `launch failed 4 times, node lost once`."""
     kinds = Counter(str(past.kind).replace("_", " ") for past in row)
     return ", ".join(f"{kind} {'once' if times == 1 else f'{times} times'}" for kind, times in kinds.items())
 
 
 def _told(outage: Sequence[EndedAttempt], now: float) -> str:
-    """The same with how long it has lasted, written once for each decision: `launch failed 4 times in 12 min`."""
+    """Return the failures with the duration, once per decision: `launch failed 4 times in 12 min`."""
     lasted = now - min(past.ended_at for past in outage)
     return _counted(outage) if len(outage) == 1 else f"{_counted(outage)} in {_span(lasted)}"
 
@@ -316,14 +316,14 @@ def _span(seconds: float) -> str:
 
 
 def _advanced(history: Sequence[EndedAttempt], index: int, *, steps_known: bool) -> bool:
-    """Whether this attempt made progress: a checkpoint newer than all before it, or one that counts by time or step."""
+    """Return whether this attempt made progress: its checkpoint is the newest so far, or counts by time or step."""
     attempt, earlier = history[index], history[:index]
     enough = FREE_PROGRESS if attempt.is_free else PROGRESS_SECONDS
     if not steps_known:
         return attempt.started and attempt.trained >= enough
     if attempt.saved_step is not None and attempt.saved_step > _highest(past.saved_step for past in earlier):
         return True
-    # Names that begin anew or take turns show no step: the program's own one counts, else time as above.
+    # Names that restart or rotate show no step: the program's own step counts, else time as above.
     trained_on = attempt.step is not None and attempt.step > _highest(past.step for past in earlier)
     return attempt.saved_after >= enough or (attempt.saved_after > 0 and trained_on)
 
@@ -333,7 +333,7 @@ def _highest(steps: Iterable[int | None]) -> int:
 
 
 def _without_progress(history: Sequence[EndedAttempt], *, steps_known: bool) -> list[EndedAttempt]:
-    """The failures since the run last made progress; the end of the attempt that made it is the first of them."""
+    """Return the failures since the last progress; the first is the end of the attempt that made it."""
     row: list[EndedAttempt] = []
     for index in reversed(range(len(history))):
         past, advanced = history[index], _advanced(history, index, steps_known=steps_known)

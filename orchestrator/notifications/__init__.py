@@ -1,1 +1,1 @@
-"""Messages to people about changes of a run's state: what is said, by which channel, once for each change."""
+"""Notifications of run state changes: message, channel, delivery once per change."""

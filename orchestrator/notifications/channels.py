@@ -40,7 +40,7 @@ _LOOK = {
 
 @dataclass(frozen=True, kw_only=True)
 class Message:
-    """One change of a run's state, as people and programs are told of it; `id` is the same if it is sent again."""
+    """Notification of one state change of a run; `id` is the same if it is sent again."""
 
     id: str
     text: str
@@ -59,14 +59,14 @@ class Message:
         return {"schema": SCHEMA, **asdict(self)}
 
     def variables(self) -> dict[str, str]:
-        """The fields as variables of an environment: `ORCH_STATE` and so on."""
+        """Return the fields as environment variables: `ORCH_STATE` and so on."""
         fields = {**asdict(self), "tags": ",".join(self.tags), "loss": "" if self.loss is None else repr(self.loss)}
         names = {"id": "ORCH_NOTIFICATION_ID", "time": "ORCH_CHANGED_AT"}
         return {names.get(name, f"ORCH_{name.upper()}"): str(value).replace("\0", "") for name, value in fields.items()}
 
 
 def message(run: Run, change: Transition) -> Message:
-    """What is said of this change; step and loss are those of now."""
+    """Build the message for a state change, with the present step and loss."""
     moment = datetime.fromtimestamp(change.time, UTC).strftime("%Y-%m-%dT%H:%M:%S.%f")[:-3] + "Z"
     return Message(
         id=f"{run.name}/{change.after}/{moment}",
@@ -92,24 +92,24 @@ def _sentence(run: Run, change: Transition) -> str:
 
 
 MOST_WAITING = 8
-"""Messages of one run that wait for another try; of more, the oldest is given up."""
+"""Maximum messages per run that wait for another try; beyond that, the oldest is dropped."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Told:
-    """One message after its newest try: the change of state with number `index`, counted from the run's first one."""
+    """Delivery record of one message: the run's state change number `index`, counted from its first."""
 
     index: int
     state: str
-    at: float = 0.0  # seconds since the epoch: of the newest try
+    at: float = 0.0  # last try, in seconds since the epoch
     tries: int = 0
-    next_at: float = 0.0  # of the next try; 0: there is none
+    next_at: float = 0.0  # next try; 0 if there will be none
     delivered: tuple[str, ...] = ()  # channels
-    failed: dict[str, str] = field(default_factory=dict)  # by channel, why
+    failed: dict[str, str] = field(default_factory=dict)  # reason by channel
 
     @property
     def trouble(self) -> str:
-        """Why it has not reached everybody; empty when it has."""
+        """Why some channels failed; empty if none did."""
         if not self.failed:
             return ""
         ways = "; ".join(f"{channel}: {why}" for channel, why in sorted(self.failed.items()))
@@ -119,7 +119,7 @@ class Told:
 
 @dataclass(frozen=True, kw_only=True)
 class Notified:
-    """How far a run's changes of state have been told: those before `settled` were sent, or are nobody's business."""
+    """Delivery record of a run's state changes; changes before `settled` were sent or need no message."""
 
     settled: int = 0
     newest: Told | None = None
@@ -127,7 +127,7 @@ class Notified:
 
     @classmethod
     def of(cls, fields: dict[str, Any]) -> "Notified":
-        """As `to_json` has left it in the run's row."""
+        """Parse the output of `to_json` from the run's row."""
         made = build(cls, fields)
         assert isinstance(made, cls)
         return made
@@ -136,7 +136,7 @@ class Notified:
         return asdict(self)
 
     def after(self, told: Told) -> "Notified":
-        """The same once a message was tried."""
+        """Return the record after a try of this message."""
         others = [one for one in self.waiting if one.index != told.index]
         waiting = sorted([*others, told] if told.next_at else others, key=lambda one: one.index)
         newest = told if self.newest is None or told.index >= self.newest.index else self.newest
@@ -145,28 +145,28 @@ class Notified:
 
     @property
     def trouble(self) -> str:
-        """Why the newest message that has not reached everybody has not; empty where all have."""
+        """Why the newest message with failed channels was not delivered; empty if all were."""
         found = [one.trouble for one in (*self.waiting, self.newest) if one is not None and one.failed]
         return found[-1] if found else ""
 
 
 WEBHOOK_WITHIN, MAIL_WITHIN, COMMAND_WITHIN = 10.0, 10.0, 20.0
-"""Seconds."""
+"""Timeouts in seconds."""
 SMTP = ("localhost", 25)
 _SENDMAIL_PLACES = "/usr/sbin:/usr/lib:/usr/local/sbin"
 _SAID = 300
-"""Characters of what a program has said last."""
+"""Maximum characters of a program's last output."""
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """A POST that is redirected comes back as a GET without its data: that is no delivery."""
+    """Handler that refuses redirects, since a redirected POST becomes a GET without its data."""
 
     def redirect_request(self, *arguments: Any, **more: Any) -> None:
         return None
 
 
 def post(url: str, payload: Mapping[str, Any]) -> str:
-    """POST the payload as JSON."""
+    """POST the payload as JSON; return why that failed, or ""."""
     request = urllib.request.Request(
         url, json.dumps(payload, default=str).encode(), {"Content-Type": "application/json", "User-Agent": "orch"}
     )
@@ -182,12 +182,12 @@ def post(url: str, payload: Mapping[str, Any]) -> str:
         why = str(error.reason)
     except (OSError, http.client.HTTPException, ValueError) as error:
         why = f"{type(error).__name__}: {error}"
-    # Whatever names the URL in it must not get into a log.
+    # Text that contains the URL must not reach a log.
     return redacted_url(why.replace(url, redacted_url(url))) or "no answer"
 
 
 def mail(addresses: Sequence[str], payload: Mapping[str, Any], smtp: tuple[str, int] = SMTP) -> str:
-    """Send a mail by `sendmail` where there is one, else by SMTP."""
+    """Send a mail by `sendmail` if installed, else by SMTP; return why that failed, or ""."""
     letter = EmailMessage()
     letter["From"] = f"orch <{own_name()}@{socket.getfqdn()}>"
     letter["To"] = ", ".join(addresses)
@@ -208,7 +208,7 @@ def mail(addresses: Sequence[str], payload: Mapping[str, Any], smtp: tuple[str, 
 def run(
     command: Sequence[str], given: bytes, environ: Mapping[str, str], folder: str, within: float = COMMAND_WITHIN
 ) -> str:
-    """Run a program with this on stdin; it and what it has started are killed when they take too long."""
+    """Run a program with this on stdin; on timeout, kill it and its children. Return why it failed, or ""."""
     try:
         process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=dict(environ),
@@ -233,21 +233,21 @@ WEBHOOK, MAIL, COMMAND = "webhook", "mail", "command"
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
-    """What is sent, and where to: by channel, a URL, a list of addresses, a list of arguments."""
+    """Content and targets by channel: a URL, a list of addresses, a list of arguments."""
 
     targets: dict[str, Any]
     payload: dict[str, Any]
     environ: dict[str, str]
     folder: str
     secrets: str = ""
-    """The run's file with the whole URL of its webhook, of which a config has the host alone."""
+    """The run's file with the whole webhook URL; a config has only its host."""
 
     def encode(self) -> bytes:
         return json.dumps(asdict(self), default=str).encode()
 
 
 def deliver(order: Order) -> dict[str, str]:
-    """Send by every channel of the order, one after the other; by channel why it failed, or nothing."""
+    """Send through every channel in sequence; return by channel why it failed, or ""."""
     given = json.dumps(order.payload, default=str).encode()
     ways: Mapping[str, Callable[[Any], str]] = {
         WEBHOOK: lambda url: _post(url, order),
@@ -258,7 +258,7 @@ def deliver(order: Order) -> dict[str, str]:
 
 
 def _post(url: str, order: Order) -> str:
-    """To the whole URL; read here, where a file system that hangs holds up nobody else."""
+    """POST to the whole URL, read in this process so that a hanging file system delays only this delivery."""
     if redacted_url(url) == url:
         try:
             url = RunSecrets.read(Path(order.secrets)).webhooks.get(url, "")
@@ -273,7 +273,7 @@ def _post(url: str, order: Order) -> str:
 
 
 def main() -> None:
-    """What the controller starts."""
+    """Deliver the order on stdin; the controller starts this process."""
     result = deliver(Order(**json.load(sys.stdin)))
     sys.stdout.write(json.dumps(result))
 
@@ -283,12 +283,12 @@ if __name__ == "__main__":
 
 
 WITHIN = 60.0
-"""Seconds for all channels of one notification; each of them has a shorter limit of its own."""
+"""Seconds for all channels of one notification; each channel has a shorter timeout."""
 
 
 @dataclass
 class Sender:
-    """A delivery that goes on."""
+    """Delivery in progress."""
 
     process: "subprocess.Popen[bytes]"
     channels: tuple[str, ...]
@@ -296,12 +296,12 @@ class Sender:
 
     @classmethod
     def begin(cls, order: Order) -> "Sender":
-        """Start the process; raises OSError. The order is in memory that no other user can read."""
+        """Start the process. Raises OSError. The order is in memory that other users cannot read."""
         environment = dict(os.environ)
         if root := package_root():
             environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
         command = [sys.executable, "-P", "-m", "orchestrator.notifications.channels"]
-        # A pipe would hold the controller up until somebody reads from it.
+        # A pipe would block the controller until the process reads from it.
         with open(os.memfd_create("orch-notification"), "w+b") as given:
             given.write(order.encode())
             given.seek(0)
@@ -312,7 +312,7 @@ class Sender:
         return cls(process, tuple(order.targets), time.monotonic() + WITHIN)
 
     def result(self) -> Mapping[str, str] | None:
-        """By channel why it failed, or nothing; None while it goes on."""
+        """Return by channel why it failed, or ""; None while the delivery is in progress."""
         if self.process.poll() is None and time.monotonic() < self.deadline:
             return None
         late = self.process.poll() is None
@@ -329,7 +329,7 @@ class Sender:
         return found
 
     def end(self) -> None:
-        """Kill it, and what it has started."""
+        """Kill the process and its children."""
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()

@@ -1,7 +1,7 @@
-"""What a controller does about notifications after each pass: finds changes nobody was told of, sends, writes it down.
+"""Notifications after each pass of a controller: find new state changes, send messages, record the results.
 
-Written down after it was sent: a controller that dies in between leaves it to its successor, which sends it again
-under the same id. Nothing here changes a run.
+Results are recorded after delivery: if a controller dies in between, its successor sends the message again under the
+same id. No run is changed here.
 """
 
 import logging
@@ -24,39 +24,39 @@ from trainer.contract.run_dir import RunDir
 log = logging.getLogger("orch.controller")
 
 STALE = 86400.0
-"""Seconds after which a change is no news any more: nobody is told of it."""
+"""Seconds after which a change is too old to be sent."""
 AGAIN = (30.0, 120.0, 600.0, 1800.0)
 """Seconds before each further try."""
 TOGETHER = 4
-"""Processes that deliver at one time."""
+"""Maximum concurrent delivery processes."""
 
 
 @dataclass
 class Notifications:
-    """The notifications of one controller's runs."""
+    """Notifications of one controller's runs."""
 
     store: Store
     owns: Callable[[Run], bool]
     between: Callable[[], None] = lambda: None
-    """Called while somebody waits: a lease has to be renewed."""
+    """Called while waiting, to renew the lease."""
     wall: Callable[[], float] = time.time
-    _seen: int = 0  # the newest change of state that was looked at, in the order of the registry
-    _watched: set[str] = field(default_factory=set)  # runs with changes that are not settled
+    _seen: int = 0  # newest state change examined, in the registry's order
+    _watched: set[str] = field(default_factory=set)  # runs with unsettled changes
     _sending: dict[str, tuple[Sender, Told]] = field(default_factory=dict)
     _configs: dict[str, NotifyConfig] = field(default_factory=dict)
 
     @property
     def pending(self) -> bool:
-        """Whether somebody is still to be told of something."""
+        """Whether messages remain to be sent."""
         return bool(self._watched)
 
     @property
     def sending(self) -> bool:
-        """Whether some are under way."""
+        """Whether deliveries are in progress."""
         return bool(self._sending)
 
     def run(self, epoch: int, now: float) -> list[str]:
-        """Take in what has been delivered, and send what is due; says what it did. Raises Fenced, RegistryError."""
+        """Record finished deliveries and send due messages; return one line each. Raises Fenced, RegistryError."""
         done = [words for run in list(self._sending) if (words := self._taken_in(run, epoch, now))]
         newest = self.store.changes_after(self._seen, now - STALE)
         self._seen = max((number for number, _ in newest), default=self._seen)
@@ -67,7 +67,7 @@ class Notifications:
         return done
 
     def finish(self, epoch: int, patience: float) -> list[str]:
-        """Wait for what is being sent; says what came of it. What is late is left to whoever comes next."""
+        """Wait for deliveries in progress; return one line each. Late ones are left to the successor."""
         done, deadline = [], time.monotonic() + patience
         while self._sending and time.monotonic() < deadline:
             self.between()
@@ -78,7 +78,7 @@ class Notifications:
     # -- one run
 
     def _look(self, name: str, epoch: int, now: float) -> None:
-        """Send the oldest change that nobody was told of, or one that is due again; without any, watch no longer."""
+        """Send the oldest unsent change, or a message due for another try; without either, stop watching the run."""
         try:
             run = self.store.run(name)
         except NotFound:
@@ -100,14 +100,14 @@ class Notifications:
             self._watched.discard(name)
 
     def _is_told(self, run: Run, attempts: list[Attempt], change: Transition, now: float) -> bool:
-        """Whether somebody is to be told of this change."""
+        """Return whether this change needs a message."""
         if now - change.time > STALE:
             return False
         config = self._config(run, attempts, change)
         return change.after in config.on and bool(_targets(config))
 
     def _config(self, run: Run, attempts: list[Attempt], change: Transition) -> NotifyConfig:
-        """What the run was trained with when it changed: `orch resume` may have brought another one since."""
+        """Return the config at the time of the change; `orch resume` may have replaced it since."""
         begun = [attempt for attempt in attempts if attempt.intent_at <= change.time]
         digest = (begun[-1].config_digest if begun else "") or run.config_digest
         if digest not in self._configs:
@@ -136,7 +136,7 @@ class Notifications:
             self._write(run.name, trying, dict.fromkeys(targets, f"no process: {error.strerror}"), epoch)
 
     def _taken_in(self, run: str, epoch: int, now: float) -> str:
-        """Write down what became of a delivery that has ended; empty while it goes on."""
+        """Record the result of a finished delivery; return "" while it is in progress."""
         sender, trying = self._sending[run]
         result = sender.result()
         if result is None:
@@ -155,7 +155,7 @@ class Notifications:
         try:
             notified = Notified.of(self.store.run(run).notified).after(told)
         except NotFound:
-            return ""  # `orch rm` was faster
+            return ""  # removed by `orch rm` in the meantime
         self.store.note_notified(run, notified.to_json(), epoch=epoch)
         if told.trouble:
             log.warning("%s: %s", run, told.trouble)
@@ -163,11 +163,11 @@ class Notifications:
 
 
 def _is_due(told: Told, now: float) -> bool:
-    """No pause is longer than the longest one: what is left of this one tells that the clock was set since."""
+    """Return whether a try is due. Pauses never exceed the longest; a longer remainder means that the clock was set."""
     return not 0.0 < told.next_at - now <= AGAIN[-1]
 
 
 def _targets(config: NotifyConfig) -> dict[str, Any]:
-    """By channel, where to."""
+    """Return the targets by channel."""
     found = {WEBHOOK: config.webhook, MAIL: list(config.addresses), COMMAND: list(config.command)}
     return {way: where for way, where in found.items() if where}

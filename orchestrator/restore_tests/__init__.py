@@ -1,1 +1,1 @@
-"""Restore tests: when one is due, how it becomes a run of its own, and what its verdict changes."""
+"""Restore tests: due dates, creation as separate runs, and effects of their verdicts."""

@@ -1,4 +1,4 @@
-"""What a controller does about restore tests after each pass over the runs: record verdicts, begin what is due."""
+"""Restore tests after each pass of a controller: record verdicts and start due tests."""
 
 import logging
 import time
@@ -23,31 +23,31 @@ from trainer.contract.config import build
 log = logging.getLogger("orch.controller")
 
 LOOK_EVERY = 30.0
-"""Seconds between two looks for tests that are due."""
+"""Seconds between checks for due tests."""
 RECENT = 7 * 86400.0
-"""How long a run that has succeeded is looked at; a test that was not due by then is a person's matter."""
+"""Seconds for which ended runs are considered; later tests need a person's request."""
 _UNUSABLE = (OrchError, OSError, ValueError, TypeError, KeyError, ImportError)
-"""What one run's configuration or folder may lead to: never the end of what is done for the others."""
+"""Errors from one run's configuration or folder; they must not affect other runs."""
 
 
 @dataclass
 class RestoreTests:
-    """The restore tests of one controller's runs; keeps nothing that a successor would miss."""
+    """Restore tests of one controller's runs; keeps no state that a successor would miss."""
 
     store: Store
     files: Files
     owns: Callable[[Run], bool]
     between: Callable[[], None] = lambda: None
-    """Called between two runs, of which there may be thousands: a lease has to be renewed."""
+    """Called between two runs, of which there may be thousands, to renew the lease."""
     rng: Random = field(default_factory=Random)
     _looked_at: float = -LOOK_EVERY
     _configs: dict[str, RunConfig] = field(default_factory=dict)
-    _settled: dict[str, float] = field(default_factory=dict)  # ended runs of which nothing is due as they stand
+    _settled: dict[str, float] = field(default_factory=dict)  # ended runs without a due test in their present state
 
     def run(self, epoch: int, now: float, *, look: bool = False, force: bool = False) -> list[str]:
-        """End and begin what is due; says what it did. `look`: not only every LOOK_EVERY seconds.
+        """End finished tests and start due ones; return one line each. `look`: ignore LOOK_EVERY.
 
-        `force`: budgets and schedules hold back nothing that has a checkpoint to test. Raises Fenced, RegistryError.
+        `force`: ignore budgets and schedules for runs with a testable checkpoint. Raises Fenced, RegistryError.
         """
         recorder = VerdictRecorder(self.store, self.files, self.owns)
         done = [
@@ -83,7 +83,7 @@ class RestoreTests:
         return found[0]
 
     def due(self, now: float, *, force: bool = False) -> list[Due]:
-        """The next test of every run, the one that is due first in front; those beyond `max_parallel` are refused."""
+        """Return the next test of every run, earliest first; tests beyond `max_parallel` are refused."""
         found: list[Due] = []
         most = 1
         for run in self._candidates(now, force):
@@ -105,7 +105,7 @@ class RestoreTests:
         return self._within_limits(found, most, now)
 
     def _within_limits(self, found: list[Due], most: int, now: float) -> list[Due]:
-        """As many together as the most generous of the runs allows; one that cannot be begun takes nobody's place."""
+        """Refuse tests beyond the highest `max_parallel` of the runs; a test that cannot start takes no slot."""
         under_way = len(self.store.restore_tests(going_on=True))
         room, told = most - under_way, []
         waits = f"{under_way} under way, {most} may be (restore_tests.max_parallel)"
@@ -122,7 +122,7 @@ class RestoreTests:
         return told
 
     def _cannot(self, due: Due, now: float) -> str:
-        """Why such a test could not be written at all; empty when it could."""
+        """Return why this test cannot be created; empty if it can."""
         try:
             check_test(self.store, self.store.run(due.run), Asked(checkpoint=self._row(due), layout=due.layout))
         except OrchError as error:
@@ -144,7 +144,7 @@ class RestoreTests:
         ]
 
     def _is_settled(self, run: Run) -> bool:
-        """Whether nothing was due of an ended run, and neither it nor a test of it has changed since."""
+        """Return whether an ended run had no due test, and neither it nor a test of it has changed since."""
         return self._settled.get(run.name) == run.updated_at and not self.store.restore_tests(run.name)
 
     def _facts(self, run: Run, now: float) -> RunFacts | None:
@@ -169,7 +169,7 @@ class RestoreTests:
         return self._configs[run.config_digest]
 
     def _reachable(self, run: Run, config: RunConfig) -> list[Checkpoint]:
-        """Those of which a copy lies where every node sees it; which one is tested, `place_of` says."""
+        """Return the checkpoints with a copy that every node can read; `place_of` selects the copy."""
         rows = [row for row in self.store.checkpoints(run.name) if row.trust is not Trust.DELETED]
         if config.command or not (rows and config.checkpoint.tiers):
             return rows
@@ -179,9 +179,9 @@ class RestoreTests:
 
 
 def begin_test(store: Store, files: Files, run: Run, asked: Asked, now: float) -> RestoreTest:
-    """Create a test and pin its checkpoint; raises what `create_test` raises.
+    """Create a test and pin its checkpoint. Raises the errors of `create_test`.
 
-    What is deleted in between is not there when the test looks: it ends without a verdict, and the next one is due.
+    If the checkpoint is deleted in between, the test ends without a verdict and the next one is due.
     """
     test = create_test(store, run, asked, now)
     try:

@@ -1,4 +1,4 @@
-"""Creation of a restore test as a run of its own, and its marks beside the checkpoints.
+"""Creation of a restore test as a separate run, and its marks beside the checkpoints.
 
 The controller writes these marks; the test itself writes none.
 """
@@ -43,7 +43,7 @@ _NOTE = "restore test"
 
 
 def hold(run: Run, test: RestoreTest) -> None:
-    """Keep retention away from the checkpoint until the test has ended; raises OSError."""
+    """Protect the checkpoint from retention until the test has ended. Raises OSError."""
     if not _is_ours(test):
         return
     storage = _own(run)
@@ -52,7 +52,7 @@ def hold(run: Run, test: RestoreTest) -> None:
 
 
 def release(run: Run, checkpoint: str, tests: Collection[str]) -> None:
-    """Take the pin of one of these tests away again; a person's stays, whatever its note says. Raises OSError."""
+    """Remove the pin of one of these tests; a person's pin stays, whatever its note. Raises OSError."""
     storage = _own(run)
     held = read_pins(storage).get(checkpoint)
     if held is not None and held.note in {f"{_NOTE} {test}" for test in tests}:
@@ -60,10 +60,10 @@ def release(run: Run, checkpoint: str, tests: Collection[str]) -> None:
 
 
 def write_verdict(run: Run, test: RestoreTest, place: str, outcome: Outcome, reason: str, now: float) -> None:
-    """Beside the checkpoints, where retention reads it, in place of those on copies that are gone; raises OSError."""
+    """Write the verdict beside the checkpoints for retention, and drop verdicts on deleted copies. Raises OSError."""
     if outcome in UNDECIDED or not _is_ours(test):
         return
-    if outcome is Outcome.SUSPECT:  # its bytes are good: it only is no proven one any more
+    if outcome is Outcome.SUSPECT:  # its bytes are intact, but the proof has expired
         withdraw(_own(run), test.checkpoint, place)
         return
     good = outcome is Outcome.RESTORED
@@ -76,12 +76,12 @@ def write_verdict(run: Run, test: RestoreTest, place: str, outcome: Outcome, rea
 
 
 def _is_ours(test: RestoreTest) -> bool:
-    """Whether orch wrote the checkpoint, and may delete it: those of a user's own program it leaves alone."""
+    """Return whether orch wrote the checkpoint and may delete it; a user program's checkpoints are left alone."""
     return parse_name(test.checkpoint) is not None
 
 
 def _own(run: Run) -> LocalStorage:
-    """Raises FileNotFoundError where the run's folder is away: it must not be made anew."""
+    """Return the run's checkpoint storage. Raises FileNotFoundError if it is missing: it must not be recreated."""
     folder = RunDir(Path(run.run_dir)).checkpoints
     if not folder.is_dir():
         raise FileNotFoundError(errno.ENOENT, "the run's folder is not there", str(folder))
@@ -91,15 +91,15 @@ def _own(run: Run) -> LocalStorage:
 LEAST_MINUTES = 30
 """Time limit of a test of a small checkpoint, unless the run's is shorter or `restore_tests.cluster.time` is set."""
 BYTES_PER_MINUTE = 2 << 30
-"""A larger checkpoint gets one minute more for each: it is read three times, at 100 MB/s or faster."""
+"""Checkpoint bytes per additional minute of time limit: it is read three times, at 100 MB/s or faster."""
 LOW_PRIORITY = 10000
-"""sbatch's `--nice` of a test: behind everybody's jobs, and anybody may ask for it."""
+"""`--nice` of a test's sbatch, permitted for every user: tests queue behind all other jobs."""
 NAME_ROOM = 48
 
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """What is to be restored, and how; None takes what the run's `restore_tests` says."""
+    """Request for a restore test; None means the value from the run's `restore_tests`."""
 
     checkpoint: Checkpoint
     layout: str = SAME
@@ -112,7 +112,7 @@ class Asked:
 
 @dataclass(frozen=True, kw_only=True)
 class _Plan:
-    """What a test will be: its config, where its checkpoint lies, and which attempt saved that."""
+    """Plan of a test: its config, the checkpoint's location, and the attempt that saved it."""
 
     composed: Composed
     settings: RestoreTestsConfig
@@ -123,7 +123,7 @@ class _Plan:
 
 
 def check_test(store: Store, run: Run, asked: Asked) -> None:
-    """Raise what `create_test` would raise, and write nothing."""
+    """Raise the errors that `create_test` would raise, without writing anything."""
     _plan(store, run, asked)
 
 
@@ -132,7 +132,7 @@ def _plan(store: Store, run: Run, asked: Asked) -> _Plan:
     config = build(RunConfig, store.config(run.config_digest))
     assert isinstance(config, RunConfig)
     settings = config.restore_tests
-    # What the run began with is what its first attempt has trained from.
+    # An imported checkpoint is tested with the config of the first attempt, which trained from it.
     first = run.config_digest if config.command else store.attempt(run.name, 1).config_digest or run.config_digest
     saved_digest = saved_by.config_digest if saved_by else first
     return _Plan(
@@ -146,10 +146,10 @@ def _plan(store: Store, run: Run, asked: Asked) -> _Plan:
 
 
 def create_test(store: Store, run: Run, asked: Asked, now: float) -> RestoreTest:
-    """Write the run that carries the test out; the next pass of a controller launches it.
+    """Write the run that executes the test; the next pass of a controller launches it.
 
-    Raises ConfigError for a layout that the run cannot have, Precondition for a checkpoint that no job can reach, or,
-    of tests that nobody has asked for, beside another one of the run.
+    Raises ConfigError for a layout that does not fit the run, and Precondition for a checkpoint that no job can reach
+    or, for scheduled tests, if another test of the run is in progress.
     """
     plan = _plan(store, run, asked)
     kind = resolve(asked.kind or run.cluster)
@@ -183,7 +183,7 @@ def create_test(store: Store, run: Run, asked: Asked, now: float) -> RestoreTest
 
     def written() -> RestoreTest:
         if not asked.forced and store.restore_tests(run.name, going_on=True):
-            # A controller that was paused must not begin again what its successor has begun.
+            # A controller that was paused must not repeat its successor's test.
             hint = f"orch restore-tests history {run.name}"
             raise Precondition(f"a restore test of {run.name} is under way", where=run.name, hint=hint)
         store.put_config(composed.data)
@@ -206,9 +206,9 @@ def _agreed(tests: Iterable[RestoreTest], layout: str) -> str:
 
 
 def _differs(run: Run, config: RunConfig) -> tuple[str, ...]:
-    """What is not as it was when the run trained last, and changes what is computed.
+    """Return the differences from the last training that change the computation.
 
-    Packages that the run's attempts have recorded are compared by the test's job, with those that it finds itself.
+    The test's job compares the packages recorded by the run's attempts with its own.
     """
     trained = trained_identity(run)
     record = CodeRecord.from_identity(trained)
@@ -218,13 +218,13 @@ def _differs(run: Run, config: RunConfig) -> tuple[str, ...]:
 
 
 def shared_paths(run: Run, config: RunConfig | None) -> list[str]:
-    """The tiers that every node sees; without a config the run's own folder. Raises as `resolve_tiers`."""
+    """Return the tiers that every node shares; without a config the run's own folder. Raises as `resolve_tiers`."""
     folder = RunDir(Path(run.run_dir))
     return [place.path for place in shared_places(config.checkpoint if config else CheckpointConfig(), folder)]
 
 
 def place_of(store: Store, run: Run, config: RunConfig, checkpoint: Checkpoint, tier: str) -> str:
-    """The folder or URL that holds the copy to be tested; raises Precondition when every node cannot see one."""
+    """Return the folder or URL of the copy to test. Raises Precondition if no copy is visible to every node."""
     folder = RunDir(Path(run.run_dir))
     shared = shared_paths(run, config)
     home = checkpoint.tier or str(folder.checkpoints)
@@ -246,7 +246,7 @@ def place_of(store: Store, run: Run, config: RunConfig, checkpoint: Checkpoint, 
 
 
 def _attempt(store: Store, run: Run, checkpoint: Checkpoint) -> Attempt | None:
-    """The attempt that saved it; None for one that the run began with."""
+    """Return the attempt that saved the checkpoint; None if it was imported."""
     parts = parse_name(checkpoint.name)
     if parts is None:
         return None
@@ -258,7 +258,7 @@ def _attempt(store: Store, run: Run, checkpoint: Checkpoint) -> Attempt | None:
 
 
 def _composed(saved_with: dict[str, Any], run: Run, settings: RestoreTestsConfig, asked: Asked) -> Composed:
-    """The config of the test: nothing is saved, nothing is injected, nothing is tried twice, nothing hangs for long."""
+    """Return the config of the test: without saves, drills and retries, and with bounded hangs."""
     data = recompose(saved_with, []).data
     data = {**copy.deepcopy(data), **with_layout(data, asked.layout)}
     data["name"] = f"{run.name[:NAME_ROOM]}-test"
@@ -271,15 +271,15 @@ def _composed(saved_with: dict[str, Any], run: Run, settings: RestoreTestsConfig
     data["recovery"] |= {"restarts_in_place": 0, "max_failures": 0}
     data["detection"]["spike"]["deviations"] = 0.0
     hang = data["detection"]["hang"]
-    hang["slow"] = hang["most"] = max(hang["most"], 60.0 * longest)  # ranks read, and wait for the slowest reader
+    hang["slow"] = hang["most"] = max(hang["most"], 60.0 * longest)  # ranks read and wait for the slowest reader
     data["drill"]["events"] = []
     data["restore_tests"] |= {"every": OFF}
     if data["command"]:
         data |= _command(data, run, settings, asked.checkpoint)
     workload, code = data["workload"], RunDir(Path(run.run_dir)).code
-    if workload["snapshot"]:  # the copy that was trained
+    if workload["snapshot"]:  # the copy used for training
         workload["path"] = [str(code / str(index)) for index in range(len(workload["path"]))]
-        # On a shared root the test has a copy of its own: what stands there when it starts could be another's.
+        # On a shared root the test uses its own copy, because other users could replace the original before it starts.
         workload["snapshot"] = can_be_exchanged(code.parent)
     try:
         return recompose(data, [], environ=os.environ)
@@ -291,7 +291,7 @@ def _composed(saved_with: dict[str, Any], run: Run, settings: RestoreTestsConfig
 
 
 def _command(data: dict[str, Any], run: Run, settings: RestoreTestsConfig, checkpoint: Checkpoint) -> dict[str, Any]:
-    """The user's own program restores it; raises ConfigError when nobody says which one that is."""
+    """Return the changes for a test by the user's own program. Raises ConfigError if its command is not set."""
     if not settings.command:
         raise ConfigError(
             f"{run.name} runs a program of yours, and nothing says how that restores a checkpoint",

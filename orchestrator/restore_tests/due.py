@@ -1,4 +1,4 @@
-"""PURE: which restore test of a run is due, why, and what keeps it from being begun."""
+"""Next restore test of a run: due time, reason, and obstacles. Pure."""
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
@@ -14,31 +14,31 @@ from trainer.contract.restore_test import FOUND_BAD, UNDECIDED, Outcome
 
 NIGHT = "0 3 * * *"
 ASSUMED_SECONDS = 180.0
-"""How long a test takes, as long as none of the run's has been seen to its end."""
+"""Assumed seconds of a test until one of the run's tests has completed."""
 AGAIN_AFTER = 900.0
-"""Seconds before a test that was not finished is due again; doubled each time in a row."""
+"""Seconds before an unfinished test is due again; doubled each time in a row."""
 MOST_PAUSE = 86400.0
 _NO = frozenset({Trust.WRITING, Trust.SUSPECT, Trust.CORRUPT, Trust.DELETED})
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunFacts:
-    """One run, as a schedule of its restore tests needs it.
+    """Facts about one run for the schedule of its restore tests.
 
-    `spent` are the rank-seconds of its tests so far, without those that a person has asked for.
+    `spent`: rank-seconds of its tests so far, without those requested by a person.
     """
 
     run: Run
     config: RunConfig
     attempts: tuple[Attempt, ...]
-    checkpoints: tuple[Checkpoint, ...]  # newest first, only those that a test can reach
+    checkpoints: tuple[Checkpoint, ...]  # newest first, only testable ones
     tests: tuple[RestoreTest, ...]  # of this run, oldest first
     spent: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Due:
-    """One test that is due at `at` (seconds since the epoch); `refused` says why it is not begun all the same."""
+    """Test due at `at` (seconds since the epoch); `refused` is the reason why it does not start, if any."""
 
     run: str
     checkpoint: str
@@ -50,7 +50,7 @@ class Due:
 
 
 def next_test(facts: RunFacts, now: float, rng: Random) -> Due | None:
-    """The next restore test of a run; None when none is foreseen. One of a run is under way at a time."""
+    """Return the next restore test of a run, or None. A run has at most one test in progress."""
     asked = facts.config.restore_tests
     if asked.every == OFF or not facts.checkpoints or any(test.ended_at is None for test in facts.tests):
         return None
@@ -62,12 +62,12 @@ def next_test(facts: RunFacts, now: float, rng: Random) -> Due | None:
     if facts.config.command and not asked.command:
         return replace(found, refused="the program is the user's own: restore_tests.command says how to test it")
     if older is not None or found.at > now:
-        return found  # an older one whatever it costs: nobody knows how far back is good
+        return found  # an older checkpoint is tested at any cost, to find a good one
     return replace(found, refused=_over_budget(facts, found, now))
 
 
 def trained_seconds(attempts: Iterable[Attempt], now: float) -> float:
-    """How long attempts have run together."""
+    """Return the total seconds for which attempts have run."""
     return sum(
         max(0.0, (now if attempt.ended_at is None else attempt.ended_at) - attempt.started_at)
         for attempt in attempts
@@ -80,7 +80,7 @@ def _proven(facts: RunFacts) -> set[tuple[str, str]]:
 
 
 def _found_bad(facts: RunFacts) -> set[str]:
-    """Checkpoints whose newest verdict is a bad one: only a person has them tested again."""
+    """Return the checkpoints whose newest verdict is bad; only a person can request another test."""
     newest = {test.checkpoint: test.verdict for test in facts.tests if test.verdict not in UNDECIDED}
     return {name for name, verdict in newest.items() if verdict in FOUND_BAD}
 
@@ -106,7 +106,7 @@ def _last_finished(facts: RunFacts) -> RestoreTest | None:
 
 
 def _after_a_bad_one(facts: RunFacts) -> Due | None:
-    """The next older one at once, so that somebody knows how far back is good."""
+    """Return a test of the next older checkpoint, due at once, to find a good one."""
     last = _last_finished(facts)
     if last is None or last.verdict not in FOUND_BAD or last.ended_at is None:
         return None
@@ -121,18 +121,18 @@ def _after_a_bad_one(facts: RunFacts) -> Due | None:
 
 
 def _after_success(facts: RunFacts, now: float) -> Due | None:
-    """The last checkpoint of a run that has succeeded, once."""
+    """Return a single test of the last checkpoint of a run that has succeeded."""
     newest = facts.checkpoints[0]
     if facts.run.state is not RunState.SUCCEEDED or newest.trust in _NO or newest.name in _found_bad(facts):
         return None
-    # Code or data that has changed stays so: a run that is over is not tested again and again for it.
+    # Changed code or data stays changed, so a finished run is not retested for it.
     tried = {(test.checkpoint, test.layout) for test in facts.tests if test.verdict != Outcome.NOT_FINISHED}
     layout = _lacking(facts, newest, tried)
     return _due(facts, newest, layout, "the run has succeeded", facts.run.updated_at) if layout else None
 
 
 def _other_layouts(facts: RunFacts) -> Due | None:
-    """What a test has restored on one layout is tested on the others next."""
+    """Return a test on the next layout of a checkpoint that was restored on one."""
     last = _last_finished(facts)
     if last is None or last.verdict != Outcome.RESTORED or last.ended_at is None or last.forced:
         return None
@@ -164,8 +164,8 @@ def _when(facts: RunFacts, now: float) -> float | None:
 
 
 def cron_time(expression: str, after: float) -> float | None:
-    """The first time of a crontab line after a time, on this machine's clock; None when there is none."""
-    from cronsim import CronSim  # only for who uses it
+    """Return the first time after `after` that matches a crontab line, in local time; None if none does."""
+    from cronsim import CronSim  # only for runs with such a schedule
 
     found = next(CronSim(expression, datetime.fromtimestamp(after)), None)
     return None if found is None else found.timestamp()
@@ -185,7 +185,7 @@ def _sampled(facts: RunFacts, rng: Random) -> Checkpoint | None:
 
 
 def _postponed(facts: RunFacts, due: Due) -> Due:
-    """Later after tests that were not finished, the longer the more there were in a row."""
+    """Postpone a test after unfinished ones, longer with each in a row."""
     in_a_row = 0
     for test in reversed(facts.tests):
         if test.verdict != Outcome.NOT_FINISHED:

@@ -1,4 +1,4 @@
-"""What became of a restore test, once its run has ended: trust, a mark beside the checkpoint, a notice for people."""
+"""Result of a restore test after its run has ended: trust, a mark beside the checkpoint, a notice for people."""
 
 import logging
 from collections.abc import Callable
@@ -24,17 +24,17 @@ log = logging.getLogger("orch.controller")
 
 HOUR = 3600.0
 START_WITHIN, QUEUE_AT_MOST = HOUR, 24 * HOUR
-"""Seconds after which a test that cannot be submitted, or whose job never starts, is given up."""
+"""Seconds after which a test is abandoned if it cannot be submitted, or if its job never starts."""
 OURS = "restore test "
-"""How the reason begins with which a verdict of ours has changed a checkpoint's trust."""
+"""Prefix of the reason with which a verdict of a restore test changes a checkpoint's trust."""
 _TRUST = {Outcome.RESTORED: Trust.RESTORED, Outcome.SUSPECT: Trust.SUSPECT, Outcome.CORRUPT: Trust.CORRUPT}
 _MARKS = (OSError, RunDirHangs, ImportError, ValueError)
-"""What keeps a mark from being written: a folder that is away, full or hung, a store that cannot be opened here."""
+"""Errors that prevent a mark: a missing, full or hanging folder, or a store that cannot be opened here."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """What a test has found; `evidence` as its job wrote it, with the times that the registry knows."""
+    """Result of a test; `evidence` from its job, with times from the registry."""
 
     outcome: Outcome
     reason: str
@@ -47,14 +47,14 @@ class Found:
 
 @dataclass
 class VerdictRecorder:
-    """Closes restore tests; the controller of the tested run does, so that it may write about it."""
+    """Recorder that closes restore tests; it belongs to the tested run's controller, which may write about that run."""
 
     store: Store
     files: Files
     owns: Callable[[Run], bool]
 
     def ended(self, test: RestoreTest, epoch: int, now: float) -> str:
-        """Close a test whose run has ended, or takes too long; empty while it goes on. Raises Fenced."""
+        """Close a test whose run has ended or takes too long; return "" while it is in progress. Raises Fenced."""
         run, source = self.store.run(test.test), self._source(test)
         if not self.owns(source or run):
             return ""
@@ -79,7 +79,7 @@ class VerdictRecorder:
         return f"{test.test}: step {test.step} of {test.run} on {test.layout}: {found.outcome}, {found.reason}"
 
     def unpin_ended(self, since: float) -> None:
-        """Take away pins of tests that have ended since then: a folder that was away is back, a full disk has room."""
+        """Remove pins of tests that ended since then: a missing folder may be back, a full disk may have room."""
         recent = [test for test in self.store.restore_tests(since=since) if test.ended_at is not None]
         for test in {test.checkpoint: test for test in recent}.values():
             source = self._source(test)
@@ -87,7 +87,7 @@ class VerdictRecorder:
                 self._release(source, test)
 
     def _source(self, test: RestoreTest) -> Run | None:
-        """The tested run; None where this registry has it no more."""
+        """Return the tested run; None if this registry no longer has it."""
         try:
             run = self.store.run(test.run)
         except NotFound:
@@ -95,7 +95,7 @@ class VerdictRecorder:
         return run if run.name == test.run else None
 
     def _too_late(self, run: Run, test: RestoreTest, now: float) -> str:
-        """Why a test that has not ended is given up: it would hold up all others."""
+        """Return why a test that has not ended is abandoned: it would delay all others."""
         attempts = self.store.attempts(test.test)
         started = attempts[-1].started_at
         if started is not None:
@@ -120,15 +120,15 @@ class VerdictRecorder:
         said = max(told, key=lambda data: (data["verdict"] in FOUND_BAD, data["verdict"] != Outcome.RESTORED))
         outcome = Outcome(said["verdict"])
         if outcome is Outcome.RESTORED and run.state is not RunState.SUCCEEDED:
-            return Found(Outcome.NOT_FINISHED, run.reason, dict(said["evidence"]))  # another rank did not get so far
+            return Found(Outcome.NOT_FINISHED, run.reason, dict(said["evidence"]))  # another rank ended earlier
         return Found(outcome, str(said["reason"]), dict(said["evidence"]))
 
     def _times(self, test: RestoreTest, evidence: dict[str, Any], now: float) -> dict[str, float]:
-        """Seconds of the job, and from its start to the first step without what a restart would not do."""
+        """Return the seconds of the job, and from its start to the first step without verification."""
         attempts: list[Attempt] = self.store.attempts(test.test)
         found = {"seconds": trained_seconds(attempts, now)}
         first, verified = evidence.get("first_step_at"), evidence.get("verify_seconds")
-        # A controller that looks now and then may see the job run later than its ranks had begun.
+        # The controller polls, so it may see the job run later than its ranks started.
         began = [attempts[-1].started_at, *(one.started_at for one in self.store.generations(test.test))]
         known = [moment for moment in began if moment is not None]
         if isinstance(first, float) and known:
@@ -136,7 +136,7 @@ class VerdictRecorder:
         return found
 
     def _mark(self, source: Run, test: RestoreTest, found: Found, now: float) -> None:
-        """The verdict first: between the two, retention must not think that it is nobody's."""
+        """Write the verdict, then release the pin, so that retention always sees one of them."""
         if found.place:
             try:
                 self.files.call(
@@ -164,7 +164,8 @@ class VerdictRecorder:
         row, trust = known[0], _TRUST[found.outcome]
         why = f"{OURS}{test.test} on {test.layout}: {found.reason}"
         if found.place == (row.tier or str(RunDir(Path(source.run_dir)).checkpoints)):
-            # Doubts of others, as of a coordinator whose ranks fell after they had loaded it, are not lifted here.
+            # Doubts from other sources, such as a coordinator whose ranks failed after loading it, are not cleared
+            # here.
             doubted = row.trust is Trust.SUSPECT and trust is Trust.RESTORED and not row.reason.startswith(OURS)
             if row.trust is not trust and may_move(row.trust, trust) and not doubted:
                 self.store.trust(source.name, test.checkpoint, trust, why, epoch=epoch, now=now)

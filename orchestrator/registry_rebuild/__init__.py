@@ -1,1 +1,1 @@
-"""A new registry made from run directories (`orch db rebuild`)."""
+"""Rebuild of a registry from run directories (`orch db rebuild`)."""

@@ -1,4 +1,4 @@
-"""A new registry made from run directories: each run's record, and what its jobs wrote since or instead."""
+"""Rebuild of a registry from run directories: each run's record, and its jobs' newer or only files."""
 
 import logging
 import os
@@ -34,12 +34,12 @@ from trainer.contract.run_dir import RunDir
 log = logging.getLogger("orch.registry")
 HOLDER = "orch db rebuild"
 _UNUSABLE = (OSError, ValueError, TypeError, KeyError, AttributeError)
-"""What files that are damaged, or not ours, lead to."""
+"""Errors from damaged or foreign files."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """One run directory that can be taken in."""
+    """A run directory that can be imported."""
 
     folder: RunDir
     configs: dict[str, dict[str, Any]]  # by digest: of every attempt, and of the run
@@ -47,7 +47,7 @@ class Found:
 
     @property
     def config(self) -> RunConfig:
-        """What the run's next attempt would have."""
+        """Config of the run's next attempt."""
         config = build(RunConfig, in_present_keys(self.configs[self.record.run.config_digest]))
         assert isinstance(config, RunConfig)
         return config
@@ -60,11 +60,11 @@ def rebuild(
     now: float | None = None,
     on_aside: Callable[[Path], object] = lambda path: None,
 ) -> int:
-    """Make the registry anew from the run directories below `roots`; returns how many runs it has.
+    """Rebuild the registry from the run directories below `roots`; return the number of runs.
 
-    A registry that is there is renamed to `<name>.<time>.old`; `on_aside` is told of it. Raises RegistryError, and
-    changes nothing, while a controller is alive, also that of another registry with one of the runs, and when two
-    folders bear the same run's name. Folders that cannot be read are logged.
+    An existing registry is renamed to `<name>.<time>.old`, and `on_aside` is called with that path. Raises
+    RegistryError, without changes, while a controller of this registry or of another one with one of the runs is alive,
+    and if two folders belong to the same run name. Unreadable folders are logged.
     """
     now = time.time() if now is None else now
     _refuse_foreign(store_path)
@@ -79,7 +79,7 @@ def rebuild(
     _remove(draft)
     try:
         with Store.open(draft) as store:
-            store.database.after_commit = lambda runs: None  # a record names its registry, and a draft's name is none
+            store.database.after_commit = lambda runs: None  # records must not name a draft
             _fill(store, found, now)
         if (aside := _set_aside(store_path, now)) is not None:
             on_aside(aside)
@@ -91,17 +91,17 @@ def rebuild(
 
 
 def _refuse_foreign(path: Path) -> None:
-    """A database of another program is no damaged registry: that program would find ours in its place."""
+    """Raise ForeignDatabase for another program's database, which must not be replaced by ours."""
     try:
         fast_queries.version(path)
     except ForeignDatabase:
         raise
     except RegistryError:
-        log.info("%s cannot be read: it is set aside", path)  # what a rebuild is for
+        log.info("%s cannot be read: it is set aside", path)  # an unreadable registry is the reason for a rebuild
 
 
 def _refuse_while_served(path: Path, now: float) -> None:
-    for lease in read_leases(path):  # one that cannot be read is what this is for
+    for lease in read_leases(path):  # an unreadable lease is the reason for a rebuild
         if displayed_state(lease, now).may_write:
             of = f" of {lease.scheduler}" if lease.scheduler else ""
             raise RegistryError(
@@ -112,7 +112,7 @@ def _refuse_while_served(path: Path, now: float) -> None:
 
 
 def _refuse_runs_of_others(found: list[Found], path: Path, now: float) -> None:
-    """Two controllers would act on one run, and neither would know of the other."""
+    """Raise RegistryError if another registry's controller serves a run; two controllers would act on it unaware."""
     for item in found:
         if (other := find_serving_registry(item.record, path, now)) is not None:
             raise RegistryError(other.what, where=str(item.folder.path), hint=other.hint)
@@ -132,7 +132,7 @@ def _refuse_twins(found: list[Found]) -> None:
 
 
 KnownConfig = Callable[[str], dict[str, Any] | None]
-"""The config of a digest, where the registry that is to be replaced still has it."""
+"""Lookup of a config by digest in the registry to be replaced; None if it is missing."""
 
 
 def _known_config(path: Path, digest: str) -> dict[str, Any] | None:
@@ -148,7 +148,7 @@ def _found(roots: Sequence[Path], known: KnownConfig) -> Iterator[Found]:
         for path in folders:
             try:
                 if (path / "run.json").is_file() and not path.name.startswith("."):
-                    check_private(path)  # a name and a nonce are public: anybody could have made such a folder
+                    check_private(path)  # name and nonce are public, so any user could have made such a folder
                     with only_own_files():
                         found = _read(RunDir(path), known)
                     yield found
@@ -181,7 +181,7 @@ def _read(folder: RunDir, known: KnownConfig) -> Found:
 
 
 def _with_submission(record: Record, folder: RunDir) -> Record:
-    """A record that missed the newest change says that nothing was submitted, where the attempt's folder says more."""
+    """Mark the newest attempt as submitted if its folder proves that and the record missed that change."""
     last, place = record.attempts[-1], folder.attempt(record.attempts[-1].number)
     left = (place.submission, place.logs, place.events, place.outcomes)
     begun = place.go.exists() or place.heartbeat.exists() or any(any(one.iterdir()) for one in left if one.is_dir())
@@ -191,19 +191,19 @@ def _with_submission(record: Record, folder: RunDir) -> Record:
 
 
 def _with_configs(folder: RunDir, record: Record, submitted: dict[str, Any], *, recorded: bool) -> Found:
-    """Every attempt with the config that its folder has; a change that no attempt was begun with is lost."""
+    """Return each attempt with the config from its folder; a change without an attempt is lost."""
     configs: dict[str, dict[str, Any]] = {}
 
     def digest_in(file: Path) -> str:
         config = submitted if file == folder.config else read_json(file)
-        build(RunConfig, config)  # refused by the rules of today: no controller could serve it
+        build(RunConfig, config)  # rejected by the present rules: no controller could serve it
         digest = digest_of(config)
         configs[digest] = config
         return digest
 
     def with_config(attempt: Attempt) -> Attempt:
         number = attempt.number
-        # What was about to be begun has no file yet: it has the run's config.
+        # An attempt that has not begun has no file yet; it has the run's config.
         if number > 1 and not (folder.attempt(number).path / "intent.json").exists():
             return replace(attempt, config_digest=digest_in(folder.run_config_of(number - 1)), smaller_world=None)
         own, base = digest_in(folder.config_of(number)), digest_in(folder.run_config_of(number))
@@ -226,7 +226,7 @@ def _with_configs(folder: RunDir, record: Record, submitted: dict[str, Any], *, 
 
 
 def _moved(record: Record, folder: RunDir) -> Record:
-    """The record with the folder's place of today: file systems are mounted elsewhere, folders are copied."""
+    """Return the record with the folder's present path; file systems move, and folders are copied."""
     if Path(record.run.run_dir) == folder.path:
         return record
     here = str(folder.checkpoints)
@@ -260,18 +260,18 @@ def _fill(store: Store, found: list[Found], now: float) -> None:
 
 
 def _epoch(item: Found) -> int:
-    """The highest epoch that any of a run's attempts was launched with."""
+    """Return the highest epoch with which any of a run's attempts was launched."""
     epochs = [attempt.epoch for attempt in item.record.attempts]
     for place in item.folder.all_attempts():
         try:
             epochs.append(LaunchToken.read(place.go).epoch)
         except (OSError, ValueError, TypeError, KeyError):
-            continue  # never launched, or fenced off since
+            continue  # never launched, or fenced since
     return max(epochs, default=0)
 
 
 def _catch_up(store: Store, item: Found, epoch: int, now: float) -> None:
-    """Take in what the jobs wrote after the record was, then hold the checkpoints to what is on disk."""
+    """Import the jobs' output since the record, then compare the checkpoints with the disk."""
     attempts = item.record.attempts
     for count in range(1, len(attempts) + 1):
         view = RunView(run=item.record.run, attempts=attempts[:count], config=item.config)
@@ -280,7 +280,7 @@ def _catch_up(store: Store, item: Found, epoch: int, now: float) -> None:
         except _UNUSABLE as error:
             log.warning("%s: what attempt %d wrote last is not taken in: %s", item.folder.path, count, error)
     _check_against_disk(store, item, epoch, now)
-    # Reading old events again is no news about the run.
+    # Reading old events again must not change the run's time of update.
     store.note_run(item.record.run.name, epoch=epoch, now=item.record.run.updated_at)
 
 
@@ -293,7 +293,7 @@ def _check_against_disk(store: Store, item: Found, epoch: int, now: float) -> No
         log.warning("%s: its checkpoints in %s stay as they were recorded: %s", folder.path, path, error)
     seen = of_run(sight.entries, item.record.run, item.record.attempts)
     on_disk = {entry.name: entry for entry in seen}
-    # What lies on the nodes' own disks, or in a tier that cannot be read, cannot be looked at from here.
+    # Nodes' local disks and unreadable tiers cannot be checked from here.
     own = set() if str(folder.checkpoints.absolute()) in sight.unread else {""}
     looked = own | {place.path for place in places if place.path not in sight.unread}
     known = {row.name: row for row in store.checkpoints(name)}
@@ -312,7 +312,7 @@ def _check_against_disk(store: Store, item: Found, epoch: int, now: float) -> No
 
 
 def _set_aside(path: Path, now: float) -> Path | None:
-    """Rename a registry with all that belongs to it; the new name, or None where there was none."""
+    """Rename a registry and its journal files; return the new path, or None if it did not exist."""
     stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime(now))
     there = path.exists()
     for tail in ("", "-wal", "-shm", "-journal"):

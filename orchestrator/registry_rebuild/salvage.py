@@ -1,4 +1,4 @@
-"""The record of a run that has none: what its jobs' files tell, with nothing assumed about what was decided."""
+"""Reconstruction of a missing run record from its jobs' files, without assumptions about past decisions."""
 
 import time
 from pathlib import Path
@@ -14,11 +14,11 @@ from trainer.contract.launch_token import LaunchToken
 from trainer.contract.run_dir import AttemptDir, RunDir
 
 FRESH = 120.0
-"""Seconds for which a heartbeat says that the job still lives."""
+"""Seconds for which a heartbeat proves that the job is alive."""
 
 
 def salvage(folder: RunDir, run: dict[str, Any], now: float | None = None) -> Record:
-    """A record out of run.json and the attempts' own files; raises OSError, ValueError or KeyError."""
+    """Build a record from run.json and the attempts' files. Raises OSError, ValueError or KeyError."""
     now = time.time() if now is None else now
     places = [place for place in folder.all_attempts() if (place.path / "intent.json").exists()]
     attempts = [_attempt(run["name"], place, newest=place is places[-1]) for place in places]
@@ -54,7 +54,7 @@ def _attempt(run: str, place: AttemptDir, *, newest: bool) -> Attempt:
     if outcome is not None:
         state = AttemptState.ENDED
     elif not newest:
-        state = AttemptState.LOST  # a later attempt was allowed, so this one was over
+        state = AttemptState.LOST  # a later attempt was allowed, so this one had ended
     elif job_id:
         state = AttemptState.RUNNING if started else AttemptState.SUBMITTED
     else:
@@ -74,14 +74,14 @@ def _attempt(run: str, place: AttemptDir, *, newest: bool) -> Attempt:
         submitted_at=float(intent["at"]),
         started_at=outcome.started_at if outcome else started.time if started else None,
         ended_at=outcome.ended_at if outcome else None,
-        last_step=(outcome.step or None) if outcome else None,  # a command's is not known
+        last_step=(outcome.step or None) if outcome else None,  # unknown for a command
         failure=outcome.failure.to_json() if outcome and outcome.failure else None,
         scheduler=intent.get("scheduler", ""),
     )
 
 
 def _run_state(last: Attempt, place: AttemptDir, now: float) -> tuple[RunState, str]:
-    """Only a finished run and a live job are certain; anything else waits for a person, who may have cancelled it."""
+    """Return the run's state: only a finished run and a live job are certain; otherwise a person must decide."""
     outcome = _outcome(place)
     if outcome is not None and outcome.result is AttemptResult.FINISHED:
         return RunState.SUCCEEDED, outcome.reason

@@ -1,12 +1,12 @@
-"""The public API: what a training program, or a script on a login node, imports.
+"""The public API for training programs and for scripts on a login node.
 
-    class MyWorkload(orch.BaseWorkload): ...                # in the file that `workload.target` names
+    class MyWorkload(orch.BaseWorkload): ...                # in the file named by `workload.target`
 
     run = orch.submit("tiny-gpt", {"train.steps": 200})     # in a script
     print(run.wait().loss)
 
-Names are imported when they are used: `import orch` costs a few milliseconds and loads neither torch nor a database.
-What `__all__` lists keeps its meaning within a major version; everything else in orch's packages may change.
+Names are imported on first use: `import orch` costs a few milliseconds and loads neither torch nor a database. Names in
+`__all__` keep their meaning within a major version; everything else in orch's packages may change.
 """
 
 import importlib
@@ -60,7 +60,7 @@ _HOMES = {
         "BaseWorkload", "Mean", "Metric", "Rank0", "Scheduler", "Sum", "Workload", "WorkloadError", "evaluating",
     ),
 }  # fmt: skip
-"""The module that each name is defined in."""
+"""Names by defining module."""
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [  # noqa: PLE0604, RUF022 (a test compares it with `_HOMES`)
@@ -83,11 +83,11 @@ def __getattr__(name: str) -> Any:
 
 
 _MEANT = {"Trainer": "BaseWorkload", "Module": "BaseWorkload", "Model": "BaseWorkload", "Dataset": "Data"}
-"""What other libraries call what is here; keys are compared without case."""
+"""Names of the same concepts in other libraries; keys are compared without case."""
 
 
 def _unknown(name: str, *, imported: bool) -> Exception:
-    """The error for a name that is not there; `imported`: `from orch import` asks for it."""
+    """Return the error for an unknown name; `imported`: the name comes from `from orch import`."""
     import difflib
     from importlib.util import find_spec
 

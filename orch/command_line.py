@@ -1,4 +1,4 @@
-"""Typing `orch ... --json` for a script: what it checks and says is what people at a terminal get."""
+"""Runs of `orch ... --json` for a script, with the same checks and messages as at a terminal."""
 
 import contextlib
 import json
@@ -25,14 +25,14 @@ PUBLIC_ERRORS = (
 
 
 class OrchWarning(UserWarning):
-    """What `orch` warns of; `warnings.filterwarnings` can silence it, or make it an error."""
+    """Warning of an `orch` command; `warnings.filterwarnings` can silence it or turn it into an error."""
 
 
 def ask(verb: str, *names: str, options: Sequence[str] = (), accept: Collection[int] = ()) -> Any:
-    """The data that a command line answers with; raises the OrchError that it tells of.
+    """Return the data that a command prints; raises the OrchError that it reports.
 
-    `names` are taken as they are, also where they begin with a dash. Data that comes with one of the exit codes in
-    `accept` is no error. Ctrl-C reaches the command once, and what it says of that is in the KeyboardInterrupt's notes.
+    `names` are passed verbatim, even with a leading dash. Data with an exit code in `accept` is not an error. Ctrl-C is
+    sent to the command once, and the command's message about it becomes a note of the KeyboardInterrupt.
     """
     words = (verb, *options, "--", *names)
     if not sys.executable:
@@ -48,11 +48,11 @@ def ask(verb: str, *names: str, options: Sequence[str] = (), accept: Collection[
 
 
 def _typed(words: Sequence[str]) -> tuple[dict[str, Any], int]:
-    """The object that the command prints, and its exit code."""
+    """Return the object that the command prints, and its exit code."""
     environ = {key: value for key, value in os.environ.items() if key not in ("PYTHONINSPECT", "PYTHONIOENCODING")}
     command = [sys.executable, "-P", "-c", _PROGRAM, "--json", "--quiet", *words]
     try:
-        # A process group of its own: a terminal would interrupt it besides, and twice means at once.
+        # In its own process group, because a terminal would interrupt it a second time, which means at once.
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, env=environ, text=True, encoding="utf-8",
             errors="replace", process_group=0,
@@ -70,7 +70,7 @@ def _typed(words: Sequence[str]) -> tuple[dict[str, Any], int]:
 
 
 def _tell(interrupt: KeyboardInterrupt, text: str) -> None:
-    """Say what the interrupted command has left: a run that goes on, a request that stands."""
+    """Report what the interrupted command left behind: a run that continues, a request that is still pending."""
     with contextlib.suppress(ValueError, KeyError, TypeError):
         told = json.loads(text)["error"]
         said = "; ".join(filter(None, (told["message"], told["hint"])))
@@ -95,7 +95,7 @@ def _unexpected(words: Sequence[str], code: int) -> errors.OrchError:
 
 
 def _error_of(told: dict[str, str], code: int) -> errors.OrchError:
-    """The error as a script catches it: of a public class that is its own, its ancestor, or of the same exit code."""
+    """Return the error with its public class, else its nearest public ancestor, else one with its exit code."""
     own = getattr(errors, told["code"], None)
     ancestors = own.__mro__ if isinstance(own, type) else ()
     of_code = [kind for kind in PUBLIC_ERRORS if kind.exit_code == code]

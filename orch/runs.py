@@ -1,4 +1,4 @@
-"""Runs for a script on a login node: submit one, look at it, wait for its end."""
+"""Runs for a script on a login node: submit one, inspect it, wait for its end."""
 
 import json
 import math
@@ -14,12 +14,12 @@ from orchestrator.errors import RunCancelled, RunFailed
 from orchestrator.states import LIVE_RUNS, RunState
 
 Overrides = Mapping[str, Any] | Sequence[str]
-"""`{"train.steps": 200}`, or as one types them: `["train.steps=200"]`."""
+"""`{"train.steps": 200}`, or in command-line form: `["train.steps=200"]`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LastCheckpoint:
-    """The newest checkpoint that a run could resume from."""
+    """The newest checkpoint from which a run could resume."""
 
     step: int
     trust: str  # COMMITTED, VERIFIED or RESTORED
@@ -28,7 +28,7 @@ class LastCheckpoint:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A run as `orch status` saw it; `refresh` looks again."""
+    """A run as reported by `orch status`; `refresh` queries it again."""
 
     name: str
     state: str  # CREATED, QUEUED, RUNNING, RECOVERING, SUCCEEDED, FAILED, CANCELLED or HELD
@@ -36,8 +36,8 @@ class Run:
     step: int
     total_steps: int | None
     loss: float | None
-    attempts: int  # jobs that it has had
-    generations: int  # starts of its ranks, over all attempts
+    attempts: int  # jobs so far
+    generations: int  # starts of its ranks, in all attempts
     cluster: str  # slurm or local
     job_id: str | None  # of its newest attempt
     nodes: tuple[str, ...]
@@ -45,34 +45,34 @@ class Run:
     updated_at: datetime
 
     def __new__(cls, *names: Any, **_fields: Any) -> "Run":
-        """Raises TypeError with what finds a run by its name."""
+        """Raise TypeError with the call that finds a run by name."""
         if names:
             raise TypeError(f"a Run is made by orch.status and orch.submit: orch.status({_name(names[0])!r})[0]")
         return super().__new__(cls)
 
     @property
     def is_over(self) -> bool:
-        """Whether it has succeeded, failed, was cancelled, or is held until a person does something."""
+        """Whether it has succeeded, failed, was cancelled, or is held until a user acts."""
         return self.state not in LIVE_RUNS
 
     def refresh(self) -> "Run":
-        """The same run as it stands now."""
+        """Return the run in its present state."""
         return status(self.name)[0]
 
     def wait(self, timeout: float | None = None) -> "Run":
-        """`orch.wait` for this run."""
+        """Wait for this run, as `orch.wait` does."""
         return wait(self.name, timeout=timeout)
 
     def cancel(self) -> None:
-        """Ask for its end: the ranks save and stop; `wait` then raises RunCancelled."""
+        """Request its end: the ranks save and stop; `wait` then raises RunCancelled."""
         ask("cancel", self.name)
 
     def resume(self, overrides: Overrides = ()) -> None:
-        """Let it go on, with other values where `orch resume` allows them."""
+        """Resume it, with changed values if `orch resume` allows them."""
         ask("resume", self.name, *_words(overrides))
 
     def details(self) -> dict[str, Any]:
-        """What `orch show --json` tells: attempts, checkpoints, configuration, failures."""
+        """Return the data of `orch show --json`: attempts, checkpoints, configuration, failures."""
         return dict(ask("show", self.name))
 
 
@@ -86,10 +86,10 @@ def submit(
     begin_with: str | None = None,
     weights_only: bool = False,
 ) -> Run:
-    """`orch submit`: a run that is on its way, and that orch restarts until it is finished.
+    """Submit a run, as `orch submit` does; orch restarts it until it is finished.
 
-    `config` is a preset or a YAML file; `begin_with` a checkpoint, RUN@STEP, whose configuration is the default then.
-    Raises ConfigError, SubmitRejected, SlurmUnreachable, or another OrchError.
+    `config` is a preset or a YAML file; `begin_with` is a checkpoint, RUN@STEP, whose configuration is then the
+    default. Raises ConfigError, SubmitRejected, SlurmUnreachable, or another OrchError.
     """
     if isinstance(tags, str):
         raise TypeError(f"tags are a list of words: [{tags!r}]")
@@ -102,14 +102,14 @@ def submit(
 
 
 def status(*runs: str | Run) -> list[Run]:
-    """These runs, or the newest 50; raises NotFound."""
+    """Return these runs, or the newest 50; raises NotFound."""
     return [_run(row) for row in ask("status", *map(_name, runs))]
 
 
 def wait(run: str | Run, timeout: float | None = None) -> Run:
     """Wait until the run has succeeded.
 
-    Raises RunFailed when it has failed or is held, RunCancelled, or WaitTimeout after `timeout` seconds.
+    Raises RunFailed if it failed or is held, RunCancelled, or WaitTimeout after `timeout` seconds.
     """
     limit = [] if timeout is None or timeout == math.inf else [f"--timeout={timeout}"]
     ended = _run(ask("wait", _name(run), options=limit, accept=(RunFailed.exit_code, RunCancelled.exit_code)))
@@ -141,7 +141,7 @@ def _words(overrides: Overrides) -> list[str]:
 
 
 def _yaml(key: str, value: Any) -> str:
-    """A value of Python as the configuration reads it: JSON, but for numbers that are not finite."""
+    """Return a Python value in the configuration's syntax: JSON, except for non-finite numbers."""
     if isinstance(value, float) and not math.isfinite(value):
         return ".nan" if math.isnan(value) else ".inf" if value > 0 else "-.inf"
     try:
@@ -154,7 +154,7 @@ _ESCAPE = re.compile(r"\\(?:u(d[89ab]..)\\u(d[c-f]..)|.)")
 
 
 def _whole_character(found: re.Match[str]) -> str:
-    """YAML's escape of a character that JSON escapes in two halves; any locale can pass it on."""
+    """Return YAML's escape of a character that JSON escapes in two halves; it is safe in any locale."""
     if found[1] is None:
         return found[0]
     return f"\\U{0x10000 + ((int(found[1], 16) - 0xD800) << 10) + int(found[2], 16) - 0xDC00:08x}"
@@ -167,7 +167,7 @@ def _run(row: Mapping[str, Any]) -> Run:
     return Run(
         name=row["run"],
         reason=row["reason"] or "",
-        loss=None if row["loss"] is None else float(row["loss"]),  # "nan" is no number in JSON
+        loss=None if row["loss"] is None else float(row["loss"]),  # "nan" is not a number in JSON
         nodes=tuple(row["nodes"] or ()),
         last_checkpoint=checkpoint,
         updated_at=datetime.fromisoformat(row["updated_at"]),

@@ -1,1 +1,1 @@
-"""Programs that measure: ratios against a limit or a peer in the same run, losing rows kept."""
+"""Benchmarks: ratios to a limit or a peer in the same run, with losing rows kept."""

@@ -1,9 +1,9 @@
-"""How long `orch --help` and `orch status` take with 10,000 runs in the registry, beside their limits.
+"""Time of `orch --help` and `orch status` with 10,000 runs in the registry, compared with their limits.
 
     python -m benchmarks.cli [--runs 10000] [--repeats 9] [--json]
 
-Each command is started as a user starts it, in turn with a bare `python -c pass`, whose time is what no program
-in Python can be below. The median of the repeats counts. Exit code 1 when a limit is passed.
+Each command is started as a user starts it, in turn with a bare `python -c pass`, whose time is the lower bound of any
+Python program. The median of the repeats counts. Exit code 1 if a limit is exceeded.
 """
 
 import argparse
@@ -31,9 +31,9 @@ COMMANDS = {
 
 
 def seed(path: Path, runs: int) -> None:
-    """A registry with `runs` runs, each with an attempt, two generations and a checkpoint, through plain SQL.
+    """Create a registry with `runs` runs, each with an attempt, two generations and a checkpoint, through plain SQL.
 
-    One run goes in through the store, so that the tables are the real ones; the others are copies of it.
+    The first run is created through the store, so that the tables are the real ones; the others are copies of it.
     """
     import sqlite3
 
@@ -73,7 +73,7 @@ def _insert(connection: object, table: str, row: dict[str, object]) -> None:
 
 
 def measure(environment: dict[str, str], repeats: int) -> dict[str, list[float]]:
-    """Seconds of every command, `repeats` times, interleaved so that a slow moment hits them all."""
+    """Return the seconds of every command, `repeats` times, interleaved so that a slow moment affects all."""
     seconds: dict[str, list[float]] = {name: [] for name in COMMANDS}
     for _ in range(repeats):
         for name, (words, _limit) in COMMANDS.items():

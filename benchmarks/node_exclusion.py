@@ -1,12 +1,11 @@
-"""What avoiding nodes after their faults prevents, and how much of the cluster it costs, on a real record of faults.
+"""Faults prevented by avoiding nodes after their faults, and the cost in node-time, on a real record of faults.
 
     python -m benchmarks.node_exclusion TRACE.json [--nodes 400] [--days 345] [--json]
 
-TRACE is a list of {node_id, event_time (days), event_type: fault_start | fault_end, fault_type: {Class}}, as
-stepfun-ai/InfiniteHBD-Trace publishes. A fault is prevented when no job would have been on its node. A policy avoids
-the node for some days after its repair, which adds to the node-time that nobody can use. All nodes are taken for
-busy all the time. orch counts from the repair where Slurm says of a node that it is down or drained; a node that Slurm
-calls fit counts as repaired.
+TRACE is a list of {node_id, event_time (days), event_type: fault_start | fault_end, fault_type: {Class}}, the format of
+stepfun-ai/InfiniteHBD-Trace. A fault is prevented if no job would have been on its node. A policy avoids the node for
+some days after its repair, which adds to the unusable node-time. All nodes are assumed to be always busy. orch counts
+from the repair if Slurm reports the node down or drained; a node that Slurm reports fit counts as repaired.
 """
 
 import argparse
@@ -22,12 +21,12 @@ from orchestrator.recovery.node_failure_rate import DAY, HALF_LIFE, NodeHistory,
 
 NODE_DAYS = 64.0
 NO_FAULTS = ("Change", "Test")
-"""Classes of what operators did to a node on purpose."""
+"""Classes of deliberate operator actions on a node."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A node was not usable from `start` to `end`, in days."""
+    """A node was unusable from `start` to `end`, in days."""
 
     node: str
     start: float
@@ -39,7 +38,7 @@ Policy = Callable[[NodeHistory, NodeHistory], float]
 
 
 def faults(events: list[dict[str, Any]]) -> list[Fault]:
-    """The faults with an end, by their start; those of one node end in the order in which they began."""
+    """Return the faults with an end, by start; those of one node end in the order of their start."""
     begun: dict[str, list[float]] = {}
     found = []
     for event in sorted(events, key=lambda one: float(one["event_time"])):
@@ -54,7 +53,7 @@ def faults(events: list[dict[str, Any]]) -> list[Fault]:
 
 
 def replay(trace: list[Fault], nodes: int, days: float, policy: Policy) -> tuple[float, float]:
-    """The share of faults that were prevented, and of the node-time that was given up for it."""
+    """Return the share of faults that were prevented, and the share of node-time given up for it."""
     until: dict[str, float] = {}
     starts: dict[str, list[float]] = {}
     prevented, given_up = 0, 0.0
@@ -75,17 +74,17 @@ def replay(trace: list[Fault], nodes: int, days: float, policy: Policy) -> tuple
 
 
 def again(days: float) -> Policy:
-    """The second fault of a node, however long ago its first was."""
+    """Return a policy that avoids a node from its second fault on, however long ago the first was."""
     return lambda node, others: days if len(node.failed) > 1 else 0.0
 
 
 def ours(days: float) -> Policy:
-    """What orch does about faults that are weak evidence each."""
+    """Return orch's policy for faults that are each weak evidence."""
     return lambda node, others: days if len(node.failed) > 1 and is_worse(node, others, NODE_DAYS) else 0.0
 
 
 def always(days: float) -> Policy:
-    """What orch does about faults that blame their node by themselves."""
+    """Return orch's policy for faults that by themselves implicate their node."""
     return lambda node, others: days
 
 

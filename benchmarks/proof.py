@@ -1,10 +1,10 @@
-"""Runs every test marked `proof` and writes what it showed to docs/proof.md: `make proof`.
+"""Run of every test marked `proof`, with the results in docs/proof.md: `make proof`.
 
     python -m benchmarks.proof [--again [PATH ...] | --only PATH ...]
 
-It takes hours, so a run that was interrupted, or in which something failed, can be gone on with: `--again` runs what
-has not passed yet, and once more what lies below the PATHs, and keeps the other results. `--only` runs what lies below
-the PATHs, and leaves the rows of all other tests on the page as they are: each row has the date of its run.
+It takes hours, so an interrupted or failed run can be continued: `--again` runs the tests that have not passed yet, and
+repeats those below the PATHs, and keeps the other results. `--only` runs the tests below the PATHs, and leaves the rows
+of all other tests on the page unchanged: each row has the date of its run.
 """
 
 import argparse
@@ -23,7 +23,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 TARGET = ROOT / "docs" / "proof.md"
 PASSED = "ORCH_PROOF_PASSED"
-"""Names the file with the tests that are left out, one a line."""
+"""Environment variable with the path of a file that lists the deselected tests, one per line."""
 REPORT = ROOT / "build" / "proof.xml"
 HEAD = """# Proof
 
@@ -40,12 +40,12 @@ _COLUMNS = 6
 
 
 def machine() -> str:
-    """System, processor count and Python, without the host's name."""
+    """Return system, processor count and Python version, without the host's name."""
     return f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
 
 
 def rows(cases: list[Xml.Element]) -> dict[str, str]:
-    """One line for each test, its parameters counted; figures are what the tests recorded as properties."""
+    """Return one line for each test, with its parameters counted; figures are the properties that tests recorded."""
     groups: dict[str, list[Xml.Element]] = {}
     for case in cases:
         name = str(case.get("name")).partition("[")[0].removeprefix("test_").replace("_", " ")
@@ -61,19 +61,19 @@ def _row(name: str, cases: list[Xml.Element]) -> str:
 
 
 def rows_of_page(page: str) -> dict[str, str]:
-    """The lines of the table on a page of an earlier run, by name."""
+    """Return the table lines of an earlier run's page, by name."""
     lines = [line for line in page.splitlines() if line.startswith("| ") and line.count(" | ") >= _COLUMNS - 1]
     return {line.split(" | ")[0].removeprefix("| "): line for line in lines[1:]}
 
 
 def pictures_of_page(page: str) -> dict[str, str]:
-    """What stands below the table of an earlier run, by heading."""
+    """Return the sections below the table of an earlier run's page, by heading."""
     parts = [f"\n## {part.rstrip()}" for part in page.split("\n## ")[1:]]
     return {part.split("\n")[1]: part for part in parts}
 
 
 def figures(cases: list[Xml.Element]) -> str:
-    """What the cases recorded; whole numbers of one name are added up, since the cases share a count out."""
+    """Return the cases' recorded figures; whole numbers of one name are summed, since the cases share a count."""
     found: dict[str, list[str]] = {}
     for item in (item for case in cases for item in case.iter("property")):
         if "\n" in str(item.get("value")):
@@ -83,7 +83,7 @@ def figures(cases: list[Xml.Element]) -> str:
 
 
 def pictures(cases: list[Xml.Element]) -> dict[str, str]:
-    """What the cases recorded in several lines, by heading: shown below the table, as it is."""
+    """Return the cases' multi-line records by heading, shown verbatim below the table."""
     found = [item for case in cases for item in case.iter("property") if "\n" in str(item.get("value"))]
     return {f"## {item.get('name')}": f"\n## {item.get('name')}\n\n```\n{item.get('value')}\n```" for item in found}
 
@@ -99,14 +99,14 @@ def good(case: Xml.Element) -> bool:
 
 
 def node_id(case: Xml.Element) -> str:
-    """The name by which pytest selects it."""
+    """Return the name by which pytest selects the case."""
     file = str(case.get("file"))
     classes = str(case.get("classname")).removeprefix(file.removesuffix(".py").replace("/", ".")).strip(".")
     return "::".join([file, *([classes] if classes else []), str(case.get("name"))])
 
 
 def earlier(paths: list[str]) -> list[Xml.Element]:
-    """What has passed in the run before, but for what lies below these paths."""
+    """Return the cases that passed in the previous run, except below these paths."""
     if not REPORT.exists():
         return []
     paths = [os.path.relpath(path, ROOT) for path in paths]
@@ -115,7 +115,7 @@ def earlier(paths: list[str]) -> list[Xml.Element]:
 
 
 def run(kept: list[Xml.Element], paths: list[str]) -> tuple[int, list[Xml.Element]]:
-    """Run all below `paths` (none: everywhere) but `kept`; pytest's exit code, and its cases."""
+    """Run the tests below `paths` (none: all) except `kept`; return pytest's exit code and its cases."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [
@@ -128,19 +128,19 @@ def run(kept: list[Xml.Element], paths: list[str]) -> tuple[int, list[Xml.Elemen
             "-m",
             "proof",
             f"--junitxml={report}",
-            # Of its own: other runs of pytest clear the usual place away while this one takes its half hour.
+            # Private, because other pytest runs clear the default folder during this half-hour run.
             f"--basetemp={folder}/tests",
             "-o",
             "timeout=7200",
             "-o",
-            "junit_family=xunit1",  # the newer one knows no properties of cases
+            "junit_family=xunit1",  # the newer one has no properties of cases
             "-p",
             "benchmarks.proof",
             *paths,
         ]
         passed = Path(folder) / "passed"
         passed.write_text("\n".join(map(node_id, kept)))
-        # Ctrl-C reaches pytest too, which then writes what it has.
+        # Ctrl-C also reaches pytest, which then writes its results so far.
         with (
             contextlib.suppress(KeyboardInterrupt),
             subprocess.Popen(command, cwd=ROOT, env={**os.environ, PASSED: str(passed)}) as process,
@@ -150,7 +150,7 @@ def run(kept: list[Xml.Element], paths: list[str]) -> tuple[int, list[Xml.Elemen
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what has passed: `--deselect` would also leave out every test whose name begins with one of those."""
+    """Deselect passed tests; `--deselect` would also deselect every test whose name begins with one of theirs."""
     passed = set(Path(os.environ[PASSED]).read_text().splitlines())
     kept = [item for item in items if item.nodeid in passed]
     items[:] = [item for item in items if item.nodeid not in passed]
@@ -182,7 +182,7 @@ def _write_report(cases: list[Xml.Element]) -> None:
 
 
 def write_page(lines: dict[str, str], more: dict[str, str]) -> str:
-    """Write docs/proof.md; how many cases of all rows passed."""
+    """Write docs/proof.md; return the number of passed cases in all rows, in words."""
     counts = [tuple(map(int, line.split(" | ")[1:3])) for line in lines.values()]
     passed = f"{sum(good for _, good in counts)} of {sum(every for every, _ in counts)} passed"
     head = HEAD.format(machine=machine(), result=passed)

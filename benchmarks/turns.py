@@ -1,4 +1,4 @@
-"""Two sides of a comparison train on one machine turn by turn; the interval that holds a median."""
+"""Turn-by-turn training of two sides on one machine; confidence interval of a median."""
 
 import contextlib
 import json
@@ -27,17 +27,17 @@ _TURN_SECONDS = 2.0
 _BARE = {
     "OMP_NUM_THREADS": "1",
     "TORCH_FR_BUFFER_SIZE": "0",
-    # What glibc comes to by itself in a process that has imported as much as ours: else the loop gives memory back in
-    # every step, and has a thousand page faults for it that ours has not.
+    # The values that glibc reaches in a process with as many imports as ours: otherwise the loop returns memory in
+    # every step, and has a thousand page faults that ours does not have.
     "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
     "MALLOC_TRIM_THRESHOLD_": str(64 << 20),
 }
-"""The environment of a bare loop: one thread as ours has, no flight recorder."""
+"""Environment of a bare loop: one thread like ours, no flight recorder."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:
-    """What one turn of a side has shown: the median of its steps, their number, and CPU seconds of all processes."""
+    """Result of one turn of a side: the median of its steps, their number, and CPU seconds of all processes."""
 
     seconds: float
     steps: int
@@ -45,17 +45,17 @@ class Turn:
 
 
 class Side:
-    """Processes that train beside others and stand still while those have their turn."""
+    """Processes that train in turn with others and are stopped meanwhile."""
 
     def __init__(self, log: Path, watching: Collection[int], watched: Collection[int]) -> None:
-        """`log` has every step of rank 0; `watching` sleep longer, so that they see nobody stand still."""
+        """`log` has every step of rank 0; `watching` are stopped longest, so that they never see a stopped rank."""
         self._log, self._watching, self._watched = log, sorted(watching), sorted(watched)
         self.turns: list[Turn] = []
         self._steps: list[float] = []
 
     def pause(self) -> None:
-        """At the end of a step of rank 0, so that turns are made of whole steps."""
-        # A line may be half written.
+        """Stop at the end of a step of rank 0, so that turns consist of whole steps."""
+        # A line may be incomplete.
         offset, ended = self._log.read_bytes().rfind(b"\n") + 1, False
         while not ended:
             time.sleep(0.001)
@@ -69,7 +69,7 @@ class Side:
             os.kill(pid, signal.SIGCONT)
 
     def turn(self) -> None:
-        """Train for a while, alone, and count."""
+        """Train alone for a while, and record the turn."""
         first, before = len(lines(self._log)), self._spent()
         self.go_on()
         time.sleep(_TURN_SECONDS)
@@ -84,18 +84,18 @@ class Side:
 
     @property
     def step_seconds(self) -> float:
-        """The median of all steps of all turns."""
+        """Median of all steps of all turns."""
         return statistics.median(self._steps)
 
     def cpu_seconds(self, ranks: int) -> float:
-        """CPU seconds of a step and rank."""
+        """Return the CPU seconds per step and rank."""
         return sum(turn.cpu for turn in self.turns) / sum(turn.steps for turn in self.turns) / ranks
 
 
 def side_of(job: Job, ranks: int) -> Side:
-    """All of a run on its nodes, its ranks bound to cores, once it has warmed up.
+    """Return the side of a run on its nodes, with ranks bound to cores, once it has warmed up.
 
-    The controller, of which there is one for all runs, is left out.
+    The controller, shared by all runs, is left out.
     """
     job.reached(_FROM, PATIENCE)
     agents = {agent.pid for agent in job.processes("orch-agent")}
@@ -105,7 +105,7 @@ def side_of(job: Job, ranks: int) -> Side:
 
 @contextlib.contextmanager
 def bare_side(logs: Path, words: Sequence[str], ranks: int) -> Iterator[Side]:
-    """`python WORDS` as ranks that nothing watches, once they have warmed up; each writes `logs`/rank-N.jsonl."""
+    """Start `python WORDS` as unmonitored ranks; yield their side once warm. Each rank writes `logs`/rank-N.jsonl."""
     logs.mkdir(parents=True)
     shared = {
         **os.environ, **_BARE, "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1",
@@ -131,7 +131,7 @@ def bare_side(logs: Path, words: Sequence[str], ranks: int) -> Iterator[Side]:
 
 
 def take_turns(ours: Side, bare: Side, turns: int) -> None:
-    """Each side alone, in changing order; afterwards ours goes on, so that its run can be ended."""
+    """Run each side alone, in changing order; afterwards resume ours, so that its run can be ended."""
     sides = [ours, bare]
     try:
         for side in sides:
@@ -144,12 +144,12 @@ def take_turns(ours: Side, bare: Side, turns: int) -> None:
 
 
 def _is_of_rank_zero(line: dict[str, Any]) -> bool:
-    """The bare loop has a file for each rank."""
+    """Return whether the line is of rank 0; the bare loop has a file for each rank."""
     return bool(line.get("rank", 0) == 0)
 
 
 def _has_warmed_up(log: Path, ranks: Sequence[subprocess.Popen[bytes]]) -> bool | None:
-    """Raises RuntimeError as soon as a rank of the bare loop has ended."""
+    """Return True once warm, else None; raises RuntimeError as soon as a rank of the bare loop has ended."""
     ended = [f"rank {number} with code {rank.poll()}" for number, rank in enumerate(ranks) if rank.poll() is not None]
     if ended:
         said = (log.parent / "said.log").read_text(errors="replace").strip().splitlines()[-1:]
@@ -158,7 +158,7 @@ def _has_warmed_up(log: Path, ranks: Sequence[subprocess.Popen[bytes]]) -> bool 
 
 
 def _bind(ranks: Sequence[int]) -> None:
-    """Each rank with all its threads to one core."""
+    """Bind each rank with all its threads to one core."""
     cores = sorted(os.sched_getaffinity(0))
     for place, pid in enumerate(ranks):
         for thread in os.listdir(f"/proc/{pid}/task"):
@@ -166,9 +166,9 @@ def _bind(ranks: Sequence[int]) -> None:
 
 
 def cpu_seconds(pid: int) -> float:
-    """CPU time of all threads of a process, those that have ended too; /proc tells it in hundredths of a second only.
+    """Return the CPU time of all threads of a process, ended ones included; /proc has a resolution of only 10 ms.
 
-    The number is what clock_getcpuclockid(3) makes of a pid.
+    The number is the clock that clock_getcpuclockid(3) derives from a pid.
     """
     try:
         return time.clock_gettime((~pid << 3) | 2)
@@ -177,7 +177,7 @@ def cpu_seconds(pid: int) -> float:
 
 
 def interval(ordered: list[float]) -> tuple[float, float]:
-    """The narrowest pair of order statistics, equally far from both ends, between which the median is in 95 of 100."""
+    """Return the narrowest symmetric pair of order statistics that contains the median in 95 of 100 cases."""
     count, outside, place = len(ordered), 0.0, 0
     while place < count // 2:
         outside += 2 * math.comb(count, place) / 2**count

@@ -1,1 +1,1 @@
-"""The checkpoint engine beside the hardware's limit, torch's own checkpoints and its own promises."""
+"""The checkpoint engine compared with the hardware's limit, torch's checkpoints and its own targets."""

@@ -1,11 +1,11 @@
-"""The checkpoint engine beside the hardware's limit and beside torch's own checkpoints.
+"""The checkpoint engine compared with the hardware's limit and with torch's checkpoints.
 
     python -m benchmarks.checkpoint [--rows PATTERN,...] [--quick] [--rounds 7] [--folder DIR] [--json] [--list]
 
-Every row runs in a process of its own, its sides interleaved, and is compared with a limit that is measured in the
-same process: memcpy, raw reads, raw writes. Other programs beside it are torch's distributed checkpoints in their
-best configuration and torch.save. State sets: BIG (64 x 4 MiB) and SMALL (4000 x 64 KiB). Numbers from a machine on
-which something else runs are worth nothing. Exit code 1 when a row misses its must or fails.
+Every row runs in its own process, with its sides interleaved, and is compared with a limit measured in the same
+process: memcpy, raw reads, raw writes. Other programs compared are torch's distributed checkpoints in their best
+configuration and torch.save. State sets: BIG (64 x 4 MiB) and SMALL (4000 x 64 KiB). Run it on an otherwise idle
+machine; other numbers are meaningless. Exit code 1 if a row misses its must or fails.
 """
 
 import argparse
@@ -55,7 +55,7 @@ def main() -> int:
 
 
 def _measured(row: Row, at: Path, rounds: int, scale: float) -> dict[str, Any]:
-    """Run one row in a fresh process; what it says, or why it failed."""
+    """Run one row in a new process; return its result, or the reason for its failure."""
     bounds = {"must": row.must, "stretch": row.stretch, "at_most": row.at_most}
     fixed = {"row": row.name, "text": row.text, "limit_is": row.limit, **bounds}
     with tempfile.TemporaryDirectory(dir=at, prefix="bench-checkpoint-") as folder:
@@ -106,7 +106,7 @@ def _cpu() -> str:
 
 
 def _file_system(folder: Path) -> str:
-    """The type of the file system below `folder`."""
+    """Return the type of the file system that contains `folder`."""
     mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
     inside = [mount for mount in mounts if folder.resolve().is_relative_to(mount[1])]
     return max(inside, key=lambda mount: len(mount[1]))[2]

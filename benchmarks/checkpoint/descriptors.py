@@ -1,4 +1,4 @@
-"""How many file descriptors a hand-off to the writer takes from the trainer, under `ulimit -n 256`."""
+"""File descriptors that a hand-off to the writer costs the trainer, under `ulimit -n 256`."""
 
 import math
 import os
@@ -17,7 +17,7 @@ _SAVES = 3
 
 
 def hand_off(setting: Setting) -> Measured:
-    """The most descriptors at any moment of some saves of SMALL, over those from before there was a checkpointer."""
+    """Measure the peak of open descriptors in some saves of SMALL, minus those before the checkpointer existed."""
     _hard, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (LIMIT, most))
     torch.set_num_threads(1)
@@ -36,7 +36,7 @@ def hand_off(setting: Setting) -> Measured:
 
 
 def _dcp(setting: Setting) -> float:
-    """The same for DCP's process mode; infinite when it fails."""
+    """Return the same for DCP's process mode; infinity if it fails."""
     made = state("SMALL", setting.scale)
     with lone_group(setting.folder):
         before = _open()
@@ -50,7 +50,7 @@ def _dcp(setting: Setting) -> float:
 
 
 class _Watch:
-    """Counts this process's descriptors all the time, in a thread."""
+    """Thread that continuously counts this process's descriptors."""
 
     def __init__(self) -> None:
         self.most = _open()
@@ -71,5 +71,5 @@ class _Watch:
 
 
 def _open() -> int:
-    # One of them is the listing's own.
+    # One of them belongs to the listing itself.
     return len(os.listdir("/proc/self/fd")) - 1

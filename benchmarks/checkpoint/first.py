@@ -1,4 +1,4 @@
-"""The first save of a process beside its later ones."""
+"""The first save of a process compared with its later ones."""
 
 import json
 import shutil
@@ -19,7 +19,7 @@ _DCP_STARTS = 3
 
 
 def first(setting: Setting, set_name: str) -> Measured:
-    """Fresh processes, each with its first save and a few more, from the call to COMMIT."""
+    """Measure new processes, each with its first save and several more, from the call to COMMIT."""
     ours = [_fresh("ours", setting, set_name) for _ in range(setting.rounds)]
     dcp = [_fresh("DCP process", setting, set_name) for _ in range(_DCP_STARTS)]
     steady = statistics.median(seconds for times in ours for seconds in times[1:])
@@ -27,7 +27,7 @@ def first(setting: Setting, set_name: str) -> Measured:
     dcp_first = statistics.median(times[0] for times in dcp)
     return Measured(
         ours=statistics.median(times[0] for times in ours), limit=steady, rounds=setting.rounds, cache="O_DIRECT",
-        # As a multiple of its own steady save, which is what the row asks for.
+        # Scaled so that the ratio is first save / steady save of DCP itself.
         peers={"DCP process": dcp_first / dcp_steady * steady},
         note=f"DCP: {dcp_first:.2f} s after {dcp_steady:.2f} s steady",
     )  # fmt: skip
@@ -43,7 +43,7 @@ def _fresh(side: str, setting: Setting, set_name: str) -> list[float]:
 
 
 def starts(side: str, set_name: str, scale: float, folder: Path) -> list[float]:
-    """In a fresh process: the seconds of the first save and of some more."""
+    """Return the seconds of the first save and several more; runs in a new process."""
     torch.set_num_threads(1)
     made = state(set_name, scale)
     if side == "ours":

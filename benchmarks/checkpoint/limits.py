@@ -1,4 +1,4 @@
-"""What the machine can do at best: bytes copied, written and read with nothing around them."""
+"""The machine's limits: copies, writes and reads of bytes without overhead."""
 
 import ctypes
 import mmap
@@ -12,13 +12,13 @@ from benchmarks.checkpoint.states import LIMIT, drop
 from checkpointing.storage import shared_memory
 
 BLOCK = 8 << 20
-"""Bytes of one write or read; the engine's own chunks are of the same size."""
+"""Bytes of one write or read, as in the engine's chunks."""
 
 CORES = len(os.sched_getaffinity(0))
 
 
 def room(nbytes: int, *, shared: bool = False) -> memoryview:
-    """Page-aligned memory whose pages are there already; `shared` has it as the engine's arena: memfd, huge pages."""
+    """Return page-aligned memory with resident pages; `shared` makes it like the engine's arena: memfd, huge pages."""
     if not shared:
         view = memoryview(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
     else:
@@ -39,7 +39,7 @@ def address(view: memoryview) -> int:
 
 
 def in_threads(threads: int, act: Callable[[int], None]) -> float:
-    """Seconds until `act(0)` to `act(threads - 1)` are done, each in a thread that waits already when time starts."""
+    """Return the seconds until `act(0)` to `act(threads - 1)` are done, each in a thread that was waiting before."""
     gate = threading.Barrier(threads + 1)
 
     def body(number: int) -> None:
@@ -61,7 +61,7 @@ def in_threads(threads: int, act: Callable[[int], None]) -> float:
 
 
 def memcpy(source: memoryview, target: memoryview) -> float:
-    """Seconds of one memcpy in this thread; ctypes lets go of the interpreter's lock meanwhile."""
+    """Return the seconds of one memcpy in this thread; ctypes releases the GIL meanwhile."""
     there, here, size = address(target), address(source), len(source)
     start = time.perf_counter()
     ctypes.memmove(there, here, size)
@@ -69,7 +69,7 @@ def memcpy(source: memoryview, target: memoryview) -> float:
 
 
 def raw_write(view: memoryview, folder: Path, *, threads: int = 1) -> float:
-    """Seconds to write `view` into a fresh file and wait for the disk: O_DIRECT where it is taken."""
+    """Return the seconds to write `view` to a new file and wait for the disk, with O_DIRECT if supported."""
     path = folder / "raw-write"
     path.unlink(missing_ok=True)
     start = time.perf_counter()
@@ -92,7 +92,7 @@ def _write(descriptor: int, view: memoryview, number: int, threads: int) -> None
 
 
 def raw_reads(files: list[Path], target: memoryview, *, cold: bool) -> dict[str, Callable[[], float]]:
-    """The ways to read at the limit: warm through the page cache, cold also past it."""
+    """Return the ways of reading at the limit: warm through the page cache, cold also with O_DIRECT."""
     ways = {LIMIT: lambda: raw_read(files, target, threads=CORES, cold=cold)}
     if cold:
         ways[f"{LIMIT}, O_DIRECT"] = lambda: raw_read(files, target, threads=CORES, cold=cold, direct=True)
@@ -100,9 +100,9 @@ def raw_reads(files: list[Path], target: memoryview, *, cold: bool) -> dict[str,
 
 
 def raw_read(files: list[Path], target: memoryview, *, threads: int, cold: bool, direct: bool = False) -> float:
-    """Seconds to read `files` one after the other into `target`, `threads` at a time.
+    """Return the seconds to read `files` one after the other into `target`, with `threads` threads.
 
-    `target` may be smaller than the files: then it is filled again and again, as a verifier's memory is.
+    `target` may be smaller than the files; it is then refilled repeatedly, like a verifier's memory.
     """
     if cold:
         drop(files)
@@ -128,7 +128,7 @@ def _read(
     pieces: list[tuple[Path, int, int]], opened: dict[Path, int], target: memoryview, number: int, threads: int
 ) -> None:
     for path, at, place in pieces:
-        # A small target is shared out: two threads never fill the same block.
+        # A small target is partitioned, so that two threads never fill the same block.
         place = place if len(target) > threads * BLOCK else number * BLOCK
         os.preadv(opened[path], [target[place : place + BLOCK]], at)
 

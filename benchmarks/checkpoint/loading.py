@@ -1,4 +1,4 @@
-"""A checkpoint verified and loaded into the tensors of a model, beside reading the same bytes."""
+"""Verifying and loading a checkpoint into a model's tensors, compared with reading the same bytes."""
 
 import time
 from collections.abc import Callable
@@ -17,11 +17,11 @@ _TIMES_DCP = 2.0
 
 
 def load(setting: Setting, set_name: str, cold: bool) -> Measured:
-    """The same layout; every side ends in memory of the state's own size that is there already."""
+    """Measure loads with the same layout; every side fills resident memory of the state's size."""
     torch.set_num_threads(1)
     made = state(set_name, setting.scale)
     place = Ours.saved(setting.folder / "ours", made)
-    # A generation of its own: the one that saved holds the state in memory, too.
+    # A new generation, because the saving one also holds the state in memory.
     ours = Ours(place.parent, State(made.blank()))
     files, target = files_of(place), made.blank()
     whole, threads = setting.folder / "torch.pt", limits.CORES

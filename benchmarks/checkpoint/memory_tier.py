@@ -16,7 +16,7 @@ from trainer.agent.processes.checkpoint_writers import CheckpointWriter
 
 
 def restart(setting: Setting) -> Measured:
-    """The load alone, by a new generation each time; both sides are prepared before, as ranks are."""
+    """Measure the load alone, by a new generation each time; both sides are prepared before, as ranks are."""
     torch.set_num_threads(1)
     made = state("BIG", setting.scale)
     checkpoint_writer = CheckpointWriter(
@@ -48,7 +48,7 @@ def _linked(checkpoint_writer: CheckpointWriter) -> WriterLink:
 
 @contextmanager
 def _generation(saver: Ours, link: WriterLink | None = None) -> Iterator[Ours]:
-    """A checkpointer as a new rank has it: blank state of the same layout, prepared."""
+    """Yield a checkpointer like a new rank's: blank state of the same layout, prepared."""
     ours = Ours(saver.folder, State(saver.state.blank()), link=link)
     yield ours
     ours.checkpointer.close()

@@ -1,4 +1,4 @@
-"""Our side: a checkpointer as the trainer uses it, with the clock read at its seams."""
+"""Orch's side: a checkpointer as the trainer uses it, with timestamps at its interfaces."""
 
 import shutil
 import time
@@ -17,7 +17,7 @@ from checkpointing.tiers.tier import RunTiers
 
 @dataclass(frozen=True)
 class Saved:
-    """Seconds of one save: the trainer stood still for `stall`; `written` from then to COMMIT; `whole` is both."""
+    """Seconds of one save: training paused for `stall`; `written` from then to COMMIT; `whole` is both."""
 
     stall: float
     written: float
@@ -26,7 +26,7 @@ class Saved:
 
 
 class Ours:
-    """One checkpointer over one state set in a folder of its own."""
+    """A checkpointer for one state set in a separate folder."""
 
     def __init__(self, folder: Path, state: State, *, mode: str = "block", **options: Any) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -40,7 +40,7 @@ class Ours:
 
     @classmethod
     def saved(cls, folder: Path, state: State) -> Path:
-        """The folder of a checkpoint of `state` whose checkpointer is gone already."""
+        """Return the folder of a checkpoint of `state` whose checkpointer is closed."""
         made = cls(folder, state)
         name = made.save().name
         made.checkpointer.close()
@@ -50,7 +50,7 @@ class Ours:
         self.events.append((time.perf_counter(), kind, data))
 
     def save(self) -> Saved:
-        """One save in block mode, until it is committed and what is too old is deleted; raises RuntimeError."""
+        """Save once in block mode, until committed and old checkpoints are deleted; raises RuntimeError."""
         step = self.state.next_step()
         start = time.perf_counter()
         self.checkpointer.save(step, self.state.tensors, {})
@@ -59,9 +59,9 @@ class Ours:
         return Saved(staged - start, committed - staged, committed - start, name)
 
     def committed(self, step: int) -> tuple[float, str]:
-        """Wait until `step` is saved: when it was committed, and under which name; raises RuntimeError if it was not.
+        """Wait until `step` is saved; return its commit time and name. Raises RuntimeError if it was not committed.
 
-        The moment is the event's, so that the deleting of older checkpoints, which follows, is not counted.
+        The time is the event's, so that the later deletion of older checkpoints does not count.
         """
         self.checkpointer.wait()
         for when, kind, data in reversed(self.events):
@@ -78,5 +78,5 @@ class Ours:
 
 
 def files_of(folder: Path) -> list[Path]:
-    """Every file of a checkpoint, the largest first."""
+    """Return every file of a checkpoint, the largest first."""
     return sorted((path for path in folder.iterdir() if path.is_file()), key=lambda path: -path.stat().st_size)

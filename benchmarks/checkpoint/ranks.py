@@ -1,4 +1,4 @@
-"""Rows that need several real ranks: how many bytes a load reads, beside those that are needed."""
+"""Rows that need several real ranks: bytes read by a load compared with bytes needed."""
 
 import json
 import subprocess
@@ -37,14 +37,14 @@ _PATIENCE_S = 240
 
 
 def reshard(setting: Setting, turn: str) -> Measured:
-    """Bytes read by all ranks, beside the bytes that their tensors have."""
+    """Measure the bytes read by all ranks, compared with the bytes of their tensors."""
     told = _turned(setting, turn)
     needed = sum(rank["needed"] for rank in told)
     return _counted(setting, told, needed)
 
 
 def replicated(setting: Setting) -> Measured:
-    """Bytes read by four ranks that all want everything, beside the bytes of one of them."""
+    """Measure the bytes read by four ranks that all need everything, compared with the bytes of one of them."""
     told = _turned(setting, "replicated")
     return _counted(setting, told, told[0]["needed"])
 
@@ -87,7 +87,7 @@ def _run(setting: Setting, turn: str, act: str, size: int) -> list[dict[str, Any
 
 
 def rank_main(turn: str, act: str, scale: float, folder: Path, rank: int, size: int) -> dict[str, Any]:
-    """One rank of a save or of a load."""
+    """Run one rank of a save or of a load."""
     torch.set_num_threads(1)
     meeting = f"file://{folder}/meeting-{turn}-{act}"
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=size, timeout=timedelta(seconds=120))
@@ -113,11 +113,11 @@ def _loaded(checkpointer: Checkpointer, folder: Path, number: int, placement: Pl
     assert restored is not None
     exact = all(torch.equal(_local(target[key]), _local(wanted[key])) for key in wanted)
     (place,) = (folder / "ranks").glob("step-*")
-    # Every rank for itself, as dcp.load reads anyhow: only its planning would be shared.
+    # Each rank alone, as dcp.load reads in any case: only its planning would be shared.
     dcp.load(target, checkpoint_id=place, no_dist=True)
     needed = sum(_local(tensor).nbytes for tensor in target.values())
     return {
-        "needed": needed, "ours": restored.bytes_read, "exact": exact,  # what all ranks together have read
+        "needed": needed, "ours": restored.bytes_read, "exact": exact,  # of all ranks together
         "system": after - before, "dcp": _read_calls() - after,
     }  # fmt: skip
 
@@ -136,6 +136,6 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _read_calls() -> int:
-    """Bytes that this process has asked the kernel to read, from wherever."""
+    """Return the bytes that this process has asked the kernel to read, from any source."""
     lines = Path("/proc/self/io").read_text().splitlines()
     return int(dict(line.split(": ") for line in lines)["rchar"])

@@ -1,4 +1,4 @@
-"""How fast training steps go while a checkpoint is written behind them."""
+"""Rate of training steps while a checkpoint is written in the background."""
 
 import statistics
 import time
@@ -19,7 +19,7 @@ _ALONE_S = 1.0
 
 
 class _Training:
-    """A small model, forward, backward and optimizer, in one thread."""
+    """A small model's forward, backward and optimizer step in one thread."""
 
     def __init__(self) -> None:
         torch.manual_seed(1)
@@ -35,7 +35,7 @@ class _Training:
 
 
 def while_saving(setting: Setting) -> Measured:
-    """Seconds a step, saves going on back to back; the stall of each save is a row of its own and left out here."""
+    """Measure seconds per step during back-to-back saves, without their stalls, which are separate rows."""
     torch.set_num_threads(1)
     made, training = state("SMALL", setting.scale), _Training()
     ours = Ours(setting.folder / "ours", made)
@@ -77,7 +77,7 @@ def while_saving(setting: Setting) -> Measured:
 
 
 class Pass(NamedTuple):
-    """Some saves one after the other, and the steps made beside them."""
+    """Several saves in sequence, and the number of steps during them."""
 
     seconds: float
     steps: int
@@ -89,7 +89,7 @@ def _noted(seen: dict[str, list[Pass]], name: str, passed: Pass) -> float:
 
 
 def _costs(seen: dict[str, list[Pass]], alone: float) -> str:
-    """A rate says nothing of how long it lasts: what is lost by one save is its rate times its length."""
+    """Return the cost of one save in words: the loss is the slowdown times its length, which a rate does not show."""
     told = []
     for name, passes in seen.items():
         lasts = statistics.median(each.seconds for each in passes) / _SAVES
@@ -99,7 +99,7 @@ def _costs(seen: dict[str, list[Pass]], alone: float) -> str:
 
 
 def _stepped(training: _Training, begin: Callable[[], Callable[[], bool]]) -> Pass:
-    """Steps beside some saves; every save begins as soon as the one before it has ended."""
+    """Run steps during several saves; every save begins as soon as the previous one has ended."""
     steps, spent = 0, 0.0
     for _ in range(_SAVES):
         done = begin()

@@ -1,4 +1,4 @@
-"""Why a row misses its must, as far as it is known; shown only while it does."""
+"""Known reasons why a row misses its must, shown only while it does."""
 
 _RATE = (
     "256 MiB are read twice more beside the steps, for digests and for fingerprints: with two cores that share a cache "

@@ -1,4 +1,4 @@
-"""One row in a process of its own, and the small processes that some rows start; started by the benchmark only."""
+"""Process of one row, and of the small processes that some rows start; started only by the benchmark."""
 
 import argparse
 import dataclasses
@@ -19,7 +19,7 @@ def main() -> None:
     parser.add_argument("--rank", nargs=6, metavar=("TURN", "ACT", "SCALE", "FOLDER", "RANK", "SIZE"))
     print(json.dumps(_answer(parser.parse_args())))
     sys.stdout.flush()
-    # gloo's threads may still be letting go of tensors, and an interpreter that is taken down ends them noisily.
+    # gloo's threads may still be releasing tensors, and interpreter shutdown would end them noisily.
     os._exit(0)
 
 
@@ -41,7 +41,7 @@ def _answer(asked: argparse.Namespace) -> Any:
 
 
 if __name__ in ("__main__", "__mp_main__"):
-    # DCP's process mode imports this file again in its child, which needs the same.
+    # DCP's process mode imports this file again in its child, which needs the same setup.
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
     from benchmarks.checkpoint.torch_own import without_numpy
 

@@ -1,4 +1,4 @@
-"""What is measured: every row of the table, its limit, what it must reach, and where it is measured."""
+"""The rows of the table: limits, targets, and the functions that measure them."""
 
 import importlib
 from collections.abc import Callable
@@ -11,7 +11,7 @@ STRETCH, MUST, MISSED, NO_MUST = "stretch", "must", "MISSED", "-"
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """Where and how often one row is measured; `scale` is the share of the full state sets."""
+    """Folder and number of rounds of one row; `scale` is the share of the full state sets."""
 
     folder: Path
     rounds: int
@@ -20,9 +20,9 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What one row showed: seconds or counts, less is better; `peers` are other programs at the same task.
+    """Result of one row: seconds or counts, less is better; `peers` are other programs at the same task.
 
-    `demands` are further conditions of the row: (what is asked, whether it holds).
+    `demands` are further conditions of the row: (description, whether it holds).
     """
 
     ours: float
@@ -38,7 +38,7 @@ class Measured:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One line of the table. The ratio is ours / limit when it may be at most `must`, else limit / ours."""
+    """A row of the table. The ratio is ours / limit if it may be at most `must`, else limit / ours."""
 
     name: str
     text: str
@@ -53,7 +53,7 @@ class Row:
 
     def measure(self, setting: Setting) -> Measured:
         module, _, function = self.where.partition(":")
-        # Late: torch is loaded in the process that measures, not in the one that prints.
+        # Late import: torch is loaded in the measuring process, not in the printing one.
         measure: Callable[..., Measured] = getattr(importlib.import_module(f"benchmarks.checkpoint.{module}"), function)
         return measure(setting, **self.arguments)
 
@@ -61,7 +61,7 @@ class Row:
         return value / limit if self.at_most else limit / value
 
     def verdict(self, measured: Measured) -> str:
-        """Which promise the row keeps."""
+        """Return the best target that the row meets."""
         if self.must is None or self.stretch is None:
             return NO_MUST
         if not all(holds for _, holds in measured.demands):
@@ -76,7 +76,7 @@ class Row:
 def _row(
     name: str, text: str, limit: str, bounds: tuple[float, float] | None, where: str, arguments: dict[str, Any]
 ) -> Row:
-    """`bounds` are must and stretch; a stretch below the must says that less is better."""
+    """Make a row; `bounds` are must and stretch, and a stretch below the must means that less is better."""
     must, stretch = bounds or (None, None)
     at_most = must is not None and stretch is not None and stretch < must
     return Row(

@@ -1,4 +1,4 @@
-"""How fast a state becomes a durable, digested, committed checkpoint."""
+"""Time from a state to a durable, digested, committed checkpoint."""
 
 from functools import partial
 
@@ -12,12 +12,12 @@ from benchmarks.checkpoint.torch_own import KINDS, Dcp, dcp_save, lone_group, to
 
 
 def save(setting: Setting, set_name: str) -> Measured:
-    """From the end of the staging, whose time is a row of its own, to COMMIT; the raw write starts staged, too."""
+    """Measure from the end of staging (a separate row) to COMMIT; the raw write also starts from staged bytes."""
     return _raced(setting, set_name, whole=False)
 
 
 def whole(setting: Setting, set_name: str) -> Measured:
-    """From the call to COMMIT, staging and all."""
+    """Measure from the call to COMMIT, including staging."""
     return _raced(setting, set_name, whole=True)
 
 

@@ -1,4 +1,4 @@
-"""How long training stands still for a save."""
+"""Time for which a save stops training."""
 
 import time
 from functools import partial
@@ -13,7 +13,7 @@ from benchmarks.checkpoint.torch_own import Dcp, lone_group
 
 
 def block(setting: Setting, set_name: str) -> Measured:
-    """The call that copies the state and returns, beside one memcpy into a shared mapping, one thread both."""
+    """Measure the call that copies the state, compared with one memcpy into a shared mapping; one thread in both."""
     torch.set_num_threads(1)
     made = state(set_name, setting.scale)
     ours = Ours(setting.folder / "ours", made)
@@ -29,7 +29,10 @@ def block(setting: Setting, set_name: str) -> Measured:
 
 
 def lazy(setting: Setting, set_name: str) -> Measured:
-    """The call and the wait before the optimizer, with a forward and backward pass of some memcpys' time between."""
+    """Measure the call and the wait before the optimizer.
+
+    Between them runs a forward and backward pass as long as several memcpys.
+    """
     torch.set_num_threads(1)
     made = state(set_name, setting.scale)
     ours = Ours(setting.folder / "ours", made, mode="lazy")
@@ -88,7 +91,7 @@ def _memcpy(made: State) -> Side:
 
 
 class _Passes:
-    """Matrix products in one thread that take about `seconds`: what a forward and backward pass does meanwhile."""
+    """Matrix products in one thread that take about `seconds`, like a forward and backward pass."""
 
     def __init__(self, seconds: float) -> None:
         self._left, self._right = torch.randn(256, 512), torch.randn(512, 512)

@@ -1,4 +1,4 @@
-"""State sets, files that are not in the page cache, and sides of a comparison measured in turn."""
+"""State sets, control of the page cache, and interleaved measurements of both sides."""
 
 import ctypes
 import mmap
@@ -18,7 +18,7 @@ _KINDS = ("model.{}", "optim.{}.exp_avg", "optim.{}.exp_avg_sq")
 
 @dataclass
 class State:
-    """Tensors that change a little before every save, as those of a training do."""
+    """Tensors that change slightly before every save, as in training."""
 
     tensors: dict[str, Tensor]
 
@@ -27,7 +27,7 @@ class State:
         self.nbytes = sum(tensor.nbytes for tensor in self.tensors.values())
 
     def next_step(self) -> int:
-        """One step further: a value of every tensor changes, and so does its digest."""
+        """Advance one step: a value of every tensor changes, and so does its digest."""
         with torch.no_grad():
             torch._foreach_add_([tensor[:1] for tensor in self.tensors.values()], 0.001)
         return next(self._steps)
@@ -37,7 +37,7 @@ class State:
 
 
 def state(set_name: str, scale: float = 1.0) -> State:
-    """The set of this name; `scale` is the share of its tensors that is made."""
+    """Return the set of this name; `scale` is the share of its tensors to make."""
     number, words = _WORDS[set_name]
     draw = torch.Generator().manual_seed(number)
     names = (kind.format(f"layers.{index:05d}.weight") for index in count() for kind in _KINDS)
@@ -49,7 +49,7 @@ _MOST_LEFT = 0.01
 
 
 def drop(files: Iterable[Path]) -> None:
-    """Take `files` out of the page cache; raises RuntimeError when the kernel kept more than a hundredth."""
+    """Drop `files` from the page cache; raises RuntimeError if the kernel keeps more than 1 %."""
     for path in files:
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -72,10 +72,10 @@ def warm(files: Iterable[Path]) -> None:
 
 
 def resident(descriptor: int) -> float:
-    """The share of a file's pages that the page cache holds."""
+    """Return the share of a file's pages in the page cache."""
     size = os.fstat(descriptor).st_size
     if size < mmap.PAGESIZE:
-        return 0.0  # a file of less than a page tells nothing
+        return 0.0  # a file smaller than a page is not conclusive
     with mmap.mmap(descriptor, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE) as mapped:
         pages = -(-size // mmap.PAGESIZE)
         found = (ctypes.c_ubyte * pages)()
@@ -93,11 +93,11 @@ LIMIT, OURS = "limit", "ours"
 """A limit that can be reached in several ways has several sides: `limit`, `limit, two threads`; the best counts."""
 
 Side = Callable[[], float]
-"""Does its task once and returns its seconds; what is not part of the task is not in them."""
+"""Performs its task once and returns its seconds, without set-up and clean-up."""
 
 
 def interleaved(sides: Mapping[str, Side], rounds: int) -> dict[str, float]:
-    """The median of each side over `rounds`, after one that does not count; of several limits the fastest is `limit`.
+    """Return the median of each side over `rounds`, after a warm-up round; `limit` is the fastest of several limits.
 
     Limits, ours, limits (A/B/A), then the peers; every second round runs in the opposite order.
     """
@@ -114,5 +114,5 @@ def interleaved(sides: Mapping[str, Side], rounds: int) -> dict[str, float]:
 
 
 def peers(medians: Mapping[str, float]) -> dict[str, float]:
-    """Everybody but us and the limits."""
+    """Return all sides except ours and the limits."""
     return {name: value for name, value in medians.items() if name != OURS and not name.startswith(LIMIT)}

@@ -1,4 +1,4 @@
-"""The table that people read."""
+"""The printed table."""
 
 import math
 from typing import Any
@@ -7,21 +7,21 @@ from benchmarks.checkpoint.rows import MISSED, ROWS
 
 _HEAD = ("row", "ours", "limit", "ratio", "must", "stretch", "verdict", "best other", "its ratio", "cache", "thr", "n")
 _WIDTHS = (max(len(row.text) for row in ROWS), 9, 9, 6, 6, 7, 7, 22, 9, 8, 3, 2)
-"""Fixed, because the full table takes a quarter of an hour and each row is shown as soon as it is known."""
+"""Fixed, because the full table takes a quarter of an hour and each row is printed once measured."""
 
 
 def head(report: dict[str, Any]) -> str:
-    """The machine and the names of the columns."""
+    """Return the machine and the column names."""
     return "\n".join([_machine(report), "", _aligned(_HEAD), _aligned(tuple("-" * width for width in _WIDTHS))])
 
 
 def line(row: dict[str, Any]) -> str:
-    """One row."""
+    """Return one row."""
     return _aligned(_cells(row))
 
 
 def notes(report: dict[str, Any]) -> str:
-    """What has to be said about single rows."""
+    """Return remarks on single rows."""
     return "\n".join(["", *(said for row in report["rows"] if (said := _said(row)))])
 
 

@@ -1,4 +1,4 @@
-"""The other side: torch's distributed checkpoints in every configuration worth having, and torch.save."""
+"""The other side: torch's distributed checkpoints in every reasonable configuration, and torch.save."""
 
 import gc
 import os
@@ -32,7 +32,7 @@ KINDS = {
     "DCP process": (PROCESS, StagingOptions(False, True, False, False)),
     "DCP process, async staging": (PROCESS, StagingOptions(False, True, True, False)),
 }
-"""Every stager is kept and used again, plans are cached, and a process gets its memory shared."""
+"""Every stager is reused, plans are cached, and a process receives shared memory."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Times:
 
 @contextmanager
 def lone_group(folder: Path) -> Iterator[None]:
-    """A gloo group of this process alone: DCP's process mode asks for one."""
+    """Create a gloo group of this process alone, which DCP's process mode requires."""
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting-{os.getpid()}", rank=0, world_size=1)
     try:
         yield
@@ -55,7 +55,7 @@ def lone_group(folder: Path) -> Iterator[None]:
 
 
 class Dcp:
-    """`dcp.async_save` of one state set, over and over."""
+    """Repeated `dcp.async_save` of one state set."""
 
     def __init__(self, folder: Path, state: State, kind: str) -> None:
         self._folder, self._state = folder / kind.replace(" ", "-"), state
@@ -66,7 +66,7 @@ class Dcp:
         self._place = folder
 
     def start(self) -> tuple[Future[Any], Future[Any] | None]:
-        """Begin a save: its end, and the end of its staging where that is asynchronous."""
+        """Begin a save; return futures of its end, and of the end of its staging if that is asynchronous."""
         self._number += 1
         self._place = self._folder / str(self._number)
         answer = dcp.async_save(
@@ -99,7 +99,7 @@ class Dcp:
 
 
 def dcp_save(tensors: dict[str, Tensor], place: Path, *, threads: int) -> float:
-    """Seconds of a blocking `dcp.save`, durable."""
+    """Return the seconds of a durable, blocking `dcp.save`."""
     start = time.perf_counter()
     dcp.save(tensors, storage_writer=FileSystemWriter(place, thread_count=threads, sync_files=True), no_dist=True)
     seconds = time.perf_counter() - start
@@ -108,7 +108,7 @@ def dcp_save(tensors: dict[str, Tensor], place: Path, *, threads: int) -> float:
 
 
 def torch_save(tensors: dict[str, Tensor], path: Path) -> float:
-    """Seconds of `torch.save` and fsync."""
+    """Return the seconds of `torch.save` and fsync."""
     start = time.perf_counter()
     with path.open("wb") as stream:
         torch.save(tensors, stream)
@@ -120,7 +120,7 @@ def torch_save(tensors: dict[str, Tensor], path: Path) -> float:
 
 
 def without_numpy() -> None:
-    """Replace the two conversions that need NumPy; what they cost is the same to within microseconds."""
+    """Replace the two conversions that need NumPy; their cost is equal to within microseconds."""
     c10d._object_to_tensor = _packed
     c10d._tensor_to_object = _unpacked
 

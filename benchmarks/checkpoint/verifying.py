@@ -1,4 +1,4 @@
-"""Every digest of a checkpoint compared, beside reading the same bytes."""
+"""Comparison of every digest of a checkpoint, compared with reading the same bytes."""
 
 import time
 
@@ -12,7 +12,7 @@ from checkpointing.verification.verify import verify
 
 
 def level_2(setting: Setting, cold: bool) -> Measured:
-    """`verify` in this process; both sides read into a little memory that is used again and again."""
+    """Measure `verify` in this process; both sides read into a small, reused buffer."""
     torch.set_num_threads(1)
     place = Ours.saved(setting.folder / "ours", state("BIG", setting.scale))
     files, threads = files_of(place), limits.CORES

@@ -1,1 +1,1 @@
-"""How soon a fault is noticed, named and mended, beside torchrun on the same faults."""
+"""Time to notice, name and repair a fault, compared with torchrun on the same faults."""

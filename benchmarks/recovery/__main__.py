@@ -1,15 +1,16 @@
-"""How soon faults are noticed, named and mended, with torchrun on the same faults, and what watching costs.
+"""Time to notice, name and repair faults, compared with torchrun on the same faults, and the cost of monitoring.
 
     python -m benchmarks.recovery [--rows PATTERN,...] [--rounds 7] [--slurm] [--folder DIR] [--json] [--list]
 
-Runs are submitted as a user submits them, hit from outside, and timed by what agents and ranks wrote down. In every
-round each side is hit once, in turn; a SIGSTOP that others cannot see only once, as they wait for ever. torchrun is two
-processes on this machine, its script ordinary DDP; the same script is run by us as well. "never" is what did not happen
-within a minute. For a stopped rank of a script that is what is expected of both: torchrun has no watch for it, and
-ranks of a command of ours are watched for their end only.
+Runs are submitted as a user submits them, faulted from outside, and timed by the records of agents and ranks. In every
+round each side is faulted once, in turn; a SIGSTOP that others cannot detect only once, because they wait forever.
+torchrun is two processes on this machine, with an ordinary DDP script; orch also runs the same script. "never" means
+not within a minute. For a stopped rank of a script both are expected to give "never": torchrun has no watch for it, and
+orch watches the ranks of a command only for their end.
 
-n counts rounds; "4 of 7" came to the figure in four of seven, and such a row of ours is FAILED, whatever its median.
-Numbers from a machine on which something else runs are worth nothing. Exit code 1 when a row misses its must or fails.
+n counts rounds; "4 of 7" means that four of seven gave the figure, and such a row of ours is FAILED, whatever its
+median. Run it on an otherwise idle machine; other numbers are meaningless. Exit code 1 if a row misses its must or
+fails.
 """
 
 import argparse
@@ -36,7 +37,7 @@ from benchmarks.recovery.rows import FAILED, MISSED, ROWS, Row, head, line, note
 Rounds = dict[str, list[dict[str, float]]]
 Problems = dict[str, str]
 FAILURES = (NotInTimeError, RuntimeError, OSError, LookupError, ValueError, subprocess.SubprocessError, psutil.Error)
-"""What ends a round and not the program: runs, processes and files that are not as they should be."""
+"""Errors that end a round, not the program: from runs, processes and files in unexpected states."""
 _LEAST_ROUNDS = 7
 
 
@@ -49,7 +50,7 @@ def main() -> int:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--list", action="store_true", help="the names of the rows")
     options = parser.parse_args()
-    # So that blocks are left, and with them all that was started, when somebody ends this early.
+    # An early SIGTERM leaves all blocks, which ends everything that they started.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     rows = [row for row in ROWS if any(fnmatch.fnmatch(row.name, part) for part in options.rows.split(","))]
     if options.list or not rows:
@@ -76,7 +77,7 @@ def main() -> int:
 
 
 def measured(fault: str, rounds: int, at: Path, cluster: str) -> tuple[Rounds, Problems]:
-    """What each side showed in every round, nothing where it failed; and of each side the first thing that failed."""
+    """Return the figures of each side by round, empty for failed rounds, and each side's first failure."""
     found: Rounds = {name: [] for name in FAULTS[fault]}
     problems: Problems = {}
     for number in range(rounds):
@@ -93,9 +94,9 @@ def measured(fault: str, rounds: int, at: Path, cluster: str) -> tuple[Rounds, P
 
 
 def judged(row: Row, rounds: Rounds, problems: Problems) -> dict[str, Any]:
-    """The row as it is told: medians of all rounds, how many of them came to it, and our verdict.
+    """Return the row's results: medians of all rounds, the number of good rounds, and our verdict.
 
-    One round of ours that failed, never came to it or named another culprit makes the whole row FAILED.
+    One failed round of ours, or one without the figure or with the wrong culprit, makes the whole row FAILED.
     """
     fixed = {"row": row.name, "text": row.text, "unit": row.unit, "must": row.must, "stretch": row.stretch}
     values = {name: [one.get(row.figure, math.inf) for one in told] for name, told in rounds.items()}

@@ -1,10 +1,10 @@
-"""The bare loop: one rank of the product's model, data and sums, in a plain process that nothing watches.
+"""The bare loop: one rank of the product's model, data and reductions, in a plain process without monitoring.
 
     RANK=... WORLD_SIZE=... MASTER_ADDR=... MASTER_PORT=...
         python -m benchmarks.recovery.bare_loop RUN_FOLDER FOLDER STEPS
 
-It has no agent, cell, stopwatch, ticker, metrics, saver and agreement; a line a step to FOLDER/rank-N.jsonl, {time,
-step, pid}, is the same as that of a rank of the product.
+It has no agent, cell, stopwatch, ticker, metrics, saver or agreement. Each step writes a line to FOLDER/rank-N.jsonl,
+{time, step, pid}, like a rank of the product.
 """
 
 import os
@@ -50,7 +50,7 @@ def main(config: JobConfig, folder: Path, steps: int) -> None:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             tell(lines, step)
-    os._exit(0)  # the others may have gone already
+    os._exit(0)  # the others may have exited already
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""One round of each fault: our figures, and those of others beside them."""
+"""Rounds of each fault: orch's figures and those of others."""
 
 import json
 import math
@@ -16,13 +16,13 @@ Side = Callable[[Path, str], Figures]
 OURS = "ours"
 STEP_SECONDS = 0.2
 PATIENCE = 60.0
-"""Seconds that others are given to notice, and then to train again."""
+"""Seconds that others have to notice, and then to train again."""
 
 _TORCHRUN, _SCRIPT = "torchrun", "ours, torchrun's script"
 
 
 def _scale(folder: Path, kind: str) -> Figures:
-    """In a process of its own; the worse of the two verdicts counts, and one that fails is never."""
+    """Run the scale benchmark in its own process; the worse of the two verdicts counts, and a failed one is never."""
     words = [sys.executable, "-m", "benchmarks.scale", "--json"]
     done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=600)
     if done.returncode not in (0, 1) or not done.stdout.strip():
@@ -57,5 +57,4 @@ FAULTS: dict[str, dict[str, Side]] = {
 }
 
 ONCE = {("stop", _SCRIPT), ("stop", _TORCHRUN), ("scale", OURS)}
-"""Sides that are measured once, so that their n is 1: two wait out their patience, the third holds a rank of each kind
-already."""
+"""Sides measured once, so that their n is 1: two wait for the full patience, the third includes both kinds of ranks."""

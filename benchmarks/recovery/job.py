@@ -1,4 +1,4 @@
-"""One run of the product, submitted as a user submits it, in a home of its own."""
+"""A run of the product, submitted as a user submits it, in a separate home."""
 
 import contextlib
 import json
@@ -24,7 +24,7 @@ class Job:
     """A run from its submission on; leaving the block ends all of it."""
 
     def __init__(self, folder: Path, kind: str, preset: str, *settings: str, work_log: bool = True) -> None:
-        """`work_log`: every rank writes a line for every step, which most of what is asked here needs."""
+        """`work_log`: every rank writes a line for every step, which most measurements here need."""
         self._folder, self._settings = folder, (preset, *settings)
         self._kind = kind
         self._environment = {
@@ -49,7 +49,7 @@ class Job:
                 process.kill()
 
     def orch(self, *words: str, stern: bool = True, seconds: float = 120) -> str:
-        """Type a command line in this home; its stdout. Raises RuntimeError for one that fails, unless not `stern`."""
+        """Run a command in this home and return its stdout. If `stern`, raises RuntimeError when it fails."""
         done = subprocess.run(
             [sys.executable, "-P", "-m", "orchestrator.cli.main", *words],
             env=self._environment, cwd=self._folder, capture_output=True, text=True, timeout=seconds, check=False,
@@ -58,13 +58,13 @@ class Job:
             raise RuntimeError(f"orch {' '.join(words)}: exit {done.returncode}: {done.stderr.strip()[-500:]}")
         return done.stdout
 
-    # -- what its files say
+    # -- its files
 
     def path(self, relative: str) -> Path:
         return self._place.path / relative
 
     def events(self) -> list[Event]:
-        """All of them, in the order of time."""
+        """Return all events, in order of time."""
         found: list[Event] = []
         for attempt in self._place.all_attempts():
             for path in attempt.events.glob("*.jsonl"):
@@ -72,7 +72,7 @@ class Job:
         return sorted(found, key=lambda event: event.time)
 
     def event(self, kind: EventKind, seconds: float, *, generation: int = 0, after: float = 0.0, **data: Any) -> Event:
-        """The first event of this kind, generation and data; waits for it."""
+        """Wait for the first event with this kind, generation and data, and return it."""
 
         def look() -> Event | None:
             for event in self.events():
@@ -94,11 +94,11 @@ class Job:
         until(look, seconds, f"step {step} of {self.name}")
 
     def pid(self, rank: int) -> int:
-        """The newest process of a rank, as its own work log tells."""
+        """Return the newest process of a rank, from its work log."""
         return int(self._newest_work(rank)["pid"])
 
     def work_log(self, rank: int) -> Path:
-        """Of this rank's node, in the newest attempt."""
+        """Return the work log of this rank's node, in the newest attempt."""
         return self._place.all_attempts()[-1].work_log(str(self._newest_work(rank)["node"]))
 
     def _newest_work(self, rank: int) -> dict[str, Any]:
@@ -107,7 +107,7 @@ class Job:
     # -- its processes
 
     def processes(self, *names: str) -> list[psutil.Process]:
-        """Those of this home whose title begins with one of `names`."""
+        """Return the processes of this home whose title begins with one of `names`."""
         found = []
         for process in psutil.process_iter(["cmdline", "environ", "status"]):
             words = process.info["cmdline"] or [""]
@@ -117,21 +117,21 @@ class Job:
         return found
 
     def agent(self, node: int) -> psutil.Process:
-        """The agent of one node, simulated or Slurm's; raises NotInTimeError when this machine runs none."""
+        """Return the agent of one node, simulated or Slurm's; raises NotInTimeError if this machine runs none."""
         for agent in self.processes("orch-agent"):
             environment = agent.environ()
-            # A simulated node may lie inside a job of Slurm's, whose number says nothing about it.
+            # A simulated node may be inside a Slurm job, whose node number is unrelated.
             if environment.get("SUBMITIT_LOCAL_GLOBALID", environment.get("SLURM_NODEID")) == str(node):
                 return agent
         raise NotInTimeError(f"agent of node {node}: not among the processes of this machine")
 
     def on_nodes(self) -> set[int]:
-        """Agents and all that they have started."""
+        """Return agents and all their descendants."""
         agents = self.processes("orch-agent")
         return {one.pid for agent in agents for one in (agent, *agent.children(recursive=True))}
 
     def began(self) -> float:
-        """When the first agent's process was made, seconds since the epoch."""
+        """Return the start time of the first agent's process, in seconds since the epoch."""
         made = [float(process.create_time()) for process in self.processes("orch-agent")]
         if not made:
             raise NotInTimeError("the first agent: not among the processes of this machine")
@@ -145,7 +145,7 @@ def free_port() -> int:
 
 
 def hit(pid: int, number: signal.Signals) -> float:
-    """Send a signal; returns the time just before."""
+    """Send a signal; return the time just before."""
     import time
 
     now = time.time()

@@ -1,4 +1,4 @@
-"""What a watched run costs: the product with all that is on by default and a bare loop of the same, turn by turn."""
+"""Cost of monitoring: the product with all defaults on and a bare loop of the same work, turn by turn."""
 
 from pathlib import Path
 
@@ -7,17 +7,17 @@ from benchmarks.turns import bare_side, side_of, take_turns
 
 _TURNS = 15
 _RANKS = 4
-# No save and no end fall into what is measured: what saves cost is measured by benchmarks.checkpoint.
+# No save and no end occurs during the measurement: benchmarks.checkpoint measures the cost of saves.
 _SETTINGS = ("train.steps=100000", "checkpoint.every=100000", "cluster.nodes=2", "cluster.ranks_per_node=2")
 
 
 def cost(folder: Path, kind: str) -> dict[str, float]:
-    """`ratio` of the median step times, and `cpu`: seconds per step and rank that the product takes more.
+    """Return `ratio` of the median step times, and `cpu`: extra seconds of the product per step and rank.
 
-    The product's side is all of it but saves: ranks, agents, and whatever agents start on their nodes; the controller,
-    of which there is one for all runs, is left out. Both sides train on the same machine, in turns of two seconds.
-    What is compared is the whole product, not its watching alone: metrics, work logs and agreement are in it as well.
-    The ranks of both are bound to cores alike: where four ranks on two cores are put makes a tenth of a step's time.
+    The product's side is all of it except saves: ranks, agents, and all processes that agents start on their nodes; the
+    controller, shared by all runs, is left out. Both sides train on the same machine, in turns of two seconds. The
+    whole product is compared, not its monitoring alone: metrics, work logs and agreement are included. The ranks of
+    both sides are bound to cores in the same way: placement of four ranks on two cores makes a tenth of a step's time.
     """
     with Job(folder, kind, "tiny-gpt", *_SETTINGS) as job:
         ours = side_of(job, _RANKS)

@@ -1,4 +1,4 @@
-"""Faults done to real runs of the product; all times are those that agents, ranks and the coordinator wrote down."""
+"""Faults injected into real runs of the product; all times are recorded by agents, ranks and the coordinator."""
 
 import contextlib
 import json
@@ -20,9 +20,9 @@ SCRIPT = Path(__file__).with_name("script.py")
 
 
 def kill(folder: Path, kind: str, *settings: str) -> dict[str, float]:
-    """SIGKILL of a rank: noticed, back at a step, and that as a share of this run's cold start.
+    """Measure SIGKILL of a rank: time to notice, time back to a step, and the latter as a share of the cold start.
 
-    `settings` of the run, beside those of all.
+    `settings` are added to those shared by all runs.
     """
     with Job(folder, kind, "tiny-gpt", *_SETTINGS, *settings) as job:
         first = job.event(EventKind.GENERATION_FIRST_STEP, _START_SECONDS, generation=1)
@@ -35,10 +35,10 @@ def kill(folder: Path, kind: str, *settings: str) -> dict[str, float]:
 
 
 def stop(folder: Path, kind: str) -> dict[str, float]:
-    """SIGSTOP of a rank: declared, with the culprit named and its evidence on disk.
+    """Measure SIGSTOP of a rank: time to the declaration, with the culprit named and its evidence on disk.
 
-    `wrong` and `unkept` say that another rank was named, and that there was no evidence when it was declared: it counts
-    as not declared then.
+    `wrong` means that another rank was named, `unkept` that evidence was missing at the declaration; in both cases it
+    counts as not declared.
     """
     with Job(folder, kind, "tiny-gpt", *_SETTINGS) as job:
         job.reached(_HIT_AT, _START_SECONDS)
@@ -46,7 +46,7 @@ def stop(folder: Path, kind: str) -> dict[str, float]:
         incident = job.event(EventKind.INCIDENT, _NOTICE_SECONDS, after=at)
         bundle = job.path(str(incident.data["evidence"]))
         kept = [path.name for path in bundle.rglob("*") if path.is_file()]
-        # Whoever reads the event may rely on the evidence: it is written before the event is.
+        # Readers of the event may rely on the evidence, so it is written before the event.
         late = [path for path in bundle.rglob("*") if path.is_file() and path.stat().st_mtime > incident.time]
         back = job.event(EventKind.GENERATION_FIRST_STEP, _BACK_SECONDS, generation=2).time
     wrong, unkept = incident.data["rank"] != _VICTIM, not kept or bool(late)
@@ -59,7 +59,7 @@ def stop(folder: Path, kind: str) -> dict[str, float]:
 
 
 def lose_node(folder: Path, kind: str) -> dict[str, float]:
-    """The agent of a node is killed, and with it all it had started; a spare takes its place."""
+    """Kill the agent of a node with all its descendants, and measure until a spare takes its place."""
     with Job(folder, kind, "tiny-gpt", *_SETTINGS, "cluster.spare_nodes=1") as job:
         job.reached(_HIT_AT, _START_SECONDS)
         at = hit(job.agent(1).pid, signal.SIGKILL)
@@ -70,7 +70,7 @@ def lose_node(folder: Path, kind: str) -> dict[str, float]:
 
 
 def kill_in_script(folder: Path, kind: str, step_seconds: float) -> dict[str, float]:
-    """The same as `kill`, on the script that torchrun runs beside it."""
+    """Measure as `kill` does, on the script that torchrun also runs."""
     with _script(folder, kind, step_seconds) as (job, logs):
         old = trained(logs, _HIT_AT)
         cold = float(lines(logs / "rank-0.jsonl")[0]["time"]) - job.began()
@@ -81,9 +81,9 @@ def kill_in_script(folder: Path, kind: str, step_seconds: float) -> dict[str, fl
 
 
 def stop_in_script(folder: Path, kind: str, step_seconds: float, patience: float) -> dict[str, float]:
-    """SIGSTOP of a rank of the script: infinity when nothing is declared in time, which is what is expected.
+    """Measure SIGSTOP of a rank of the script; infinity if nothing is declared in time, which is expected.
 
-    Ranks of a command have no progress cell, so that they are watched for their end only.
+    Ranks of a command have no progress cell, so they are watched only for their end.
     """
     with _script(folder, kind, step_seconds) as (job, logs):
         at = hit(trained(logs, _HIT_AT), signal.SIGSTOP)
@@ -97,7 +97,7 @@ def stop_in_script(folder: Path, kind: str, step_seconds: float, patience: float
 
 @contextlib.contextmanager
 def _script(folder: Path, kind: str, step_seconds: float) -> Iterator[tuple[Job, Path]]:
-    """The script that torchrun runs, as a command of ours, and where its ranks write."""
+    """Run torchrun's script as a command of orch; yield the job and the folder of its ranks' logs."""
     logs = folder / "script"
     logs.mkdir(parents=True)
     command = json.dumps([sys.executable, str(SCRIPT), str(logs), "100000", str(step_seconds)])
@@ -107,7 +107,7 @@ def _script(folder: Path, kind: str, step_seconds: float) -> Iterator[tuple[Job,
 
 
 def trained(logs: Path, step: int) -> int:
-    """The process of the victim, once it has trained this step."""
+    """Return the victim's process once it has trained this step."""
 
     def look() -> int | None:
         told = lines(logs / f"rank-{_VICTIM}.jsonl")
@@ -117,7 +117,7 @@ def trained(logs: Path, step: int) -> int:
 
 
 def first_again(logs: Path, at: float, seconds: float) -> float:
-    """When rank 0 had trained a step in a process that began after `at`; infinity when it does not come to it."""
+    """Return the time of rank 0's first step in a process that began after `at`; infinity without such a step."""
     old = {line["pid"] for line in lines(logs / "rank-0.jsonl") if line["time"] <= at}
 
     def look() -> float | None:

@@ -1,4 +1,4 @@
-"""Looking until something has happened: what is measured are times that programs wrote down, never those of looking."""
+"""Polling for events; measured times come from records of programs, never from the polling."""
 
 import json
 import time
@@ -10,11 +10,11 @@ Found = TypeVar("Found")
 
 
 class NotInTimeError(Exception):
-    """What was waited for did not happen."""
+    """The awaited event did not happen in time."""
 
 
 def until(look: Callable[[], Found | None], seconds: float, what: str) -> Found:
-    """The first thing that `look` finds; raises NotInTimeError."""
+    """Return the first result of `look`; raises NotInTimeError."""
     give_up = time.monotonic() + seconds
     while time.monotonic() < give_up:
         if (found := look()) is not None:
@@ -24,7 +24,7 @@ def until(look: Callable[[], Found | None], seconds: float, what: str) -> Found:
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a file of JSON lines; none when it is not there."""
+    """Return the complete lines of a JSON lines file; empty if the file is missing."""
     if not path.exists():
         return []
     told = path.read_text().splitlines(keepends=True)

@@ -1,4 +1,4 @@
-"""Rows of the table: what is measured, what it must reach, which figure of which fault it is, and how it is printed."""
+"""Rows of the table: figures, their faults and targets, and printing."""
 
 import math
 from dataclasses import dataclass
@@ -9,24 +9,24 @@ STRETCH, MUST, MISSED, FAILED = "stretch", "must", "MISSED", "FAILED"
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One line of the table; less is better."""
+    """A row of the table; less is better."""
 
     name: str
     text: str
     must: float
     stretch: float
     fault: str
-    """Which of `faults.FAULTS` it is a figure of."""
+    """Key of `faults.FAULTS` that yields the figure."""
     figure: str
     unit: str = "s"
 
     def verdict(self, value: float) -> str:
-        """Which promise it keeps."""
+        """Return the best target that the value meets."""
         return STRETCH if value <= self.stretch else MUST if value <= self.must else MISSED
 
 
 COMPARED = frozenset({"step-time", "step-cpu"})
-"""Small differences of two large figures, which may even come out below nothing: told with the range of rounds."""
+"""Rows that are small differences of two large figures, possibly negative; printed with the range of rounds."""
 
 
 def _row(name: str, text: str, bounds: tuple[float, float], where: str, unit: str = "s") -> Row:
@@ -52,7 +52,7 @@ _WIDTHS = (max(len(row.text) for row in ROWS), 9, 9, 9, 7, 6, 6)
 
 
 def head(report: dict[str, Any]) -> str:
-    """The machine and the names of the columns."""
+    """Return the machine and the column names."""
     machine = (
         f"{report['cores']} cores, torch {report['torch']}, Python {report['python']}, load before "
         f"{report['load']:.2f}; {report['cluster']} scheduler, 2 nodes x 2 ranks; medians of n rounds, sides in turn"
@@ -61,7 +61,7 @@ def head(report: dict[str, Any]) -> str:
 
 
 def line(row: dict[str, Any]) -> str:
-    """One row."""
+    """Return one row."""
     others = "; ".join(
         f"{name} {_value(one['value'], row['unit'])} (n = {_count(one)})" for name, one in row["others"].items()
     )
@@ -70,7 +70,7 @@ def line(row: dict[str, Any]) -> str:
 
 
 def notes(report: dict[str, Any]) -> str:
-    """What went wrong in some round."""
+    """Return the problems of all rounds."""
     return "\n".join(["", *dict.fromkeys(note for row in report["rows"] for note in _notes(row))])
 
 
@@ -85,7 +85,7 @@ def _notes(row: dict[str, Any]) -> list[str]:
 
 
 def _count(told: dict[str, Any]) -> str:
-    """Rounds; when not all of them came to the figure, how many did."""
+    """Return the number of rounds, with the number of good ones if some were not."""
     return str(told["rounds"]) if told["good"] == told["rounds"] else f"{told['good']} of {told['rounds']}"
 
 

@@ -1,9 +1,9 @@
-"""What both launchers run: ordinary DDP with its own checkpoint; knows neither of them.
+"""Script for both launchers: ordinary DDP with its own checkpoint, independent of either.
 
     RANK=... torchrun ... script.py FOLDER STEPS STEP_SECONDS
 
-Every rank writes one line a step to FOLDER/rank-N.jsonl: {time, step, pid}. It sleeps for most of a step, so that
-the machine is as idle as one whose ranks compute on GPUs.
+Every rank writes one line per step to FOLDER/rank-N.jsonl: {time, step, pid}. It sleeps for most of a step, so that the
+machine is as idle as a machine whose ranks compute on GPUs.
 """
 
 import json

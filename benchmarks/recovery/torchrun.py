@@ -1,4 +1,4 @@
-"""The same script under torchrun 2.13: two of them on this machine stand for two nodes."""
+"""The script under torchrun 2.13; two torchruns on this machine represent two nodes."""
 
 import math
 import os
@@ -19,7 +19,7 @@ _HIT_AT = 13
 
 
 class Torchrun:
-    """A job of two torchruns with two ranks each; what they log is heard, line by line, with the time of its coming."""
+    """A job of two torchruns with two ranks each; their log lines are recorded with arrival times."""
 
     def __init__(self, logs: Path, step_seconds: float) -> None:
         logs.mkdir(parents=True)
@@ -47,7 +47,7 @@ class Torchrun:
             self._heard.append((time.time(), line))
 
     def noticed(self, pid: int, seconds: float) -> float:
-        """When it was said that this process has failed; infinity when it is not said in time."""
+        """Return when torchrun reported the failure of this process; infinity if it did not in time."""
 
         def look() -> float | None:
             for at, line in list(self._heard):
@@ -66,7 +66,7 @@ class Torchrun:
     def __exit__(self, *_: object) -> None:
         for run in self._runs:
             for number in (signal.SIGTERM, signal.SIGKILL):
-                # torchrun's workers have sessions of their own, and go with it on SIGTERM.
+                # torchrun's workers have their own sessions, and exit with it on SIGTERM.
                 run.send_signal(number)
                 try:
                     run.wait(15)
@@ -76,7 +76,7 @@ class Torchrun:
 
 
 def fault(folder: Path, number: signal.Signals, step_seconds: float, patience: float) -> dict[str, float]:
-    """A rank gets this signal: when torchrun says so, and when rank 0 trains again; infinity when never."""
+    """Send a rank this signal; measure when torchrun reports it and when rank 0 trains again, infinity if never."""
     logs = folder / "torchrun"
     with Torchrun(logs, step_seconds) as job:
         victim = trained(logs, _HIT_AT)

@@ -1,1 +1,1 @@
-"""What a restore test takes, beside raw reads of the same files, and what it costs a run beside it."""
+"""Time of a restore test compared with raw reads of the same files, and its cost for a concurrent run."""

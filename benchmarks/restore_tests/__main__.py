@@ -1,11 +1,11 @@
-"""What a restore test takes: until the first step (RTO), to restore, to verify; and what it costs a run beside it.
+"""Times of a restore test: to the first step (RTO), to restore, to verify; and its cost for a concurrent run.
 
     python -m benchmarks.restore_tests [--sizes tiny,small,large] [--rounds N] [--windows 5] [--folder DIR] [--json]
 
 Each size is trained on two ranks of this machine and saved. Its checkpoint is tested on the same two ranks, on one and
 on four, in turn with raw reads of the same files, cold and warm. Then a run's steps are timed alone, beside a test, and
-beside processes that only count. It takes about ten minutes. Numbers from a machine on which something else runs are
-worth little: ratios say more. Exit code 1 when a row fails.
+beside busy processes. It takes about ten minutes. Run it on an otherwise idle machine; on others, ratios are more
+reliable than times. Exit code 1 if a row fails.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""What a restore test takes from a run on the same cores: step times beside it, and beside busy processes."""
+"""Cost of a restore test for a run on the same cores: step times beside it, and beside busy processes."""
 
 import statistics
 import subprocess
@@ -14,7 +14,7 @@ from trainer.contract.logs.line_file import work_lines
 from trainer.contract.run_dir import RunDir
 
 _SAVED, _PATIENCE = 10, 300.0
-# Saved early, once; the run outlives what is measured.
+# One early save; the run outlasts the measurement.
 _SETTINGS = (*ON_TWO_RANKS, "train.steps=100000", f"checkpoint.every={_SAVED}", "checkpoint.keep=100000")
 _BUSY = "while True: pass"
 _RANKS = 2
@@ -22,14 +22,14 @@ Window = tuple[float, float]
 
 
 def measure(folder: Path, windows: int) -> dict[str, Any]:
-    """Medians of the step times in `windows` windows of each kind, in turn: alone, beside a test, beside the load.
+    """Return medians of step times in `windows` windows of each kind, in turn: alone, beside a test, beside the load.
 
     A test's window is its job, from the first event to the last. The load has as many processes as the test has ranks,
-    at the same nice value, for as long as the test before it. The ratio is the median of that of each pair.
+    at the same nice value, for as long as the previous test. The ratio is the median over pairs.
     """
     with Job(folder, "local", "tiny-gpt", *_SETTINGS) as job:
         job.reached(_SAVED + 3, _PATIENCE)
-        seconds = _length(_test_window(job))  # does not count: caches of the file system
+        seconds = _length(_test_window(job))  # warm-up for the file system's caches; not counted
         found: dict[str, list[float]] = {"alone": [], "test": [], "load": []}
         for number in range(windows):
             for kind in ("alone", "test", "load") if number % 2 == 0 else ("load", "test", "alone"):
@@ -60,7 +60,7 @@ def _test_window(job: Job) -> Window:
 
 
 def _window(processes: int, seconds: float) -> Window:
-    """A while with so many busy processes."""
+    """Wait with this many busy processes; return the window."""
     busy = [subprocess.Popen([sys.executable, "-c", _BUSY]) for _ in range(processes)]
     began = time.time()
     try:
@@ -73,7 +73,7 @@ def _window(processes: int, seconds: float) -> Window:
 
 
 def _step_seconds(job: Job, window: Window) -> float:
-    """Mean of the steps of rank 0 that lie inside."""
+    """Return the mean step time of rank 0 within the window."""
     lines = [line for line in work_lines(RunDir(job.path("")).all_attempts()[-1]) if line["rank"] == 0]
     times = [float(line["time"]) for line in lines if window[0] <= line["time"] <= window[1]]
     return (times[-1] - times[0]) / (len(times) - 1)

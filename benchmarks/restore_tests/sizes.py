@@ -1,4 +1,4 @@
-"""Restore tests of one checkpoint on several layouts, in turn with raw reads of its own files, and their table."""
+"""Restore tests of one checkpoint on several layouts, in turn with raw reads of the same files, and their table."""
 
 import json
 import statistics
@@ -28,7 +28,7 @@ _TRAIN_SECONDS, _TEST_SECONDS = 600.0, 300.0
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """A model that is trained and saved; its checkpoint holds parameters and two moments."""
+    """A model to train and save; its checkpoint holds parameters and two moments."""
 
     name: str
     settings: tuple[str, ...]
@@ -48,10 +48,10 @@ SIZES = (
 
 
 def measure(size: Size, folder: Path, rounds: int) -> Iterator[dict[str, Any]]:
-    """One row for each layout; raises RuntimeError for a test that does not restore the checkpoint.
+    """Yield one row for each layout; raises RuntimeError for a test that does not restore the checkpoint.
 
-    The files are taken out of the page cache before every test. Verification reads them first, and the restore finds
-    what that has left in the cache.
+    The files are dropped from the page cache before every test. Verification reads them first, and the restore uses
+    what that leaves in the cache.
     """
     settings = (*ON_TWO_RANKS, f"train.steps={_STEPS}", f"checkpoint.every={_SAVED}", *size.settings)
     with Job(folder, "local", "tiny-gpt", *settings) as job:
@@ -74,14 +74,14 @@ def measure(size: Size, folder: Path, rounds: int) -> Iterator[dict[str, Any]]:
 
 
 def saved_files(job: Job) -> list[Path]:
-    """Of the checkpoint that is tested."""
+    """Return the files of the tested checkpoint."""
     catalog = Catalog(RunDir(job.path("")).checkpoints)
     entry = next(entry for entry in catalog.committed() if entry.step == _SAVED)
     return [file for file in entry.path.iterdir() if file.is_file()]
 
 
 def tested(job: Job, layout: str, step: int) -> dict[str, Any]:
-    """One test, with its evidence; raises RuntimeError unless it is restored."""
+    """Run one test and return it with its evidence; raises RuntimeError unless the checkpoint was restored."""
     words = ("ckpt", "restore-test", f"{job.name}@{step}", "--layout", layout, "--wait", "--json")
     (test,) = json.loads(job.orch(*words, seconds=_TEST_SECONDS))["data"]
     if test["verdict"] != Outcome.RESTORED:
@@ -90,7 +90,7 @@ def tested(job: Job, layout: str, step: int) -> dict[str, Any]:
 
 
 def step_seconds(job: Job) -> list[float]:
-    """Of rank 0, from step to step."""
+    """Return the seconds between steps of rank 0."""
     lines = [line for line in work_lines(RunDir(job.path("")).all_attempts()[-1]) if line["rank"] == 0]
     times = [float(line["time"]) for line in lines]
     return [after - before for before, after in zip(times, times[1:], strict=False)]
@@ -99,7 +99,7 @@ def step_seconds(job: Job) -> list[float]:
 def row(
     size: Size, layout: str, tests: list[dict[str, Any]], raw: dict[bool, list[float]], nbytes: int, step: float
 ) -> dict[str, Any]:
-    """Medians of one layout; `share` is of a run of a day on RANKS ranks, of which nobody waited for the end."""
+    """Return medians of one layout; `share` is of a one-day run on RANKS ranks, computed instead of run."""
 
     def median(key: str) -> float:
         return statistics.median(float(test[key]) for test in tests)
@@ -123,7 +123,7 @@ _WIDTHS = (17, 14, 8, 8, 11, 8, 8, 6, 8, 7, 8, 2)
 
 
 def head(report: dict[str, Any]) -> str:
-    """The machine and the names of the columns."""
+    """Return the machine and the column names."""
     machine = (
         f"{report['cores']} cores ({report['cpu']}), torch {report['torch']}, Python {report['python']}, load before "
         f"{report['load']:.2f}; runs of 2 ranks on CPUs\n"
@@ -136,7 +136,7 @@ def head(report: dict[str, Any]) -> str:
 
 
 def line(row: dict[str, Any]) -> str:
-    """One size on one layout."""
+    """Return one size on one layout."""
     if "error" in row:
         return f"{row['size']}: FAILED: {row['error']}"
     ranks = f"{row['ranks']} rank{'s' if row['ranks'] > 1 else ''}"
@@ -151,7 +151,7 @@ def line(row: dict[str, Any]) -> str:
 
 
 def beside(row: dict[str, Any]) -> str:
-    """The step times of a run alone and beside others."""
+    """Return the step times of a run alone and beside others."""
     if "error" in row:
         return f"step times beside a test: FAILED: {row['error']}"
     return (

@@ -1,1 +1,1 @@
-"""The coordinator of a large job, fed by agents that only seem to have ranks."""
+"""The coordinator of a large job, with agents whose ranks are synthetic."""

@@ -1,14 +1,14 @@
-"""What a job of 10,000 ranks costs its coordinator, and how soon it says that one of them has stopped.
+"""Cost of 10,000 ranks for their coordinator, and its time to detect a stopped one.
 
     python -m benchmarks.scale [--nodes 1250] [--ranks-per-node 8] [--seconds 20] [--step 1.0] [--rounds 1]
                                [--json] [--profile]
 
-One real coordinator in this process; its agents, in another one, are synthetic: they join over loopback with the real
-wire, and report as real agents do, every rank changed in every report. CPU is that of the coordinator's process, as a
-share of one core. A verdict's time begins when the culprit's own limit is over, and ends when it is declared hung:
-flight records of all ranks are asked for, read and compared in between; evidence, which real agents take up to ten
-seconds to collect, follows. One process writes the records of all ranks here, where each node writes its own in a
-real job, so that the times of verdicts are too long. Exit code 1 when a must is missed or another rank is named.
+The coordinator in this process is real; its agents, in another process, are synthetic: they join over loopback with the
+real protocol, and report like real agents, with every rank changed in every report. CPU is the coordinator process's,
+as a share of one core. A verdict's time begins when the culprit's own limit is over, and ends when it is declared hung:
+flight records of all ranks are requested, read and compared in between; evidence, which real agents take up to ten
+seconds to collect, follows. One process writes the records of all ranks here, whereas in a real job each node writes
+its own, so the measured times of verdicts are too long. Exit code 1 if a must is missed or another rank is named.
 """
 
 import argparse
@@ -68,7 +68,7 @@ def main() -> int:
 
 
 class ScaleBenchmark:
-    """One attempt of one job."""
+    """Benchmark of one attempt of one job."""
 
     def __init__(self, folder: Path, options: argparse.Namespace) -> None:
         self._options = options
@@ -120,7 +120,7 @@ class ScaleBenchmark:
         )
 
     async def _steady(self, leading: "asyncio.Task[int]") -> float:
-        """CPU seconds a second while everybody steps."""
+        """Measure CPU seconds per second while all ranks step."""
         profile = cProfile.Profile() if self._options.profile else None
         if profile is not None:
             profile.enable()
@@ -135,8 +135,8 @@ class ScaleBenchmark:
     async def _incident(
         self, agents: asyncio.subprocess.Process, kind: str, number: int, leading: "asyncio.Task[int]"
     ) -> dict[str, Any]:
-        """One rank stops; what is said about it, and when."""
-        # On a node of its own each time: one that hangs again is given up.
+        """Stop one rank; return the verdict and its timing."""
+        # On a different node each time, because a node that hangs again is given up.
         rank = self._options.ranks_per_node * (self._options.nodes // 2 + number)
         stopped = await self._asked(agents, f"{kind} {rank}")
         event = await self._until(EventKind.INCIDENT, _VERDICT_SECONDS, leading, stern=False)
@@ -154,7 +154,7 @@ class ScaleBenchmark:
         if await self._until(EventKind.GENERATION_STARTED, _JOIN_SECONDS, leading, stern=False):
             await asyncio.sleep(_WARM_SECONDS)
         right, allowed = event["data"]["rank"] == rank, verdict["allowed_seconds"]
-        # As old as it was when it was declared hung.
+        # Its age when it was declared hung.
         late = next((one["age"] for one in verdict["ranks"] if one["rank"] == rank), math.inf) - allowed
         return {
             "kind": kind, "after": after, "limit": allowed, "seconds": late if right else math.inf, "right": right,
@@ -162,7 +162,7 @@ class ScaleBenchmark:
         }  # fmt: skip
 
     async def _asked(self, agents: asyncio.subprocess.Process, order: str) -> dict[str, Any]:
-        """What the agents answer to one order."""
+        """Send one order to the agents and return their answer."""
         assert agents.stdin is not None
         assert agents.stdout is not None
         agents.stdin.write(f"{order}\n".encode())
@@ -172,7 +172,7 @@ class ScaleBenchmark:
     async def _until(
         self, kind: EventKind, seconds: float, leading: "asyncio.Task[int]", *, stern: bool = True
     ) -> dict[str, Any] | None:
-        """The next event of this kind after the last one that was returned; none in time is an error if `stern`."""
+        """Return the next event of this kind after the last returned one; a timeout is an error if `stern`."""
         give_up = time.monotonic() + seconds
         events: list[Event] = []
         while time.monotonic() < give_up and not leading.done():
@@ -203,7 +203,7 @@ class ScaleBenchmark:
 
 
 def _verdicts(kind: str, verdicts: list[dict[str, Any]]) -> dict[str, Any]:
-    """The row of one kind of incident: a rank that was not named in time, or another that was, is no verdict."""
+    """Return the row of one kind of incident; a late or wrong verdict counts as never."""
     times = [verdict["seconds"] for verdict in verdicts]
     return {
         "row": f"limit over -> verdict ({kind})", "value": statistics.median(times), **_bounds("verdict"),

@@ -1,9 +1,9 @@
-"""Synthetic agents, all in one process: they join, report and answer as real ones do, and have no ranks.
+"""Synthetic agents, all in one process: they join, report and answer like real ones, without ranks.
 
     python -m benchmarks.scale.agents COORDINATOR_JSON NODES RANKS_PER_NODE STEP_SECONDS
 
-One line on stdin stops one rank: `stopped RANK` (its process is halted) or `forward RANK` (it computes for ever).
-The answer is a line of JSON with the time of the stop, seconds since the epoch; `reports 0` asks for their number.
+A line on stdin stops one rank: `stopped RANK` (its process is halted) or `forward RANK` (it computes forever). The
+answer is a line of JSON with the time of the stop, seconds since the epoch; `reports 0` requests the report count.
 """
 
 import asyncio
@@ -32,11 +32,11 @@ _A_STEP = 4
 """Collectives in each step."""
 _P99_SECONDS = 10.0
 _FLIGHTS_AT_ONCE = 4
-"""As `trainer.agent.evidence.bundle` sends them."""
+"""As in `trainer.agent.evidence.bundle`."""
 
 
 class SyntheticRanks:
-    """Where all ranks are: they step together, until one stops and the others wait for it in a collective."""
+    """Positions of all ranks: they step together, until one stops and the others wait for it in a collective."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -45,26 +45,26 @@ class SyntheticRanks:
         self.reports = 0
 
     def stop(self, how: str, rank: int) -> None:
-        """In the middle of a forward."""
+        """Stop a rank in the middle of a forward pass."""
         step = int((time.monotonic() - self._began) / self._seconds) + 1
         self.culprit, self.how = rank, how
         self._stopped = self._began + (step + 0.2) * self._seconds
 
     def usual(self, phase: str) -> float:
-        """Seconds that it takes in every step."""
+        """Return the seconds of this phase in every step."""
         return _SHARE[phase] * self._seconds
 
     def due(self) -> float:
-        """Seconds until the stop that was ordered last."""
+        """Return the seconds until the last ordered stop."""
         return self._stopped - time.monotonic()
 
     def begin(self, generation: int) -> None:
-        """Every agent hears of a new generation; the first one's word counts."""
+        """Start a generation; every agent calls this, and the first call counts."""
         if generation > self._generation:
             self._generation, self._began, self.culprit = generation, time.monotonic(), -1
 
     def see(self, rank: int, node: str) -> RankSample:
-        """One rank, now."""
+        """Return the present sample of one rank."""
         now, stands = time.monotonic(), False
         at = now
         if self.culprit >= 0 and now > self._stopped:
@@ -91,14 +91,14 @@ class SyntheticRanks:
         return (rank, step, *(int(total * _SHARE[section.name.lower()]) for section in SECTIONS))
 
     def flight(self, rank: int, node: str, world: tuple[int, ...]) -> str:
-        """As the recorder of a rank would have it that went through all-reduces only."""
+        """Return the flight record of a rank that has run only all-reduces."""
         entered = self.see(rank, node).collective
         return _flight(entered, entered if rank == self.culprit else entered - 1, world).replace("-1", str(rank), 1)
 
 
 @functools.lru_cache(maxsize=8)
 def _flight(entered: int, completed: int, world: tuple[int, ...]) -> str:
-    """The record of rank -1: in a real job each node writes its own, here one process writes those of all."""
+    """Return the template record of rank -1; one process writes all records here, but each node does in a real job."""
     states = ["done"] * completed + ["scheduled"] * (entered - completed)
     newest = list(enumerate(states, 1))[-30:]
     entries = tuple(Entry("0", at, "all_reduce", "1024x1024", 1 << 20, "Float", state) for at, state in newest)
@@ -108,7 +108,7 @@ def _flight(entered: int, completed: int, world: tuple[int, ...]) -> str:
 
 
 def _phase(into: float) -> tuple[str, float]:
-    """The phase at this share of a step, and the share at which it began."""
+    """Return the phase at this share of a step, and the share at which it began."""
     at = 0.0
     for phase, share in _SHARE.items():
         if into < at + share:
@@ -118,7 +118,7 @@ def _phase(into: float) -> tuple[str, float]:
 
 
 class Agent:
-    """One node; `world` is shared by all."""
+    """Agent of one node; `world` is shared by all."""
 
     def __init__(self, node: int, nodes: int, ranks: int, world: SyntheticRanks) -> None:
         self._node, self._name, self._world = node, f"node{node:04d}", world
@@ -164,7 +164,7 @@ class Agent:
                 self._peer.send(agents.GenerationGone(generation=message.generation))
 
     def _answering(self) -> list[int]:
-        """A halted process answers nobody."""
+        """Return the ranks that answer; a halted process does not."""
         halted = self._world.culprit if self._world.how == "stopped" else -1
         return [rank for rank in self._ranks if rank != halted]
 
@@ -189,7 +189,7 @@ class Agent:
         )  # fmt: skip
 
     def _p99(self) -> dict[str, float]:
-        """It changes now and then."""
+        """Return the p99 of each phase, which changes occasionally."""
         now = time.monotonic()
         if now - self._told_p99 < _P99_SECONDS:
             return {}

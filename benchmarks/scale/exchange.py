@@ -1,4 +1,4 @@
-"""The connections of ranks that only exchange what a save exchanges: what orch opens where training goes over NCCL.
+"""Connections of ranks that only run the exchanges of a save, as orch opens them when training uses NCCL.
 
 Started by `benchmarks.scale.ranks`: each rank is a process `python -m benchmarks.scale.exchange RANK WORLD PORT`.
 """
@@ -18,7 +18,7 @@ _PATIENCE = timedelta(minutes=5)
 
 
 def sockets(world: int) -> list[int]:
-    """Connections to peers of each rank, after every kind of exchange."""
+    """Return the number of connections to peers of each rank, after every kind of exchange."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=_PATIENCE)
     environ = {**os.environ, "TORCH_GLOO_LAZY_INIT": "1", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     ranks = [
@@ -48,7 +48,7 @@ def main(rank: int, world: int, port: int) -> None:
         if one.raddr and port not in (one.raddr.port, one.laddr.port)
     ]  # fmt: skip
     print(len(found), flush=True)
-    group.minimum([0])  # nobody leaves before all have counted
+    group.minimum([0])  # no rank exits before all have counted
     os._exit(0)
 
 

@@ -1,12 +1,12 @@
-"""What one rank holds and writes in jobs of 4, 8 and 16 ranks, and what that comes to with 10,000.
+"""Resources and output of one rank in jobs of 4, 8 and 16 ranks, extrapolated to 10,000.
 
     python -m benchmarks.scale.ranks [--worlds 4,8,16] [--steps 40] [--json]
 
-Real ranks on this machine, two nodes of half of them each. "Ours" are the connections of ranks that exchange what saves
-exchange, and do nothing else; what training opens over gloo goes over NCCL where there are GPUs, and one of every rank
-to rank 0's store is torch's. Bytes are what the files of the attempt have grown by, checkpoints and logs left out, by
-who writes them. Figures are extrapolated as a line through the three, connections of ours as one through the
-logarithm of the ranks. Exit code 1 when a must is missed.
+Real ranks on this machine, half of them on each of two nodes. "Ours" are the connections of ranks that only run the
+exchanges of a save; connections that training opens over gloo use NCCL on GPUs, and one from every rank to rank 0's
+store is torch's. Bytes are the growth of the attempt's files, except checkpoints and logs, by writer. Figures are
+extrapolated on a line through the three sizes, connections of ours on a line through the logarithm of the ranks. Exit
+code 1 if a must is missed.
 """
 
 import argparse
@@ -42,18 +42,18 @@ def newest_step(attempt: AttemptDir) -> int:
 
 
 def written(attempt: AttemptDir) -> dict[str, int]:
-    """Bytes so far, by file; what processes print is their own affair."""
+    """Return the bytes so far by file, without the output of processes."""
     files = (path for path in attempt.path.rglob("*") if path.is_file() and attempt.logs not in path.parents)
     return {str(path.relative_to(attempt.path)): path.stat().st_size for path in files}
 
 
 def by_ranks(name: str) -> bool:
-    """Whether ranks, or their threads, write this file."""
+    """Return whether ranks, or their threads, write this file."""
     return name.startswith(("metrics/", "events/ranks-", "outcomes/"))
 
 
 def connections(rank: psutil.Process, store: int) -> dict[str, int]:
-    """A rank's TCP connections: to rank 0's store, of it as the store's server, and to its peers; listeners besides."""
+    """Count a rank's TCP connections: to rank 0's store, as the store's server, to peers, and listeners."""
     found = {"store": 0, "store server": 0, "peers": 0, "listening": 0, "unix": 0}
     for one in rank.net_connections(kind="all"):
         if one.family not in (2, 10):
@@ -73,12 +73,12 @@ def ranks_of(job: Job) -> dict[int, psutil.Process]:
 
 
 def sizes(world: int) -> tuple[str, ...]:
-    """One sample for each rank."""
+    """Return settings with one sample for each rank."""
     return (f"cluster.ranks_per_node={world // 2}", f"parallel.dp_shard={world}", f"train.batch_size={world}")
 
 
 def measure(world: int, steps: int, folder: Path) -> dict[str, Any]:
-    """One job of so many ranks."""
+    """Measure one job with this many ranks."""
     with Job(folder, "local", "tiny-gpt", *SETTINGS, *sizes(world), work_log=False) as job:
         attempt = RunDir(job.path("")).attempt(1)
         until(lambda: newest_step(attempt) >= 5 or None, _START_SECONDS, f"step 5 of {world} ranks")
@@ -113,18 +113,18 @@ def measure(world: int, steps: int, folder: Path) -> dict[str, Any]:
 
 
 def store_port(leader: psutil.Process) -> int:
-    """Of the store that rank 0 serves: its listener with the most connections."""
+    """Return the port of rank 0's store: its listener with the most connections."""
     sockets = leader.net_connections(kind="tcp")
     listening = {one.laddr.port for one in sockets if one.status == psutil.CONN_LISTEN}
     return max(listening, key=lambda port: sum(one.laddr.port == port for one in sockets))
 
 
 LOGARITHMIC = ("ours, a rank",)
-"""Grows by one where the ranks are doubled: gloo's broadcast is a binomial tree."""
+"""Grows by one when the ranks double: gloo's broadcast is a binomial tree."""
 
 
 def at(target: int, rows: list[dict[str, Any]], key: str) -> float:
-    """The value at `target` ranks on the line of least squares through the rows, or through their logarithms."""
+    """Return the value at `target` ranks on the least-squares line through the rows, or through their logarithms."""
     by = math.log2 if key in LOGARITHMIC else float
     xs, ys = [by(row["world"]) for row in rows], [float(row[key]) for row in rows]
     mx, my = sum(xs) / len(xs), sum(ys) / len(ys)

@@ -1,4 +1,4 @@
-"""The lines that people read."""
+"""The printed lines."""
 
 import math
 from typing import Any
@@ -8,7 +8,7 @@ STRETCH = {"cpu": 0.05, "verdict": 0.5}
 
 
 def report(found: dict[str, Any]) -> str:
-    """The whole result."""
+    """Return the whole result."""
     lines = [
         f"{found['ranks']} synthetic ranks behind {found['nodes']} agents, {found['cores']} cores, "
         f"steps of {found['step']:g} s, {found['seconds']:g} s of steady state; all had joined and were ready after "

@@ -1,1 +1,1 @@
-"""How long a step takes, beside torch's own tools in a bare loop."""
+"""Time of a training step, compared with torch's own tools in a bare loop."""

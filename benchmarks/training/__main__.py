@@ -1,13 +1,13 @@
-"""How long a step of ours takes, beside torch's own DDP, FSDP2, tensor parallelism and pipelining in a bare loop.
+"""Time of orch's step, compared with torch's own DDP, FSDP2, tensor parallelism and pipelining in a bare loop.
 
     python -m benchmarks.training [--rows ddp,fsdp,...] [--turns 15] [--folder DIR] [--json]
 
 Both sides train the product's model in float32 on two ranks of this machine, each bound to one core, in turns of two
 seconds. Ours is a whole run as a user submits it: agents, progress cells, metrics, agreement; saves are left out, which
-benchmarks.checkpoint measures. A pair is a turn of each; its ratio is that of the medians of its steps. The interval is
-the one that holds the median of all pairs with a probability of at least 95 % (binomial, by order).
+benchmarks.checkpoint measures. A pair is one turn of each side; its ratio is the ratio of their median step times. The
+interval contains the median of all pairs with a probability of at least 95 % (binomial, order statistics).
 
-Numbers from a machine on which something else runs are worth nothing. Exit code 1 when a row misses its must.
+Run it on an otherwise idle machine; other numbers are meaningless. Exit code 1 if a row misses its must.
 """
 
 import argparse
@@ -45,7 +45,7 @@ ROWS: dict[str, tuple[str, tuple[str, ...]]] = {
         ),
     ),
 }
-"""By name: what the bare loop uses, and the settings of ours. A stage of one rank has nothing to shard: no FSDP."""
+"""By name: the tool of the bare loop, and orch's settings. A stage of one rank has nothing to shard: no FSDP."""
 _SETTINGS = (
     "train.steps=1000000", "train.dtype=float32", "checkpoint.every=1000000", "cluster.nodes=1",
     f"cluster.ranks_per_node={_RANKS}",
@@ -77,7 +77,7 @@ def main() -> int:
 
 
 def measured(name: str, folder: Path, turns: int) -> dict[str, Any]:
-    """One row: the median ratio of all pairs with its interval."""
+    """Return one row: the median ratio of all pairs with its interval."""
     torchs, settings = ROWS[name]
     with Job(folder, "local", "tiny-gpt", *_SETTINGS, *settings) as job:
         ours = side_of(job, _RANKS)

@@ -1,11 +1,11 @@
-"""One rank of a bare loop with torch's own DDP, FSDP2, tensor parallelism or pipelining around our model and data.
+"""A rank of a bare loop with torch's own DDP, FSDP2, tensor parallelism or pipelining around orch's model and data.
 
     RANK=... WORLD_SIZE=... MASTER_ADDR=... MASTER_PORT=...
         python -m benchmarks.training.bare_loop RUN_FOLDER FOLDER STRATEGY
 
-What every loop does is in it: micro-batches, clipping by torch's own function, a learning rate that follows a schedule,
-AdamW, and the mean loss of the step over all ranks, read one step later. Nothing else is: no agreement, no figures, no
-checkpoints, and no deterministic kernels. STRATEGY is a key of `WRAPPED`, or `pp`.
+It contains the usual parts of a loop: micro-batches, clipping by torch's own function, a scheduled learning rate,
+AdamW, and the mean loss of the step over all ranks, read one step later. It has no agreement, figures, checkpoints or
+deterministic kernels. STRATEGY is a key of `WRAPPED`, or `pp`.
 """
 
 import os
@@ -67,7 +67,7 @@ WRAPPED: dict[str, Callable[[Llama, DeviceMesh, int], nn.Module]] = {
 
 
 class WholePasses:
-    """Every rank has all layers, or parts of each."""
+    """Passes of ranks that have all layers, or parts of each."""
 
     def __init__(self, config: JobConfig, mesh: DeviceMesh, strategy: str) -> None:
         bare = workload.build(config).build_model()
@@ -75,7 +75,7 @@ class WholePasses:
         self.model = WRAPPED[strategy](bare, mesh, config.train.seed)
 
     def gradients(self, batches: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The mean loss of the step on this rank."""
+        """Compute gradients; return the mean loss of the step on this rank."""
         total = torch.zeros(())
         for batch in batches:
             loss = self.model(batch[:, :-1], batch[:, 1:]) / len(batches)
@@ -84,7 +84,7 @@ class WholePasses:
         return total
 
     def end_step(self, total: torch.Tensor, most: float) -> torch.Tensor:
-        """Clip by the norm of all gradients; returns the mean loss of all ranks."""
+        """Clip by the norm of all gradients; return the mean loss of all ranks."""
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), most)
         assert isinstance(norm, DTensor | torch.Tensor)
         dist.all_reduce(total)
@@ -113,7 +113,7 @@ def main(config: JobConfig, folder: Path, strategy: str) -> None:
 
 
 def _data(config: JobConfig, *, alike: bool) -> TokenData:
-    """`alike`: all ranks read the same batches."""
+    """Return the data, equal on all ranks or split between them."""
     return TokenData(
         Path(config.data.path), config.train, shuffle=config.data.shuffle, device=_CPU,
         dp_rank=0 if alike else dist.get_rank(), dp_size=1 if alike else dist.get_world_size(),
@@ -123,5 +123,5 @@ def _data(config: JobConfig, *, alike: bool) -> TokenData:
 if __name__ == "__main__":
     try:
         main(load(RunDir(Path(sys.argv[1])), attempt=0), Path(sys.argv[2]), sys.argv[3])
-    except RuntimeError:  # the peer has been ended
+    except RuntimeError:  # the peer was terminated
         os._exit(1)

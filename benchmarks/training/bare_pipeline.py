@@ -17,7 +17,7 @@ _CPU = torch.device("cpu")
 
 
 class StagedPasses:
-    """One stage on each rank of the mesh, with the layers that ours has there; shapes are known beforehand."""
+    """Passes with one stage on each rank of the mesh and orch's layers there; shapes are known beforehand."""
 
     def __init__(self, config: JobConfig, mesh: DeviceMesh) -> None:
         part = split_of(config.parallel.pipeline, config).parts[mesh.get_rank()]
@@ -37,7 +37,7 @@ class StagedPasses:
         self._schedule = Schedule1F1B(stage, self._count, loss_fn=lambda loss, _: loss)
 
     def gradients(self, batches: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The mean loss of the step, of which ranks but the last know nothing: zero."""
+        """Compute gradients; return the mean loss of the step, zero except on the last rank."""
         tokens = torch.cat(list(batches))
         losses: list[torch.Tensor] = []
         args = (tokens[:, :-1],) if self._part.is_first else ()
@@ -48,7 +48,7 @@ class StagedPasses:
         return torch.stack(losses).sum().detach() / self._count if losses else torch.zeros(())
 
     def end_step(self, total: torch.Tensor, most: float) -> torch.Tensor:
-        """Clip by the norm over all stages, whose squares travel with the loss; returns the loss of the step."""
+        """Clip by the norm over all stages, whose squares travel with the loss; return the loss of the step."""
         gradients = [one.grad for one in self.model.parameters() if one.grad is not None]
         sums = torch.stack([nn.utils.get_total_norm(gradients).square(), total])
         dist.all_reduce(sums)

@@ -1,10 +1,10 @@
-"""What a restart after a SIGKILL costs with each strategy, beside the same restart with FSDP.
+"""Cost of a restart after a SIGKILL with each strategy, compared with FSDP.
 
     python -m benchmarks.training.restarts [--rows ddp,zero1,...] [--rounds 7] [--folder DIR] [--json]
 
-Four ranks on two nodes of this machine; a rank is killed after the first saves. What counts is the time from when the
-agent notices it to the first new step. A round runs every strategy once, in changing order; the ratio is that of one
-round, its interval as in benchmarks.training. Exit code 1 when a row costs more than FSDP with all of its interval.
+Four ranks on two nodes of this machine; a rank is killed after the first saves. The measured time is from the agent's
+detection to the first new step. A round runs every strategy once, in changing order; the ratio is within a round, with
+an interval as in benchmarks.training. Exit code 1 if a row's whole interval is above FSDP.
 """
 
 import argparse
@@ -29,7 +29,7 @@ STRATEGIES: dict[str, tuple[str, ...]] = {
     "fsdp x tp": ("parallel.strategy=fsdp", "parallel.dp_shard=2", "parallel.tp=2"),
     "offload": ("parallel.strategy=fsdp", "parallel.dp_shard=4", "parallel.tp=1", "parallel.fsdp.offload=optimizer"),
 }
-"""Settings by name; all other rows are compared with the first one."""
+"""Settings by name; all other rows are compared with the first."""
 
 
 def main() -> int:
@@ -61,7 +61,7 @@ def main() -> int:
 
 
 def _restart(folder: Path, name: str) -> float:
-    """Seconds of one restart."""
+    """Return the seconds of one restart."""
     with tempfile.TemporaryDirectory(dir=folder, prefix="bench-restarts-", ignore_cleanup_errors=True) as place:
         return ours.kill(Path(place), "local", *STRATEGIES[name])["back"]
 

@@ -144,7 +144,7 @@ def _srun_arguments(resources: Resources) -> list[str]:
 
 
 def _check_path(key: str, path: Path) -> None:
-    r"""Refuse relative paths, '%' and '\\', which Slurm expands, and quotes and control characters."""
+    """Refuse relative paths, '%' and backslashes, which Slurm expands, and quotes and control characters."""
     text = check_text(key, str(path))
     if not path.is_absolute() or any(char in text for char in "%\\'\""):
         raise ConfigError(

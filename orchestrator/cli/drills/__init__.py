@@ -1,1 +1,1 @@
-"""Faults on purpose and their score: drill, demo."""
+"""Fault injection with a score: drill, demo."""

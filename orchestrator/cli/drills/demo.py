@@ -27,12 +27,12 @@ from trainer.contract.run_dir import RunDir
 
 @dataclass(frozen=True, kw_only=True)
 class DemoReport:
-    """The first fault of a run and what came of it; None where it did not happen."""
+    """The first fault of a run and the recovery from it, with None for events that did not happen."""
 
     fault: str | None
     step: int | None
     resumed_from: int | None
-    tier: str  # what it was loaded from: `memory`, or the path of a tier; empty when nothing was
+    tier: str  # source of the restored state: `memory` or the path of a tier; empty without a restore
     recovery_s: float | None
     first_loss: float | None
     loss_before: float | None
@@ -47,7 +47,7 @@ class DemoReport:
 
 
 def read_demo_report(run_dir: Path) -> DemoReport:
-    """Read events and metrics of all attempts."""
+    """Build the report from the events and metrics of all attempts."""
     events, steps = EventFeed(run_dir).poll(), StepLines(RunDir(run_dir)).read()
     fault = next((event for event in events if _is_fault(event)), None)
     first = _after(events, fault, EventKind.GENERATION_FIRST_STEP)
@@ -86,14 +86,14 @@ def _place(event: Event) -> tuple[int, int]:
 
 
 def _after(events: list[Event], fault: Event | None, kind: EventKind) -> Event | None:
-    """The first event of this kind in a later generation or attempt than the fault's."""
+    """Return the first event of this kind in a later generation or attempt than the fault's."""
     if fault is None:
         return None
     return next((event for event in events if event.kind == kind and _place(event) > _place(fault)), None)
 
 
 def _around(steps: list[dict[str, Any]], fault: Event | None) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
-    """The last step trained before the recovery and the first one after it."""
+    """Return the last step trained before the recovery and the first one after it."""
     if fault is None:
         return None, None
     before = [line for line in steps if (line["attempt"], line["generation"]) <= _place(fault)]
@@ -102,7 +102,7 @@ def _around(steps: list[dict[str, Any]], fault: Event | None) -> tuple[dict[str,
 
 
 def _replayed(steps: list[dict[str, Any]]) -> list[tuple[float, float]]:
-    """Losses of the steps that were trained again: the first time, and the last time."""
+    """Return pairs of losses, first and last, of the steps that were trained again."""
     first: dict[int, float] = {}
     last: dict[int, float] = {}
     for line in steps:
@@ -127,9 +127,9 @@ def demo(screen: Screen, words: tuple[str, ...], root: Path | None, timeout: flo
     place and finishes. Then it shows what happened. It takes about a minute on two cores. The exit code is 8 if the
     run does not recover.
 
-    `orch demo restore-test` trains without the kill, and tests the checkpoints of that run: one is restored on the
-    same ranks and on a single one, the newest is damaged on purpose and found CORRUPT, the next older one is
-    restored. The exit code is 8 if a verdict is wrong.
+    `orch demo restore-test` trains without the kill and tests the run's checkpoints: one is restored on the same ranks
+    and on a single one, the newest is damaged on purpose and found CORRUPT, and the next older one is restored. The
+    exit code is 8 if a verdict is wrong.
     """
     if words[:1] == (RESTORE_TEST,):
         return restore_test_demo(screen, words[1:], root, timeout)
@@ -138,7 +138,7 @@ def demo(screen: Screen, words: tuple[str, ...], root: Path | None, timeout: flo
 
 
 def _check_name(words: tuple[str, ...]) -> None:
-    """Raises ConfigError for a word that is nearly the name of a demo: it is looked for among the keys otherwise."""
+    """Raise ConfigError for a misspelled name of a demo, which would otherwise be taken for a key."""
     from orchestrator.near_words import nearest  # only for an error
 
     for word in words:
@@ -204,7 +204,7 @@ def _lines(report: DemoReport) -> list[str]:
 
 
 def _judge(screen: Screen, row: dict[str, Any], report: DemoReport) -> int:
-    """0 when the run was hit, recovered and succeeded; raises what went wrong otherwise."""
+    """Return 0 if the run was hit, recovered and succeeded. Else raises the error, or with --json returns its code."""
     trouble = end_error(row)
     if trouble is None and not report.recovered:
         what = "nothing hit the run" if report.fault is None else "the run ended without having recovered"

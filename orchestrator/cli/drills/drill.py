@@ -1,4 +1,4 @@
-"""`orch drill`: a fault on purpose, in a run that lives or in a demo of its own, and the score of what came of it."""
+"""`orch drill`: injects a fault into a live run or a demo, and scores the reaction."""
 
 import os
 import shlex
@@ -26,9 +26,9 @@ from trainer.contract.config_sections.scheduler_kinds import LOCAL
 from trainer.contract.run_dir import RunDir
 
 STEP = 25
-"""Of the demo: where a rank is hit."""
+"""Step of the demo at which a rank is hit."""
 SLOWER = 0.3
-"""Seconds that a slow rank works more in every step; of a demo's step that is far more than a tenth."""
+"""Extra seconds of work per step of a slow rank, far more than a tenth of a demo's step."""
 
 
 @click.command(cls=Verb)
@@ -55,7 +55,7 @@ def drill(
         card, run = _in_a_demo(screen, kind, rank, root, overrides, timeout)
     else:
         if len(words) == 1 and words[0] not in EXPECTED:
-            find_live_attempt(words[0])  # a run that no kind can be drilled in is told first
+            find_live_attempt(words[0])  # report a run without a live attempt before the missing kind
         if len(words) != 2:
             raise _not_a_pair(words)
         if words[1] not in EXPECTED and nearest(words[0], EXPECTED, 0.8):
@@ -85,7 +85,7 @@ def _known(kind: str) -> str:
     return kind
 
 
-# -- in a run of somebody's own
+# -- in a user's run
 
 
 def _in_a_run(
@@ -98,7 +98,7 @@ def _in_a_run(
             hint="orch drill --demo full-disk",
         )  # fmt: skip
     _check(kind, found.run, found.config)
-    # Last: whoever says --yes to it is not to hear another no.
+    # Last, so that --yes is not followed by another refusal.
     cost = extra_cost(kind, found.config, rank)
     if cost is not None and not yes:
         raise Precondition(
@@ -117,11 +117,11 @@ def _in_a_run(
 
 
 def _check(kind: str, run: str, config: JobConfig) -> None:
-    """Raises Precondition when the fault would come to nothing in a run of this configuration."""
+    """Raise Precondition if the fault would have no effect in a run of this configuration."""
     why = why_undetectable(kind, config)
     if why is not None:
         raise Precondition(f"{kind} tells nothing in {run}: {why}", where=run, hint=f"orch drill --demo {kind}")
-    # A spare would go on from what memory holds, and nobody would read the damaged checkpoint.
+    # A spare would continue from memory and never read the damaged checkpoint.
     if kind == "corrupt-checkpoint" and config.cluster.spare_nodes:
         spares = config.cluster.spare_nodes
         raise Precondition(
@@ -162,7 +162,7 @@ def _in_a_demo(
 
 
 def _data_beside(folder: Path) -> tuple[str, ...]:
-    """The demo's data outside of the small disk: its tokens would take more room than there is."""
+    """Return settings that keep the demo's data off the small disk, which has no room for its tokens."""
     from orchestrator.config.compose import compose  # omegaconf: see above
     from trainer.contract.token_shards import prepare_under
 
@@ -171,9 +171,9 @@ def _data_beside(folder: Path) -> tuple[str, ...]:
 
 
 def _await_demo_end(screen: Screen, follower: RunFollower, run: str, timeout: float) -> bool:
-    """Wait for the end of a demo, which would be forgotten if it were left alone; the score stands either way.
+    """Wait for the end of a demo, since no other command watches it. The score does not depend on it.
 
-    Whether it has ended.
+    Returns whether it has ended.
     """
     if is_over(one_row(run)):
         return True
@@ -186,18 +186,18 @@ def _await_demo_end(screen: Screen, follower: RunFollower, run: str, timeout: fl
 
 
 def _injected_by_rank(kind: str) -> bool:
-    """Whether a rank brings it upon itself, as its configuration says."""
+    """Return whether the rank injects the fault itself, by `drill.events` of its configuration."""
     return ALIASES.get(kind, kind) in KINDS
 
 
 def _settings(kind: str, rank: int | None) -> tuple[str, ...]:
-    """What the demo's configuration says of the fault."""
+    """Return the demo's settings for the fault."""
     if not _injected_by_rank(kind):
         unsaved = ("checkpoint.max_unsaved_steps=20",) if kind == "full-disk" else ()
         return ("drill.events=[]", "train.steps=120", *unsaved)
     value = f", value: {SLOWER}" if kind == "slow-rank" else ""
     event = f"kind: {ALIASES.get(kind, kind)}, rank: {1 if rank is None else rank}, step: {STEP}{value}"
-    # Four ranks that do the same work: of two, nobody can say soon which one is odd.
+    # Four ranks with the same work: with two, the slow one cannot be identified quickly.
     steps = ("train.steps=80", "parallel.tp=1", "parallel.dp_shard=4") if kind == "slow-rank" else ()
     return (f"drill.events=[{{{event}}}]", *steps)
 

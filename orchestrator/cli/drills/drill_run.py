@@ -1,4 +1,4 @@
-"""One drill: its preconditions, its course and its score."""
+"""Drill: preconditions, injection and score."""
 
 import time
 from collections.abc import Callable
@@ -29,15 +29,15 @@ _COSTLY = {
     "full-disk": "its saves fail until a new job starts", "slow-rank": "its rank stays slow until the next restart",
     "corrupt-checkpoint": "its newest checkpoint is damaged for good",
 }  # fmt: skip
-"""What a fault costs any run beyond the time of a restart."""
+"""Costs of a fault to any run beyond the time of a restart."""
 _FROM_OUTSIDE = ("kill-rank", "kill-agent", "kill-node", "full-disk")
-"""Faults that need nothing of a rank, and whose end everybody sees."""
+"""Faults that need no cooperation of a rank and whose end is visible from outside."""
 
 
 def why_undetectable(kind: str, config: JobConfig) -> str | None:
-    """Why a drill of this kind would come to nothing; None where it is noticed."""
+    """Return why a drill of this kind would have no visible effect; None if it is detected."""
     command, detection = config.command, config.detection
-    # A program of the user's own has no progress cell: it takes no orders, and nobody knows its steps.
+    # A user's own program has no progress cell: it takes no orders, and its steps are unknown.
     if command and kind == "stop-rank":
         return (
             "its ranks run a command of their own, which is not watched for hangs: they would wait until the time limit"
@@ -48,21 +48,21 @@ def why_undetectable(kind: str, config: JobConfig) -> str | None:
         return "its ranks are a command of its own, which takes no such order"
     if kind in BETWEEN_STAGES and config.parallel.pipeline.ranks == 1:
         return "its model is in one piece (parallel.pipeline.stages=1): no stage sends anything"
-    # What stands still is found by the watch alone.
+    # Stopped ranks are found by hang detection alone.
     if EventKind.INCIDENT in EXPECTED[kind].signs and not detection.hang.on:
         return "hang detection is off (detection.hang.on=false): its ranks would wait until the time limit"
-    # So is what is slow, by the comparison of ranks.
+    # Slow ranks are found by straggler detection alone.
     if EventKind.STRAGGLER in EXPECTED[kind].signs and not detection.straggler.on:
         return "straggler detection is off (detection.straggler.on=false): the rank would stay slow"
     return None
 
 
 def extra_cost(kind: str, config: JobConfig, at: int | None) -> str | None:
-    """What the fault costs this run beyond a restart; None when nothing. `at`: the rank or node, None: the default."""
+    """Return the cost to this run beyond a restart, or None. `at` is the rank or node to hit; None is the default."""
     if kind not in NODE_KINDS:
         return _COSTLY.get(kind)
     cluster = config.cluster
-    # The coordinator lives on the first node: no spare can take its place.
+    # The coordinator lives on the first node, so no spare can replace that node.
     first = at == 0 or cluster.nodes == 1
     if cluster.spare_nodes and not first:
         return None
@@ -71,32 +71,32 @@ def extra_cost(kind: str, config: JobConfig, at: int | None) -> str | None:
 
 
 SAVED = 20
-"""Of the demo: what the agents bring about is asked for when this step is trained and saved."""
+"""Step of the demo that must be trained and saved before the agents inject a fault."""
 ANSWER = 30.0
 SETTLED = 5.0
-"""Seconds that ranks of a command run again until they count as recovered: what they train, nobody sees."""
+"""Seconds for which a command's ranks must run to count as recovered, since their steps are unknown."""
 _SLOW = 2.0
-"""Seconds without an answer after which it is said what the drill waits for: a job that trains answers within one."""
+"""Seconds without an answer before a note about the delay; a training job answers within one second."""
 
 
 class DrillRun:
-    """One drill as it goes: told on the way, scored when it is over."""
+    """A drill in progress: prints progress, and scores the reaction at the end."""
 
     def __init__(
         self, follower: RunFollower, run: str, kind: str, steps: StepLines, *, command: bool = False,
         disk: SmallDisk | None = None,
     ) -> None:  # fmt: skip
-        """`command`: the ranks are a user's own program, whose steps nobody knows; `disk`: one to fill."""
+        """`command`: the ranks are a user's own program with unknown steps. `disk`: the disk to fill."""
         self._follower, self._run, self._kind, self._steps = follower, run, kind, steps
         self._command, self._disk = command, disk
-        self._done: list[Event] = []  # what this program did itself, as an event
+        self._done: list[Event] = []  # injections by this process, as events
         self._nodes: list[str] = []
-        self._refused: Callable[[], None] = lambda: None  # raises when the job will not do it
+        self._refused: Callable[[], None] = lambda: None  # raises if the job refuses the request
 
     def inject(self, screen: Screen, found: LiveAttempt, at: int | None, seconds: float) -> None:
-        """Bring the fault about, by ourselves or by asking the job, and wait until it strikes.
+        """Inject the fault, from this process or by a request to the job, and wait until it strikes.
 
-        Raises Precondition when the job refuses it or ends before, WaitTimeout after `seconds`.
+        Raises Precondition if the job refuses it or ends first, WaitTimeout after `seconds`.
         """
         self._nodes = found.heartbeat.nodes
         last = found.cluster.nodes - 1  # spares have no place that could be hit
@@ -111,7 +111,7 @@ class DrillRun:
                 screen.note(f"{found.run}: {writers} checkpoint writers can write no more")
             case "corrupt-checkpoint":
                 expendable(found.folder)
-                # What memory holds is good: only a new job must read the disk. And while this one lives, it saves on.
+                # The state in memory is good, so only a new job reads the disk; and a live job would keep saving.
                 request = found.send_request(RequestKind.DRILL, "orch drill", value=last, detail="kill-agent")
                 self._await_strike(screen, found, request, seconds)
                 await_end(found, request, ANSWER)
@@ -126,14 +126,14 @@ class DrillRun:
                 self._await_strike(screen, found, request, seconds)
 
     def _await_strike(self, screen: Screen, found: LiveAttempt, request: str, seconds: float) -> None:
-        """The job orders a fault once all its ranks train, and answers then."""
+        """Wait until the job injects the fault and answers, which it does once all its ranks train."""
         self._refused = partial(found.raise_if_refused, request)
         began, told = time.monotonic(), False
 
         def struck(row: dict[str, Any]) -> bool:
             nonlocal told
             self._refused()
-            # The agent that is to be killed may not live to answer.
+            # With kill-agent, the agent may die before it answers.
             if found.answer(request) is not None or any(each.kind == EventKind.DRILL for each in self._follower.events):
                 return True
             if is_over(row) or row["attempts"] > found.attempt_dir.number:
@@ -160,14 +160,14 @@ class DrillRun:
         self._done.append(Event(time=time.time(), source="drill", seq=1, kind=EventKind.DRILL, data=told, **place))
 
     def until_saved(self, seconds: float) -> None:
-        """The demo has trained and saved enough to be hit."""
+        """Wait until the demo has trained and saved enough steps. Raises RunFailed if it ends first."""
         row = self._follower.until(lambda row: is_over(row) or _saved(row) >= SAVED, seconds)
         if is_over(row):
             what = f"{self._run} was {row['state']} before anything could strike"
             raise RunFailed(what, where=row["reason"], hint=f"orch show {self._run}")
 
     def until_over(self, seconds: float) -> Scorecard:
-        """Nothing more is to be expected of the fault, or time is up."""
+        """Wait until the drill is over or `seconds` have passed, and return the score."""
         try:
             row = self._follower.until(self._is_over, seconds)
         except WaitTimeout:
@@ -181,9 +181,10 @@ class DrillRun:
         return self._card(row).over
 
     def _keep_full(self, disk: SmallDisk, row: dict[str, Any]) -> None:
-        """Until the attempt has ended for it; the disk that takes no events shows by the run's reason that it is seen.
+        """Keep the disk full until the attempt has ended because of it.
 
-        What a save had half written, and deletes, would be room for the next one.
+        Call it repeatedly: a save deletes its half-written files, which frees space for the next one. The disk cannot
+        take the event of the failed save, so that event is derived from the run's reason.
         """
         if row["state"] == RunState.RECOVERING:
             disk.make_room()
@@ -200,7 +201,7 @@ class DrillRun:
         events = sorted([*self._done, *map(self._with_node, self._follower.events)], key=lambda event: event.time)
         struck = max((event.attempt for event in events if event.kind == EventKind.DRILL), default=0)
         ended = _ended(self._run, struck) if struck < row["attempts"] or is_over(row) else None
-        # What a full disk has kept from being written, the controller knows.
+        # The controller has the last step, which a full disk may have kept out of the files.
         newest = [{"attempt": struck, "generation": 0, "step": ended.last_step}] if ended and ended.last_step else []
         failure = ended.failure if ended else None
         running_for = SETTLED if self._command else None
@@ -208,7 +209,7 @@ class DrillRun:
         return score(self._kind, events, [*self._steps.read(), *newest], **about)
 
     def _with_node(self, event: Event) -> Event:
-        """Faults of nodes tell which one by its place in the job."""
+        """Return a node fault's event with the node's name in place of its index in the job."""
         at = event.data.get("rank")
         if event.kind != EventKind.DRILL or event.data.get("kind") not in NODE_KINDS or at is None:
             return event
@@ -222,6 +223,6 @@ def _saved(row: dict[str, Any]) -> int:
 
 
 def _ended(run: str, attempt: int) -> Attempt | None:
-    """What the controller knows of an attempt that may have left nobody to say so."""
+    """Return the controller's record of an attempt, which may have died without an outcome."""
     with open_store(readonly=True) as store:
         return next((one for one in store.attempts(run) if one.number == attempt), None)

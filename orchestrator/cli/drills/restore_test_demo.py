@@ -1,4 +1,4 @@
-"""`orch demo restore-test`: tests restore checkpoints of a small run; one is damaged and found."""
+"""`orch demo restore-test`: restore tests of a small run's checkpoints, one of them damaged."""
 
 import os
 import time
@@ -21,7 +21,7 @@ from trainer.contract.restore_test import Outcome
 
 
 def demo_root(given: Path | None) -> Path:
-    """The folder of demos, made when it is missing; raises ConfigError for a file, Precondition when it cannot be."""
+    """Return the folder of demos, creating it if needed. Raises ConfigError for a file, Precondition if that fails."""
     folder = (given or state_home() / "demo-runs").expanduser().absolute()
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -37,13 +37,13 @@ def demo_root(given: Path | None) -> Path:
 SETTINGS = (
     "name=restore-test-demo", "train.steps=30", "checkpoint.every=10", "drill.events=[]", "restore_tests.every=off",
 )  # fmt: skip
-"""The run of `orch demo` without the kill, with three checkpoints, which this demo alone tests."""
+"""The run of `orch demo` without the kill, with three checkpoints and no scheduled tests."""
 OTHER_LAYOUT = "1"
 
 
 @dataclass(frozen=True, kw_only=True)
 class FlippedBit:
-    """Where a checkpoint was damaged: the byte counts from the start of the file."""
+    """Location of the damage in a checkpoint; `byte` is the offset from the start of the file."""
 
     step: int
     file: str
@@ -52,7 +52,7 @@ class FlippedBit:
 
 
 def restore_test_demo(screen: Screen, overrides: tuple[str, ...], root: Path | None, timeout: float) -> int:
-    """Train, test, damage, test again, and say what was found; 0 when every verdict is the right one."""
+    """Train, test, damage, test again, and print the results. Returns 0 if every verdict is correct."""
     started = time.monotonic()
     run, run_dir = _trained(screen, overrides, root, timeout)
     newest, older, oldest = _newest_three(run, run_dir)
@@ -76,7 +76,7 @@ def restore_test_demo(screen: Screen, overrides: tuple[str, ...], root: Path | N
 
 
 def _trained(screen: Screen, overrides: tuple[str, ...], root: Path | None, timeout: float) -> tuple[str, str]:
-    """The name and folder of a run that has succeeded; raises what has kept it from that."""
+    """Train the run and return its name and folder. Raises the error that ended it."""
     from orchestrator.config.compose import compose  # omegaconf: only for the verbs that read configurations
 
     settings = (f"cluster.root={demo_root(root)}", "cluster.kind=local", *SETTINGS)
@@ -103,7 +103,7 @@ def _newest_three(run: str, run_dir: str) -> list[Checkpoint]:
 
 
 def _tested(screen: Screen, checkpoint: Checkpoint, layout: str, seconds: float) -> RestoreTest:
-    """One restore test from its submission to its verdict; raises WaitTimeout."""
+    """Run one restore test from submission to verdict. Raises WaitTimeout."""
     from orchestrator.controller.run_dirs.bounded_files import DirectFiles
     from orchestrator.restore_tests.controller_pass import begin_test
     from orchestrator.restore_tests.create import Asked
@@ -137,7 +137,7 @@ def flip_bit(checkpoint: Path, step: int) -> FlippedBit:
 
 
 def verdict_line(test: RestoreTest) -> str:
-    """One test in a line: the verdict, how long a restart on this layout would take, and why."""
+    """Format one test as a line: verdict, time to the first step on this layout, and reason."""
     rto = test.evidence.get("rto_seconds")
     took = f", first step after {rto:.1f} s" if isinstance(rto, float) else ""
     return f"{test.verdict:<9}  step {test.step} on {_ranks(test.layout)}{took}: {test.reason}"
@@ -148,7 +148,7 @@ def _ranks(layout: str) -> str:
 
 
 def unexpected(tests: Sequence[RestoreTest], bit: FlippedBit) -> list[str]:
-    """Every verdict that is not the right one, in words. Pure."""
+    """Describe every wrong verdict. Pure."""
     found = []
     for test in tests:
         damaged = test.step == bit.step

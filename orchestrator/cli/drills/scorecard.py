@@ -1,4 +1,4 @@
-"""PURE: what came of a fault that was injected on purpose: noticed, rightly blamed, and how soon it was over."""
+"""PURE: scoring of an injected fault: detection, attribution and time to recovery."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -12,11 +12,11 @@ from trainer.contract.failures.save_trouble import short_reason
 
 @dataclass(frozen=True, kw_only=True)
 class Expected:
-    """What a fault should look like from outside."""
+    """Expected reaction to a fault, as visible from outside."""
 
-    signs: tuple[EventKind, ...]  # the first of these after it is its being noticed
-    failures: tuple[str, ...]  # kinds of failure it may rightly be called
-    names: str  # who must be named: rank, node, step, or nobody
+    signs: tuple[EventKind, ...]  # the first of these after the fault is its detection
+    failures: tuple[str, ...]  # kinds of failure that are correct classifications
+    names: str  # required culprit: rank, node, step, or nobody
     then: str  # restart, hold, or go on
 
 
@@ -59,35 +59,35 @@ EXPECTED: Mapping[str, Expected] = {
     "hang-in-send": _HUNG,
     "skip-send": _HUNG,
 }  # fmt: skip
-"""Every kind of fault that can be asked for."""
+"""Every kind of fault that can be requested."""
 
 NODE_KINDS = ("kill-agent", "kill-node")
-"""Kinds that hit a node, by its place in the job, and no single rank."""
+"""Kinds that hit a node (by index in the job) instead of a rank."""
 ALIASES = {"desync": "desync-shape"}
-"""What ranks call some kinds."""
+"""Names that ranks use for some kinds."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scorecard:
-    """The score of one drill; None where it did not come to that. Times are seconds since the fault struck."""
+    """Score of a drill, with None for stages that were not reached. Times are seconds since the fault."""
 
     kind: str
-    struck: str  # whom and when; empty when the fault never came about
+    struck: str  # target and step; empty if the fault never struck
     rank: int | None = None
     node: str | None = None
     step: int | None = None
-    noticed: str | None = None  # what was seen first
+    noticed: str | None = None  # first sign
     detected_s: float | None = None
-    named: str | None = None  # whom the run blames
-    culprit_right: bool | None = None  # None: there is nobody to be named
-    failure: str | None = None  # its kind
+    named: str | None = None  # culprit named by the run
+    culprit_right: bool | None = None  # None: no culprit expected
+    failure: str | None = None  # kind of the failure
     kind_right: bool | None = None
     decision: str | None = None
     back_s: float | None = None
     back_step: int | None = None
     steps_lost: int | None = None
     evidence: str | None = None  # path in the run directory
-    over: bool = False  # nothing more is to be expected
+    over: bool = False  # no further reaction is expected
     passed: bool = False
     verdict: str = ""
 
@@ -99,11 +99,11 @@ def score(
     kind: str, events: Sequence[Event], steps: Sequence[Mapping[str, Any]], *, state: str = "",
     failure: Mapping[str, Any] | None = None, now: float = 0.0, running_for: float | None = None,
 ) -> Scorecard:  # fmt: skip
-    """Judge the newest drill of this kind.
+    """Score the newest drill of this kind.
 
-    `events` by time, `steps` the lines of steps.jsonl, `state` the run's; `failure` is what the controller made of
-    the attempt, for faults that leave nobody inside it to say so. `running_for`: of a command, whose steps are not
-    known, the seconds until `now` for which its ranks have to run again.
+    `events` are sorted by time, `steps` are the lines of steps.jsonl, and `state` is the run's. `failure` is the
+    controller's classification of the attempt, for faults after which no process of it could report. `running_for` is
+    for commands, whose steps are unknown: seconds before `now` since which the ranks must have been running again.
     """
     expected = EXPECTED[kind]
     fault = _fault(kind, events)
@@ -143,7 +143,7 @@ def score(
 
 
 def _judged(card: Scorecard, expected: Expected, over: bool, state: str) -> Scorecard:
-    """The card with its verdict, the first thing that went wrong."""
+    """Return the card with a verdict, which names the first thing that went wrong."""
     ended = state in (RunState.SUCCEEDED, RunState.FAILED, RunState.CANCELLED, RunState.HELD)
     if card.noticed is None:
         wrong = "it was not noticed"
@@ -166,7 +166,7 @@ def _judged(card: Scorecard, expected: Expected, over: bool, state: str) -> Scor
 def _fault(kind: str, events: Sequence[Event]) -> Event | None:
     names = {kind, ALIASES.get(kind, kind)}
     drills = [event for event in events if event.kind == EventKind.DRILL and event.data.get("kind") in names]
-    # A slow rank tells of its drill once; others strike once.
+    # A slow rank reports its drill once, and other faults strike once.
     return drills[-1] if drills else None
 
 
@@ -175,7 +175,7 @@ def _place(event: Event) -> tuple[int, int]:
 
 
 def _tells(event: Event, fault: Event) -> bool:
-    """Whether this is about the fault, and not secondary to it or something of its own."""
+    """Return whether the event is a direct sign of the fault, not secondary or unrelated."""
     if event.kind == EventKind.RANK_EXITED:
         return event.attempt == fault.attempt and event.data.get("exit_code") != 0
     if event.kind == EventKind.ATTEMPT_STARTED:
@@ -188,7 +188,7 @@ def _tells(event: Event, fault: Event) -> bool:
 
 
 def _failure(later: Sequence[Event], fault: Event) -> Mapping[str, Any] | None:
-    """How the generation that was hit is said to have ended."""
+    """Return the reported failure of the generation that was hit."""
     for event in later:
         if event.kind == EventKind.GENERATION_ENDED and event.attempt == fault.attempt and event.data.get("failure"):
             found: Mapping[str, Any] = event.data["failure"]
@@ -199,7 +199,7 @@ def _failure(later: Sequence[Event], fault: Event) -> Mapping[str, Any] | None:
 def _named(
     expected: Expected, fault: Event, later: Sequence[Event], failure: Mapping[str, Any] | None
 ) -> tuple[str | None, bool | None]:
-    """Who is blamed, and whether rightly."""
+    """Return the named culprit and whether it is correct."""
     if expected.names == "nobody":
         return None, None
     if expected.names == "step":
@@ -231,7 +231,7 @@ def _struck(fault: Event) -> str:
 
 
 _TOLD_WHOLE = (EventKind.RANK_EXITED, EventKind.STRAGGLER, EventKind.AGENT_LOST)
-"""Signs whose reason alone does not say whose it is."""
+"""Signs whose reason alone does not name the culprit."""
 
 
 def _words(event: Event) -> str:
@@ -258,19 +258,19 @@ def _first_step(later: Sequence[Event], fault: Event) -> Event | None:
 
 
 def _started_again(later: Sequence[Event], fault: Event, before: float) -> Event | None:
-    """The start of the newest generation after the fault, if it began early enough and has not ended."""
+    """Return the start of the newest generation after the fault, if it is early enough and has not ended."""
     ended = {_place(event) for event in later if event.kind == EventKind.GENERATION_ENDED}
     started = [event for event in later if event.kind == EventKind.GENERATION_STARTED and _place(event) > _place(fault)]
     return next((one for one in started[-1:] if one.time <= before and _place(one) not in ended), None)
 
 
 def _lost(steps: Sequence[Mapping[str, Any]], later: Sequence[Event], back: Event | None, fault: Event) -> int | None:
-    """Steps that had to be trained again."""
+    """Return the number of steps that had to be trained again."""
     if back is None or back.data.get("step") is None:
         return None
-    # Generations before the one that was hit may have come further: what they lost, other failures took.
+    # Earlier generations may have progressed further, but their losses belong to other failures.
     trained = [int(line["step"]) for line in steps if (line["attempt"], line["generation"]) == _place(fault)]
-    # Lines of what was trained last may be lost with their rank, or on a full disk; agents know of it all the same.
+    # Metrics of the last steps may be lost with the rank or on a full disk; agents report the last step, too.
     ended = [event for event in later if event.kind == EventKind.GENERATION_ENDED and _place(event) == _place(fault)]
     newest = max([*trained, *(int(event.data.get("step") or 0) for event in (fault, *ended))])
     return max(0, newest - int(back.data["step"]) + 1)

@@ -1,4 +1,4 @@
-"""Drills without a process of the job: a damaged checkpoint and a full disk."""
+"""Faults that need no process of the job: a damaged checkpoint and a full disk."""
 
 import os
 import resource
@@ -21,11 +21,11 @@ from trainer.contract.run_dir import RunDir
 
 _WRITER = "orch-writer"
 _DAMAGE = 64
-"""Bytes that are turned over in the middle of the largest file."""
+"""Bytes inverted in the middle of the largest file."""
 
 
 def expendable(folder: RunDir) -> Entry:
-    """The newest committed checkpoint; raises Precondition when there is no older one to go on from without it."""
+    """Return the newest committed checkpoint. Raises Precondition without an older one to restore instead."""
     found = Catalog(folder.checkpoints).committed() if folder.checkpoints.is_dir() else []
     if len(found) < 2:
         raise Precondition(
@@ -36,12 +36,12 @@ def expendable(folder: RunDir) -> Entry:
 
 
 def damage_newest(folder: RunDir) -> tuple[int, Path]:
-    """Turn bytes of the newest committed checkpoint over; returns its step and the file. Raises Precondition."""
+    """Invert bytes of the newest committed checkpoint; return its step and the file. Raises Precondition."""
     newest = expendable(folder)
     files = [path for path in (folder.checkpoints / newest.name).rglob("*") if path.is_file()]
     largest = max(files, key=lambda path: path.stat().st_size)
     middle = largest.stat().st_size // 2
-    if largest.stat().st_nlink > 1:  # another run begins with the same file: it keeps the good one
+    if largest.stat().st_nlink > 1:  # hard-linked to another run's checkpoint, which must stay intact
         own = largest.with_name(f"{largest.name}.own")
         shutil.copyfile(largest, own)
         os.replace(own, largest)
@@ -56,9 +56,9 @@ def damage_newest(folder: RunDir) -> tuple[int, Path]:
 
 
 def fill_disk(job_id: str) -> int:
-    """Let no checkpoint writer of a job on this machine write to a file any more; returns how many there are.
+    """Stop all checkpoint writers of a job on this machine from writing to files; return their number.
 
-    A limit on the size of files stands for the full disk: a real one would stop everybody else on it as well.
+    A file size limit simulates the full disk; really filling a disk would affect its other users.
     """
     job = psutil.Process(int(job_id.partition("-")[0]))
     writers = [process for process in job.children(recursive=True) if _title(process).startswith(_WRITER)]
@@ -76,19 +76,19 @@ def _title(process: psutil.Process) -> str:
 
 
 SIZE_MIB = 32
-"""Room for a few checkpoints of the demo."""
+"""Size with room for a few checkpoints of the demo."""
 _BLOCKS = (1 << 20, 1 << 12, 1)
 
 
 class SmallDisk:
-    """A mounted tmpfs: `fill` takes all its room, `make_room` gives that back."""
+    """A mounted tmpfs; `fill` uses up its space, `make_room` frees it again."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._filler = path / "filler"
 
     def fill(self) -> None:
-        """Take what is left; repeating it takes what was freed since."""
+        """Use up the free space; call again after space was freed."""
         with self._filler.open("ab", buffering=0) as stream:
             for block in _BLOCKS:
                 with suppress(OSError):
@@ -103,7 +103,7 @@ class SmallDisk:
         return self._filler.exists()
 
     def keep(self, run_dir: Path) -> None:
-        """Unmount; a run that was on it, and is over, stays under the same path. Raises OSError."""
+        """Unmount the disk, keeping the ended run on it under the same path. Raises OSError."""
         draft = self.path.with_name(f".{run_dir.name}.{token_hex(4)}.tmp")
         shutil.copytree(run_dir, draft, symlinks=True)
         _mount("umount", "--lazy", str(self.path))
@@ -113,9 +113,9 @@ class SmallDisk:
 
 @contextmanager
 def small_disk(screen: Screen, path: Path) -> Iterator[SmallDisk | None]:
-    """Mount one at `path`; None, with a note, where that cannot be. It stays mounted until `SmallDisk.keep`."""
+    """Mount a tmpfs at `path` until `SmallDisk.keep`; yields None, with a note, if it cannot be mounted."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if os.path.ismount(path):  # what an earlier drill has left, whose run went on
+    if os.path.ismount(path):  # left over by an earlier drill whose run continued
         _mount("umount", "--lazy", str(path))
     mounted = _mount("mount", "-t", "tmpfs", "-o", f"size={SIZE_MIB}m,mode=700", "orch-drill", str(path))
     if not mounted:
@@ -133,9 +133,9 @@ def small_disk(screen: Screen, path: Path) -> Iterator[SmallDisk | None]:
 
 
 def run_in_namespace(screen: Screen) -> int | None:
-    """Do what was typed in a mount namespace of its own; its exit code, None where that is impossible or needless.
+    """Rerun this command in a new mount namespace; return its exit code, or None if impossible or unnecessary.
 
-    It has a home of its own, too: a controller outside sees nothing of what is mounted inside.
+    It uses a separate ORCH_HOME, because a controller outside does not see the mounts inside.
     """
     unshare = shutil.which("unshare")
     if os.geteuid() == 0 or unshare is None:

@@ -1,1 +1,1 @@
-"""Verbs that look into jobs: top, attach, save, logs."""
+"""Verbs for the inside of jobs: top, attach, save, logs."""

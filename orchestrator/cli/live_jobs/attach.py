@@ -1,4 +1,4 @@
-"""`orch attach`: a shell in a live job, or the stacks of its ranks."""
+"""`orch attach`: the stacks of a live job's ranks."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -42,7 +42,7 @@ class Frame:
 
 @dataclass(frozen=True)
 class Thread:
-    """One thread of one rank; `frames` with the newest one last."""
+    """A thread of a rank. In `frames` the newest call is last."""
 
     rank: int
     name: str
@@ -53,7 +53,7 @@ class Thread:
 
 
 def read_stacks(folder: Path) -> list[Thread]:
-    """Every thread of every rank, by rank; what py-spy saw from outside where the rank could not be asked."""
+    """Return every thread of every rank, by rank; from py-spy's file only if the rank did not write its own."""
     files: dict[int, Path] = {}
     for path in sorted(folder.glob("rank-*.txt")):
         match = _RANK.fullmatch(path.name)
@@ -63,7 +63,7 @@ def read_stacks(folder: Path) -> list[Thread]:
 
 
 def parse(rank: int, text: str) -> Iterator[Thread]:
-    """The threads in what faulthandler or py-spy wrote."""
+    """Yield the threads in the output of faulthandler or py-spy."""
     name: str | None = None
     frames: list[Frame] = []
     for line in text.splitlines():
@@ -104,7 +104,7 @@ Seen = Mapping[int, RankReading]
 @click.pass_obj
 def attach(screen: Screen, run: str, stack: bool, rank: int | None, node: int | None, timeout: float) -> None:
     """Print the stacks of a live job's ranks without stopping them."""
-    found = find_live_attempt(run)  # what is typed instead must be possible
+    found = find_live_attempt(run)  # first, so that the hint below names a command that works
     if not stack:
         raise ConfigError(
             "attach to what?", where="command line", hint=f"where its ranks stand: orch attach {run} --stack"
@@ -133,7 +133,7 @@ def attach(screen: Screen, run: str, stack: bool, rank: int | None, node: int | 
 
 
 _NAMED = 3
-"""Ranks that an error names one by one."""
+"""Maximum number of ranks that an error names one by one."""
 
 
 def _show(
@@ -154,7 +154,7 @@ def _show(
 
 
 def _asked(cluster: ClusterShape, rank: int | None, node: int | None) -> range:
-    """The ranks that were to answer."""
+    """Return the ranks that were asked."""
     if rank is not None:
         return range(rank, rank + 1)
     first = 0 if node is None else node * cluster.ranks_per_node
@@ -175,7 +175,7 @@ def _node(seen: RankReading | None) -> str | None:
 
 
 def _why(seen: RankReading | None) -> str:
-    """What its agent saw of a rank that did not answer; empty when that explains nothing."""
+    """Return the agent's explanation for a rank that did not answer; empty without one."""
     if seen is None:
         return ""
     return "it has ended" if seen.ended else _STATES.get(seen.state, "")
@@ -188,7 +188,7 @@ _STATES = {
 
 
 def _seen(found: LiveAttempt, folder: Path) -> Seen:
-    """Node and state of each rank, by what its agent saw when it was asked, else by what the job told last."""
+    """Return node and state of each rank, as its agent saw it during the request, or else as the job last reported."""
     told = newest_ranks(found.attempt_dir)
     seen = {one.rank: one for one in told.ranks} if told is not None else {}
     for path in sorted(folder.glob("node-*/cells.json")):

@@ -1,4 +1,4 @@
-"""The earliest root failure of a run: whose it was, and the text that shows it."""
+"""The root failure of a run: its rank and the text that shows it."""
 
 import os
 import re
@@ -22,7 +22,7 @@ _ENOUGH = 4 * 1024 * 1024
 
 @dataclass(frozen=True, kw_only=True)
 class RootFailure:
-    """The failure, the file that shows it and the lines of interest."""
+    """The failure, the file that shows it and the relevant lines."""
 
     attempt: int
     generation: int
@@ -46,7 +46,7 @@ class RootFailure:
 
 
 def first_error(place: RunDir, attempt: int | None) -> RootFailure | None:
-    """Of the attempt named, or of the newest one that failed; None when none did."""
+    """Return the root failure of the given attempt, or of the newest attempt that has one; None if none has."""
     for folder in reversed(place.all_attempts()):
         if attempt is None or folder.number == attempt:
             found = _of_attempt(place, folder)
@@ -56,7 +56,7 @@ def first_error(place: RunDir, attempt: int | None) -> RootFailure | None:
 
 
 def concluded(place: RunDir, run: str, attempt: int | None) -> RootFailure | None:
-    """The failure that the controller found where the job left none, with what the scheduler or agents wrote."""
+    """Return the failure that the controller concluded if the job left none, with output of the scheduler or agents."""
     with open_store(readonly=True) as store:
         attempts = [each for each in store.attempts(run) if each.failure and attempt in (None, each.number)]
     if not attempts:
@@ -73,10 +73,10 @@ def concluded(place: RunDir, run: str, attempt: int | None) -> RootFailure | Non
 
 
 def _of_attempt(place: RunDir, folder: AttemptDir) -> RootFailure | None:
-    """What the coordinator found to be the root, in the words of the rank itself where it left any.
+    """Return the root failure by the coordinator, with the rank's own message if it left one.
 
-    Of an attempt that a failure ended, the root is that failure; of any other it is the earliest one, which the run
-    survived. Without a coordinator's word: the earliest of what ranks told and agents saw; echoes of others never.
+    For an attempt that a failure ended, that failure is the root; otherwise it is the earliest failure, which the run
+    survived. Without a coordinator's report it is the earliest primary failure reported by ranks or agents.
     """
     told, seen, judged = _from_rank_outcomes(folder), _from_agents(folder), _from_coordinator(folder)
     if (end := _end(folder)) is not None and end[0].result == AttemptResult.FAILED:
@@ -116,7 +116,7 @@ def _from_rank_outcomes(folder: AttemptDir) -> list[RootFailure]:
 
 
 def _from_coordinator(folder: AttemptDir) -> list[RootFailure]:
-    """The failures that the coordinator gave as the ends of generations."""
+    """Return the failures with which the coordinator ended generations."""
     return [
         _from_failure(folder, Failure.from_json(event.data["failure"]), event)
         for event in _events(folder)
@@ -125,7 +125,7 @@ def _from_coordinator(folder: AttemptDir) -> list[RootFailure]:
 
 
 def _from_agents(folder: AttemptDir) -> list[RootFailure]:
-    """Ranks that were killed leave no outcome; their agents saw it."""
+    """Return the ranks killed by a signal. They leave no outcome, but their agents report it."""
     found = []
     for event in _events(folder):
         signal = event.data.get("signal") if event.kind == EventKind.RANK_EXITED else None
@@ -153,7 +153,7 @@ def _from_failure(folder: AttemptDir, failure: Failure, event: Event) -> RootFai
 
 
 def _end(folder: AttemptDir) -> tuple[AttemptOutcome, Failure] | None:
-    """The outcome of an attempt that a failure ended, with that failure; None for any other."""
+    """Return the outcome and failure of an attempt that a failure ended; None for any other."""
     try:
         outcome = AttemptOutcome.read(folder.outcome)
     except (OSError, ValueError, TypeError, KeyError):
@@ -162,7 +162,7 @@ def _end(folder: AttemptDir) -> tuple[AttemptOutcome, Failure] | None:
 
 
 def _from_attempt_outcome(place: RunDir, folder: AttemptDir) -> RootFailure | None:
-    """Return the coordinator's conclusion with its evidence, when neither ranks nor agents reported an error."""
+    """Return the coordinator's conclusion with its evidence, for an attempt without errors from ranks and agents."""
     if (end := _end(folder)) is None:
         return None
     outcome, failure = end
@@ -174,7 +174,7 @@ def _from_attempt_outcome(place: RunDir, folder: AttemptDir) -> RootFailure | No
 
 
 def _around(path: Path, generation: int) -> str:
-    """Of this generation's part: the lines around the first that looks like an error, or the last lines."""
+    """Return the lines around the first error of this generation's part of a log, or else its last lines."""
     try:
         lines = read_tail(path, _ENOUGH).decode(errors="replace").splitlines()
     except OSError:
@@ -187,8 +187,8 @@ def _around(path: Path, generation: int) -> str:
 
 
 def _part(lines: list[str], generation: int) -> list[str]:
-    """What stands between this generation's opening line and the next one's; everything where there is none."""
-    # A rank that was killed within a line has left it open: then the next mark stands at its end.
+    """Return the lines between this generation's mark and the next one's; a missing mark is the log's start or end."""
+    # A rank killed within a line leaves it open, so the next mark is at its end.
     marks = [generation_mark(each) for each in (generation, generation + 1)]
     first, after = ([at for at, line in enumerate(lines) if line.endswith(mark)] for mark in marks)
     start = first[0] + 1 if first else 0

@@ -1,4 +1,4 @@
-"""Requests to a live attempt, with the range of its ranks and nodes."""
+"""Requests to a live attempt, and checks of rank and node numbers."""
 
 import time
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from trainer.contract.run_dir import AttemptDir, RunDir
 
 
 def require_rank_and_node(cluster: ClusterShape, rank: int | None, node: int | None) -> None:
-    """Raises ConfigError for a rank or a node that a job of this shape does not have; spare nodes count."""
+    """Raise ConfigError for a rank or node that a job of this shape does not have. Spare nodes are included."""
     there = (("rank", rank, cluster.world_size), ("node", node, cluster.nodes + cluster.spare_nodes))
     for what, given, count in there:
         if given is not None and given >= count:
@@ -31,14 +31,14 @@ def require_rank_and_node(cluster: ClusterShape, rank: int | None, node: int | N
 
 LOOK_EVERY = 0.2
 STOPPED = 5.0
-"""Seconds without a heartbeat after which an agent that was killed is taken to be dead."""
+"""Seconds without a heartbeat after which a killed agent is considered dead."""
 SILENT = 90.0
-"""Seconds without a heartbeat after which nobody is taken to listen; clocks of nodes may differ a little."""
+"""Seconds without a heartbeat after which a request would not be answered; allows for clock skew between nodes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LiveAttempt:
-    """The newest attempt of a run, which trains or is about to."""
+    """The newest attempt of a run, training or about to."""
 
     run: str
     folder: RunDir
@@ -46,14 +46,14 @@ class LiveAttempt:
     heartbeat: Heartbeat  # its newest one
 
     def send_request(self, kind: RequestKind, reason: str, *, value: float | None = None, detail: str = "") -> str:
-        """Put a request where agent 0 looks once a second; returns the request's name."""
+        """Write a request to the folder that agent 0 polls once a second; return the request's name."""
         self.folder.requests.mkdir(mode=0o700, exist_ok=True)
         request = Request(kind=kind, attempt=self.attempt_dir.number, reason=reason, value=value, detail=detail)
         return request.write(self.folder.requests)
 
     @property
     def config(self) -> JobConfig:
-        """What it trains with; raises Precondition when that cannot be read."""
+        """Configuration of the attempt. Raises Precondition if it cannot be read."""
         try:
             return load(self.folder, self.attempt_dir.number)
         except (OSError, ValueError, TypeError, AttributeError) as error:
@@ -63,24 +63,24 @@ class LiveAttempt:
 
     @property
     def cluster(self) -> ClusterShape:
-        """The nodes and ranks that it has; raises Precondition when that cannot be read."""
+        """Nodes and ranks of the attempt. Raises Precondition if its configuration cannot be read."""
         return self.config.cluster
 
     def raise_if_refused(self, request: str) -> None:
-        """Raises Precondition when the attempt has answered a request with a no."""
+        """Raise Precondition if the attempt has refused the request."""
         answer = self.answer(request)
         if answer is not None and answer.startswith(REFUSED):
             raise Precondition(f"{self.run}: {answer}", where=str(self.folder.path), hint=f"orch show {self.run}")
 
     def answer(self, request: str) -> str | None:
-        """What the attempt has answered so far."""
+        """Return the attempt's answer to the request; None before it has answered."""
         events, _ = read_events(self.attempt_dir.event_file("coordinator"))
         answers = (event.data for event in events if event.kind == EventKind.REQUEST_ANSWERED)
         return next((str(data.get("answer", "")) for data in answers if data.get("name") == request), None)
 
 
 def find_live_attempt(name: str, now: float | None = None) -> LiveAttempt:
-    """The live attempt of a run; raises NotFound, and Precondition when nothing runs that could answer."""
+    """Return the live attempt of a run. Raises NotFound, or Precondition if no job could answer."""
     row = one_row(name)
     run, state = row["run"], row["state"]
     if state in ENDED_RUNS or state == RunState.HELD:
@@ -109,7 +109,7 @@ def find_live_attempt(name: str, now: float | None = None) -> LiveAttempt:
 
 
 def await_answer(found: LiveAttempt, request: str, timeout: float, clock: Callable[[], float] = time.monotonic) -> str:
-    """The answer to a request; raises Precondition when it is a no or the attempt ends before, WaitTimeout."""
+    """Wait for the answer to a request. Raises Precondition on refusal or if the attempt ends first, WaitTimeout."""
     give_up = clock() + timeout
     while True:
         over = _end_reason(found.attempt_dir)
@@ -131,9 +131,9 @@ def await_answer(found: LiveAttempt, request: str, timeout: float, clock: Callab
 
 
 def await_end(found: LiveAttempt, request: str, timeout: float, clock: Callable[[], float] = time.monotonic) -> None:
-    """Until nothing of the attempt writes any more: it said its last word, or its heart has stopped.
+    """Wait until the attempt has written its outcome, or its heartbeat has stopped.
 
-    Raises Precondition when it refuses the request that is to end it, and WaitTimeout.
+    Raises Precondition if it refuses the request that should end it, and WaitTimeout.
     """
     began = clock()
     heartbeat, still = newest_heartbeat(found.attempt_dir), began
@@ -153,7 +153,7 @@ def await_end(found: LiveAttempt, request: str, timeout: float, clock: Callable[
 
 
 def newest_ranks(attempt_dir: AttemptDir) -> RankReadings | None:
-    """The coordinator's newest word about its ranks; None where there is none that can be read."""
+    """Return the coordinator's newest readings of its ranks; None if none can be read."""
     try:
         return RankReadings.read(attempt_dir.ranks)
     except (OSError, ValueError):
@@ -161,7 +161,7 @@ def newest_ranks(attempt_dir: AttemptDir) -> RankReadings | None:
 
 
 def _end_reason(attempt_dir: AttemptDir) -> str | None:
-    """How the attempt ended, by its own last word; None while it has not said any."""
+    """Return the reason in the attempt's outcome; None before it has one."""
     try:
         return AttemptOutcome.read(attempt_dir.outcome).reason
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""`orch logs`: what ranks, agents and the controller printed, of live and of ended runs alike."""
+"""`orch logs`: output of ranks, agents and the controller, for live and ended runs."""
 
 import re
 import time
@@ -28,12 +28,12 @@ from trainer.contract.run_dir import AttemptDir, RunDir
 POLL = 0.5
 _BLOCK = 65536
 _RANK_LOG = re.compile(r"rank-(\d+)\.log(?:\.\d+)?")
-"""A log that is being rotated, or was when its agent died, has rotated files only."""
+"""Also matches rotated files: during a rotation, or after an agent died in one, a log has only those."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """Which logs: exactly one of the fields after `attempt` is set, or none for rank 0."""
+    """Selection of logs. At most one of the fields after `attempt` is set; rank 0 is the default."""
 
     attempt: int | None
     rank: str | None
@@ -43,7 +43,7 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Source:
-    """One log file and the name that its lines get when there are several."""
+    """A log file, with the prefix of its lines if there are several."""
 
     label: str
     path: Path
@@ -101,15 +101,15 @@ def _check(rank: str | None, node: int | None, controller: bool, follow_json: bo
 
 
 def _require_there(place: RunDir, wanted: Wanted) -> None:
-    """Raises ConfigError for a rank or node that the job does not have: its log will never come."""
+    """Raise ConfigError for a rank or node that the job does not have, since its log will never appear."""
     attempts = [item.number for item in place.all_attempts() if wanted.attempt in (None, item.number)]
     rank = int(wanted.rank) if wanted.rank is not None and wanted.rank.isdigit() else None
-    with suppress(OSError, ValueError, TypeError, AttributeError):  # an unread configuration says nothing of it
+    with suppress(OSError, ValueError, TypeError, AttributeError):  # without a configuration the range is unknown
         require_rank_and_node(load(place, attempts[-1] if attempts else 0).cluster, rank, wanted.node)
 
 
 def _require_folder(place: RunDir, wanted: Wanted, row: dict[str, Any]) -> None:
-    """Raise NotFound where a started attempt has no folder of logs any more: nothing will come there."""
+    """Raise NotFound if the log folder of a started attempt is gone, since no logs will appear there."""
     number = wanted.attempt or row["attempt"]
     if wanted.controller or not number or row["state"] not in {*ENDED_RUNS, RunState.HELD, RunState.RUNNING}:
         return
@@ -140,7 +140,7 @@ def _first_error(screen: Screen, place: RunDir, run: str, attempt: int | None, o
 
 
 def _sources(place: RunDir, wanted: Wanted, run: str) -> list[Source]:
-    """The files that are there and wanted, newest attempt only unless one is named."""
+    """Return the selected logs that exist, of the newest attempt unless one is given."""
     if wanted.controller:
         path = state_home() / "controller.log"
         return [Source("controller", path)] if path.exists() else []
@@ -162,7 +162,7 @@ def _of_attempt(attempt: AttemptDir, wanted: Wanted) -> list[Source]:
     found = _existing([Source(f"rank {rank}", attempt.rank_log(rank))])
     if found or wanted.rank is not None:
         return found
-    # No rank has started yet: what the agents say, or else what the scheduler caught.
+    # No rank has started yet: use the agents' logs, or else the scheduler's output files.
     agents = [Source(path.stem, path) for path in sorted(attempt.logs.glob("agent-*.log"))]
     if agents:
         return agents
@@ -171,7 +171,7 @@ def _of_attempt(attempt: AttemptDir, wanted: Wanted) -> list[Source]:
 
 
 def _existing(sources: list[Source]) -> list[Source]:
-    """In the middle of a rotation there are only rotated files."""
+    """Return the logs that have a file; during a rotation there may be only rotated files."""
     return [source for source in sources if log_files(source.path)]
 
 
@@ -187,7 +187,7 @@ def _paths(screen: Screen, sources: list[Source], place: RunDir, wanted: Wanted)
 
 
 def _what_there_is(place: RunDir, wanted: Wanted) -> str:
-    """The command that lists logs of the same attempt, or else what happened so far."""
+    """Return a command that lists logs of the same attempt, or else the run's events."""
     attempts = [item for item in place.all_attempts() if wanted.attempt in (None, item.number)]
     of = ["--attempt", str(wanted.attempt)] if wanted.attempt is not None else []
     for option, rank in ((["--rank", "all"], "all"), ([], None)):
@@ -216,7 +216,7 @@ def _lines(path: Path, tail: int | None, only: str) -> Iterator[str]:
 
 
 def _every_line(path: Path) -> Iterator[str]:
-    """Over all files of the log, one file in memory at a time; a line may begin in one and end in the next."""
+    """Yield lines across all files of the log, one file in memory at a time. A line may continue in the next file."""
     rest = b""
     for content in read_files(path):
         *lines, rest = (rest + content).split(b"\n")
@@ -226,7 +226,7 @@ def _every_line(path: Path) -> Iterator[str]:
 
 
 def _last_lines(path: Path, count: int) -> list[str]:
-    """The last lines, without reading the whole of a large log."""
+    """Return the last lines without reading all of a large log."""
     wanted = _BLOCK
     found = read_tail(path, wanted)
     while found.count(b"\n") <= count and len(found) >= wanted:
@@ -241,10 +241,10 @@ def _text(line: bytes) -> str:
 
 
 class _Tail:
-    """Whole new lines of one log that grows."""
+    """Reader of the complete new lines of a growing log."""
 
     def __init__(self, source: Source, lines: int | None) -> None:
-        """Begins `lines` before the end, None with everything that is there."""
+        """Start `lines` before the end; with None, at the beginning."""
         self.source, self._rest = source, b""
         self._reader = LogReader(source.path, lines)
 
@@ -254,7 +254,7 @@ class _Tail:
         return (whole + mark).decode(errors="replace").splitlines()
 
     def rest(self) -> list[str]:
-        """What stands after the last whole line, of a log that does not grow any more."""
+        """Return the incomplete last line of a log that no longer grows."""
         return [_text(self._rest)] if self._rest else []
 
     def close(self) -> None:
@@ -262,17 +262,17 @@ class _Tail:
 
 
 def _follow(screen: Screen, place: RunDir, wanted: Wanted, run: str, lines: int) -> int:
-    """Print what is appended, over attempts, until the run ends and its logs are dry."""
+    """Print appended lines, across attempts, until the run has ended and no more arrive. Returns the exit code."""
     tails: dict[Path, _Tail] = {}
     screen.if_interrupted = lambda: detached(run)
     try:
         while True:
             row = one_row(run)
-            # The first look shows the ends of what is there; a file that appears later is shown whole.
+            # The first pass shows the ends of existing files; files that appear later are shown in full.
             begin = None if tails else lines
             for source in _sources(place, wanted, run):
                 if source.path not in tails:
-                    with suppress(FileNotFoundError):  # in the middle of a rotation: it is there at the next look
+                    with suppress(FileNotFoundError):  # during a rotation; the next pass finds it
                         tails[source.path] = _Tail(source, begin)
             fresh = [(tail, line) for tail in tails.values() for line in tail.read()]
             dry = not fresh and (row["state"] in ENDED_RUNS or row["state"] == RunState.HELD)

@@ -1,4 +1,4 @@
-"""`orch save`: a checkpoint now, and training goes on."""
+"""`orch save`: saves a checkpoint now, without stopping the training."""
 
 import re
 

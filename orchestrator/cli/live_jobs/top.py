@@ -28,14 +28,15 @@ from trainer.contract.rank_readings import RankReading, RankReadings
 from trainer.contract.run_dir import AttemptDir, RunDir
 
 _FEWEST = 5
-"""Steps that a trend needs."""
+"""Minimum number of steps for a trend."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingSpeed:
-    """`step_seconds` without what lies between two steps; None for what is not known yet.
+    """Speed and loss trend of a run, with None for values that are not known yet.
 
-    `loss_change` is that of a straight line through the losses of the last `loss_steps` steps.
+    `step_seconds` excludes the time between steps. `loss_change` is the change of a straight line fitted to the losses
+    of the last `loss_steps` steps.
     """
 
     step_seconds: float | None = None
@@ -44,7 +45,7 @@ class TrainingSpeed:
 
 
 def training_speed(steps: Sequence[StepMetrics]) -> TrainingSpeed:
-    """The speed of the newest generation among `steps`, which are in the order they were trained."""
+    """Return the speed of the newest generation among `steps`, which are in training order."""
     if not steps:
         return TrainingSpeed()
     newest = steps[-1]
@@ -59,7 +60,7 @@ def training_speed(steps: Sequence[StepMetrics]) -> TrainingSpeed:
 
 
 def _change(own: Sequence[StepMetrics]) -> float | None:
-    """By least squares, so that a noisy step does not make a trend."""
+    """Return the change of a least-squares line, in which a noisy step does not make a trend."""
     points = [(one.step, one.loss) for one in own if isinstance(one.loss, (int, float)) and math.isfinite(one.loss)]
     if len(points) < _FEWEST or points[-1][0] == points[0][0]:
         return None
@@ -70,38 +71,38 @@ def _change(own: Sequence[StepMetrics]) -> float | None:
 
 
 MOST = 64
-"""Ranks that have a line each; of more, the `WORST` are shown."""
+"""Maximum number of ranks with a line each; of more ranks, the `WORST` are shown."""
 WORST = 10
 _ABOVE = 3
-"""Lines above the first rank: an empty one, what is shown of all, and the names of the columns."""
+"""Lines above the first rank: an empty one, the summary and the column titles."""
 EVENTS = 5
 STILL = 2.0
-"""Seconds without a sign from its cell after which a rank is worth a look."""
+"""Seconds without an update of its progress cell after which a rank is shown as still."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """All that can be read of a run at one moment; ages in seconds at `at`."""
+    """State of a run at the time `at`; ages are in seconds."""
 
     at: float
-    row: dict[str, Any]  # of the registry, as `orch status` has it
+    row: dict[str, Any]  # of the registry, as in `orch status`
     beat: Heartbeat | None
     metric: StepMetrics | None
     ranks: Sequence[RankReading]
     world: int
     events: list[tuple[float, str]]
     speed: TrainingSpeed = TrainingSpeed()
-    judged: frozenset[int] = frozenset()  # steps of checkpoints whose trust the registry has
-    saved: tuple[int, float] | None = None  # step and time of the newest commit that the job's events tell of
+    judged: frozenset[int] = frozenset()  # steps of checkpoints whose trust is in the registry
+    saved: tuple[int, float] | None = None  # step and time of the newest commit in the job's events
 
     @property
     def last_checkpoint(self) -> dict[str, Any] | None:
-        """The newest one; the job's own files tell of it before the registry does."""
+        """The newest checkpoint; the job's own files have it before the registry does."""
         known: dict[str, Any] | None = self.row["last_checkpoint"]
         told: list[tuple[int, float | None]] = [(self.beat.saved_step if self.beat is not None else 0, None)]
         told += [(self.saved[0], _since(self.at, self.saved[1]))] if self.saved is not None else []
         step, age = max(told, key=lambda one: (one[0], one[1] is not None))
-        # A step that the registry has, but does not show as the newest, may be CORRUPT.
+        # A step in the registry that is not its newest checkpoint may be CORRUPT.
         if step in self.judged or step <= (known["step"] if known is not None else 0):
             return known
         return {"step": step, "trust": "COMMITTED", "age_s": age}
@@ -114,7 +115,7 @@ class Reading:
 
     @property
     def eta_s(self) -> float | None:
-        """The seconds that are left, as `orch status` has them."""
+        """Remaining seconds, as in `orch status`."""
         left: float | None = self.row["eta_s"]
         return left
 
@@ -135,7 +136,7 @@ class Reading:
 
 
 class Reader:
-    """Reads a run again and again; events are read on where it stopped."""
+    """Repeated reader of a run; continues in the events where the last read stopped."""
 
     def __init__(self, run: str, run_dir: Path) -> None:
         self._run, self._folder, self._feed = run, RunDir(run_dir), EventFeed(run_dir, recent_only=True)
@@ -159,7 +160,7 @@ class Reader:
         over = is_over(row)
         return Reading(
             at=now, row=row, beat=beat, metric=self._feed.latest,
-            ranks=told.ranks if told is not None and not over else (),  # of a run that is over they stand still
+            ranks=told.ranks if told is not None and not over else (),  # readings of an ended run are stale
             judged=frozenset(step for step, _ in saved_steps(registry_path(), self._run)),
             world=told.world if told is not None else 0, events=list(self._told),
             saved=max(self._saves.values(), default=None),
@@ -168,7 +169,7 @@ class Reader:
 
 
 def _rank_readings(attempt: AttemptDir, beat: Heartbeat) -> RankReadings | None:
-    """Where the ranks stand; nothing of a generation that is over."""
+    """Return the readings of the ranks; None if they are of an earlier generation."""
     told = newest_ranks(attempt)
     return told if told is not None and told.generation == beat.generation else None
 
@@ -178,7 +179,7 @@ def _since(now: float, moment: Any) -> float | None:
 
 
 def worst(ranks: Sequence[RankReading], most: int = WORST) -> Sequence[RankReading]:
-    """The ranks that most deserve a look: stopped ones, slow ones, those furthest behind, those that stand still."""
+    """Return the ranks that most need attention: stopped, slow, furthest behind, longest without progress."""
 
     def badness(one: RankReading) -> tuple[bool, float, int, float]:
         return one.state in STATES and not one.ended, one.ratio or 0.0, -(one.step or 0), one.age or 0.0
@@ -217,7 +218,7 @@ def _print(screen: Screen, reading: Reading) -> None:
         screen.say(line)
     if reading.events:
         screen.say("")
-    # Above the ranks: what is below the edge of a live picture nobody sees.
+    # Above the ranks, because a live display is cut at the bottom of the terminal.
     remaining_space = screen.remaining_space
     for line in told(reading, screen, remaining_space[1] if remaining_space is not None else None):
         screen.say(line, hang=len(screen.when(0.0)) + 2)
@@ -231,7 +232,7 @@ def _print(screen: Screen, reading: Reading) -> None:
 
 
 def told(reading: Reading, screen: Screen, width: int | None) -> list[str]:
-    """The events, newest last; in a live picture of this width all but the newest are cut to one line each."""
+    """Return the events, newest last. In a live display, all but the newest are cut to one line of `width`."""
     lines = [f"{screen.when(when)}  {one_line(text)}" for when, text in reading.events]
     return lines if width is None else [*(_cut(line, width) for line in lines[:-1]), *lines[-1:]]
 
@@ -241,7 +242,7 @@ def _cut(line: str, width: int) -> str:
 
 
 def shown(reading: Reading, lines: int | None) -> Sequence[RankReading]:
-    """The ranks that have a line: all where they fit into so many lines, else those to look at; None: no limit."""
+    """Return the ranks to show: all if they fit into `lines` (None: no limit), else the worst."""
     rows = reading.ranks if reading.world <= MOST else worst(reading.ranks)
     if lines is None or len(rows) + _ABOVE <= lines:
         return rows
@@ -249,7 +250,7 @@ def shown(reading: Reading, lines: int | None) -> Sequence[RankReading]:
 
 
 def head(reading: Reading) -> list[str]:
-    """What holds for the whole run, in lines."""
+    """Return the lines about the run as a whole."""
     row, beat, metric = reading.row, reading.beat, reading.metric
     share = f" ({100 * reading.step // row['total_steps']} %)" if row["total_steps"] else ""
     lines = [f"{row['run']}  {row['state']}" + (f"  {one_line(row['reason'])}" if row["reason"] else "")]
@@ -272,12 +273,12 @@ def head(reading: Reading) -> list[str]:
 
 
 def _doing(beat: Heartbeat) -> str:
-    """What the job does: the phase of its ranks while they run."""
+    """Describe the activity of the job: the phase of its ranks while they run."""
     return STAGES.get(beat.state) or f"{beat.state}: {beat.phase}"
 
 
 def _speed_words(speed: TrainingSpeed, eta_s: float | None) -> list[str]:
-    """One line, of a run that has trained for long enough to have a speed."""
+    """Return one line, or none before the run has a speed."""
     words = [f"ETA {span(eta_s)}"] if eta_s is not None else []
     words += [f"{speed.step_seconds:.3g} s/step"] if speed.step_seconds is not None else []
     if speed.loss_change is not None:
@@ -286,7 +287,7 @@ def _speed_words(speed: TrainingSpeed, eta_s: float | None) -> list[str]:
 
 
 def _share_words(shares: Mapping[str, float]) -> list[str]:
-    """One line, where a step's time went on rank 0; what is less than half a percent is left out."""
+    """Return one line with the shares of a step's time on rank 0, without those below half a percent."""
     words = [f"{name} {100 * share:.0f} %" for name, share in shares.items() if share >= 0.005]
     return [f"rank 0: {', '.join(words)}"] if words else []
 
@@ -304,7 +305,7 @@ STAGES: dict[str, str] = {
     Stage.WARMING: "importing torch and your code",
     Stage.CLEARING: "ending the remaining ranks",
 }
-"""What a job does while no rank trains."""
+"""Activities of a job while no rank trains."""
 STATES = {"T": "stopped", "t": "traced", "D": "waits for a device", "Z": "dead", "X": "gone"}
 RANKS = [
     Column("RANK", "rank", right=True),

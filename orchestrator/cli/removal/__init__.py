@@ -1,1 +1,1 @@
-"""`orch rm`: what of a run lies where, whether it may go, and how it goes."""
+"""`orch rm`: the files of a run, the checks before its removal, and the removal."""

@@ -1,7 +1,7 @@
 """`orch rm`: removal of ended runs, with their folders, copies and registry rows.
 
-The order: the intent in the registry (nobody goes on with the run), copies in further tiers, the folder renamed, the
-folder deleted, the rows. What a kill has left is finished by the same command.
+Order: record the intent in the registry (so that the run is not resumed), delete the copies in further tiers, rename
+the folder, delete it, delete the rows. After a kill the same command finishes the removal.
 """
 
 import os
@@ -39,7 +39,7 @@ from trainer.contract.run_dir import RunDir
 
 @dataclass(frozen=True, kw_only=True)
 class TierCopies:
-    """What a run has in one further tier; `left` says what stays there, and why."""
+    """A run's checkpoints in one further tier; `left` describes what stays there, with the reason."""
 
     tier: Tier
     names: tuple[str, ...] = ()
@@ -52,7 +52,7 @@ class TierCopies:
 
 
 def find_copies(folder: RunDir, own: OwnCheckpoints, *, keep: bool) -> list[TierCopies]:
-    """What a run has in tiers outside its folder; with `keep`, all of it stays."""
+    """Return the run's checkpoints in tiers outside its folder; with `keep`, all of them stay."""
     outside = [tier for tier in tiers_of(folder) if not tier.is_within(folder)]
     return [_found(tier, own, keep) for tier in outside]
 
@@ -72,7 +72,7 @@ def _found(tier: Tier, checkpoints: OwnCheckpoints, keep: bool) -> TierCopies:
 
 
 def _is_deletable(tier: Tier, name: str, own: OwnCheckpoints) -> bool:
-    """Whether the run's own attempts have written it; what it began with may be another run's. A link stays."""
+    """Return whether the run's own attempts wrote it. An inherited checkpoint may be another run's; a link stays."""
     if not own.has_written(name):
         return False
     local = isinstance(tier.storage, LocalStorage)
@@ -80,7 +80,7 @@ def _is_deletable(tier: Tier, name: str, own: OwnCheckpoints) -> bool:
 
 
 def delete_copies(copies: TierCopies) -> None:
-    """Delete them, and the run's folder in that tier once it is empty; raises OSError."""
+    """Delete the copies, and the run's folder in that tier once it is empty. Raises OSError."""
     for name in copies.names:
         delete(copies.tier.storage, name, lambda: True)
     storage = copies.tier.storage
@@ -89,19 +89,19 @@ def delete_copies(copies: TierCopies) -> None:
 
 
 def aside(run: Run, first: Attempt) -> Path:
-    """The name that the folder of a run bears while it is deleted; nobody else's has it."""
+    """Return the unique name of the run's folder during its deletion."""
     folder = Path(run.run_dir)
     return folder.with_name(f".{run.name}.{first.nonce}.removed")
 
 
 def own_folder(run: Run, first: Attempt, *, submitted: bool) -> Path | None:
-    """Where the files of a run are now; None where there are none any more, or never were.
+    """Return the folder that has the run's files now; None if they are gone or never existed.
 
-    Raises Precondition for a folder that is not known to be this run's, and for one that cannot be seen or read.
+    Raises Precondition for a folder that is not provably this run's, or that cannot be read.
     """
     renamed, folder = aside(run, first), Path(run.run_dir)
     if _is_there(run, renamed):
-        # Only `orch rm` makes this name; what was half deleted may have lost its run.json.
+        # Only `orch rm` creates this name, and a half-deleted folder may have lost its run.json.
         _require_own_folder(run, renamed)
         return renamed
     if _is_there(run, folder):
@@ -124,7 +124,7 @@ def _is_there(run: Run, folder: Path) -> bool:
 
 
 def _unreadable(run: Run, error: OSError, place: Path, cure: str) -> Precondition:
-    """What cannot be read may well be the run's own: to forget it is no cure."""
+    """Return the refusal for an unreadable folder, without --forget as a remedy: it may well be the run's own."""
     what = f"the folder of {run.name} cannot be read: {error.strerror or error}"
     hint = f"{cure}, then type the same command again" if isinstance(error, PermissionError) else "orch doctor"
     return Precondition(what, where=str(place), hint=hint)
@@ -151,13 +151,13 @@ def _require_owner(run: Run, folder: Path, first: Attempt) -> None:
 
 
 def foreign_folder(run: Run, what: str, cure: str) -> Precondition:
-    """The refusal to delete a folder that is not this run's alone."""
+    """Return the refusal to delete a folder that is not exclusively this run's."""
     hint = f"{cure}; to forget the run and touch no file: orch rm {run.name} --forget"
     return Precondition(what, where=run.run_dir, hint=hint)
 
 
 def set_aside(run: Run, first: Attempt, folder: Path) -> Path:
-    """Rename the folder, so that nobody finds half of it under the run's name; raises OSError."""
+    """Rename the folder, so that a half-deleted one is never found under the run's name. Raises OSError."""
     renamed = aside(run, first)
     if folder != renamed:
         os.rename(folder, renamed)
@@ -166,13 +166,13 @@ def set_aside(run: Run, first: Attempt, folder: Path) -> Path:
 
 
 def delete_tree(folder: Path) -> None:
-    """Delete a folder and all that is in it, links themselves and never what they lead to; raises OSError."""
+    """Delete a folder and its contents; links are deleted, their targets are not. Raises OSError."""
     shutil.rmtree(folder)
     fsync_dir(folder.parent)
 
 
 def bytes_below(folder: Path) -> int:
-    """The bytes that deleting a folder frees: files with further names elsewhere keep theirs."""
+    """Return the bytes that deleting a folder frees. Files with further hard links do not count."""
     total, places = 0, [folder]
     while places:
         with os.scandir(places.pop()) as entries:
@@ -186,12 +186,12 @@ def bytes_below(folder: Path) -> int:
 
 
 SHOWN = 3
-"""Pinned checkpoints that a refusal names."""
+"""Maximum number of pinned checkpoints that a refusal names."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What a person wants to keep: copies in further tiers, or, with `forget`, every file."""
+    """Files to keep: copies in further tiers, or with `forget`, every file."""
 
     keep_copies: bool = False
     forget: bool = False
@@ -199,24 +199,24 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """One run that may be removed; `folder` is where its files are now, None where there are none to delete."""
+    """A run that may be removed. `folder` has its files now; None if there is nothing to delete."""
 
     run: Run
     first: Attempt
     folder: Path | None
     bytes: int = 0
     copies: tuple[TierCopies, ...] = ()
-    left: tuple[str, ...] = ()  # what stays, each with its reason
-    tests: tuple["Plan", ...] = ()  # restore tests of it, which go with it
+    left: tuple[str, ...] = ()  # kept items, each with the reason
+    tests: tuple["Plan", ...] = ()  # its restore tests, which are removed with it
 
     @property
     def all_bytes(self) -> int:
-        """What is freed in all."""
+        """Bytes freed in total."""
         return self.bytes + sum(item.bytes for item in self.copies) + sum(test.all_bytes for test in self.tests)
 
 
 def plan_removal(store: Store, run: Run, choice: Choice) -> Plan:
-    """Look, and change nothing; raises Precondition for a run that lives, is not ours, or has pins."""
+    """Plan the removal without changing anything. Raises Precondition for a run that is live, foreign or has pins."""
     tests = [store.run(test.test) for test in store.restore_tests(run.name) if test.ended_at is not None]
     under_way = [test.test for test in store.restore_tests(run.name, going_on=True)]
     attempts = store.attempts(run.name)
@@ -247,10 +247,10 @@ def plan_removal(store: Store, run: Run, choice: Choice) -> Plan:
 
 
 def _refuse_pins(run: Run, folder: RunDir) -> None:
-    """Raise Precondition where a checkpoint is there that somebody wants to keep, whatever else goes."""
+    """Raise Precondition if a pinned checkpoint exists."""
     pinned = pinned_names(LocalStorage(folder.checkpoints))
     if run.removal or not pinned:
-        return  # what is being removed was looked at when that began
+        return  # a begun removal has passed this check
     there = {name for tier in tiers_of(folder) for name in pinned if tier.catalog.is_committed(name)}
     steps = sorted({parts.step for name in there if (parts := parse_name(name))})
     if not steps:
@@ -265,7 +265,7 @@ def _refuse_pins(run: Run, folder: RunDir) -> None:
 
 
 def _own_programs(store: Store, run: Run) -> list[str]:
-    """Checkpoints that a program of the user's has written: orch knows them, and never deletes them."""
+    """Describe checkpoints written by the user's own program, which orch knows but never deletes."""
     rows = [row for row in store.checkpoints(run.name) if row.trust is not Trust.DELETED]
     places = dict.fromkeys(str(Path(row.path).parent) for row in rows if parse_name(row.name) is None)
     inside = f"{Path(run.run_dir)}/"
@@ -273,7 +273,7 @@ def _own_programs(store: Store, run: Run) -> list[str]:
 
 
 OTHER_WITHIN = 5.0
-"""Seconds that another command gets to finish what it removes."""
+"""Seconds to wait for another command to finish its removal."""
 
 
 @click.command(cls=Verb)
@@ -284,9 +284,9 @@ OTHER_WITHIN = 5.0
 @click.option("--dry-run", is_flag=True, help="Print what would be removed; remove nothing.")
 @click.pass_obj
 def rm(screen: Screen, runs: tuple[str, ...], yes: bool, keep_copies: bool, forget: bool, dry_run: bool) -> int:
-    """Remove runs that are over: folder, checkpoints, registry rows, and the restore tests of them.
+    """Remove runs that are over: folder, checkpoints, registry rows, and their restore tests.
 
-    A run that lives, or has a pinned checkpoint, is refused. If the command is killed, the same command finishes.
+    A run that is live or has a pinned checkpoint is refused. If the command is killed, the same command finishes.
     """
     with open_store() as store:
         plans, refused = _plans(screen, store, runs, Choice(keep_copies, forget))
@@ -300,7 +300,7 @@ def rm(screen: Screen, runs: tuple[str, ...], yes: bool, keep_copies: bool, forg
 
 
 def _plans(screen: Screen, store: Store, names: tuple[str, ...], choice: Choice) -> tuple[list[Plan], OrchError | None]:
-    """What may be removed, and the first refusal; raised when there is nothing else."""
+    """Return the possible removals and the first refusal. Raises the refusal if no removal is possible."""
     plans: list[Plan] = []
     refused: OrchError | None = None
     for name in dict.fromkeys(names):
@@ -326,7 +326,7 @@ def _plans(screen: Screen, store: Store, names: tuple[str, ...], choice: Choice)
 
 
 def _is_confirmed(screen: Screen, plans: list[Plan], choice: Choice) -> bool:
-    """Ask the person; raises ConfigError where nobody can answer."""
+    """Ask for confirmation. Raises ConfigError if stdin is not a terminal."""
     names = " ".join(plan.run.name for plan in plans)
     if not sys.stdin.isatty():
         options = (("--keep-copies", choice.keep_copies), ("--forget", choice.forget))
@@ -340,7 +340,7 @@ def _is_confirmed(screen: Screen, plans: list[Plan], choice: Choice) -> bool:
 
 
 def _is_removed(screen: Screen, store: Store, plan: Plan) -> bool:
-    """Remove one run and its restore tests; False, with a warning, where something stands in the way."""
+    """Remove one run and its restore tests. Returns False, with a warning, if that fails."""
     try:
         for test in plan.tests:
             remove(store, test)
@@ -364,12 +364,12 @@ def _is_removed(screen: Screen, store: Store, plan: Plan) -> bool:
 
 
 def _is_gone(store: Store, plan: Plan) -> bool:
-    """Whether another command finishes the removal; one that is at it gets some time."""
+    """Return whether another command has finished the removal, after waiting a while for it."""
     give_up = time.monotonic() + OTHER_WITHIN
     while time.monotonic() < give_up:
         try:
             if store.attempts(store.run(plan.run.name).name)[0].nonce != plan.first.nonce:
-                return True  # the name is another run's by now
+                return True  # the name belongs to another run by now
         except NotFound:
             return True
         time.sleep(0.1)
@@ -377,7 +377,7 @@ def _is_gone(store: Store, plan: Plan) -> bool:
 
 
 def _removed_meanwhile(store: Store, name: str) -> OrchError:
-    """What to say of a run whose files went away while they were counted."""
+    """Return the error for a run whose files disappeared while they were counted."""
     give_up = time.monotonic() + OTHER_WITHIN
     while time.monotonic() < give_up:
         try:
@@ -391,7 +391,7 @@ def _removed_meanwhile(store: Store, name: str) -> OrchError:
 
 
 def remove(store: Store, plan: Plan) -> None:
-    """Remove one run; repeated after a kill it goes on. Raises OSError, Precondition."""
+    """Remove one run; continues a removal that was interrupted by a kill. Raises OSError, Precondition."""
     run = plan.run.name
     store.begin_removal(run)
     failpoints.reach("rm_begun")
@@ -426,7 +426,7 @@ def _say(screen: Screen, plans: list[Plan], done: list[str], dry_run: bool) -> N
 
 
 def _lines(plan: Plan) -> list[str]:
-    """What would go, and what would stay."""
+    """Describe what would be removed and what would stay."""
     lines = [f"{plan.run.name}  {plan.run.state}  {plan.run.reason}".rstrip()]
     if plan.folder is not None:
         lines.append(f"  folder  {plan.folder} ({size(plan.bytes)})")

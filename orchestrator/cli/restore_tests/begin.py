@@ -1,4 +1,4 @@
-"""`orch ckpt restore-test`: restore a checkpoint now, in a job of its own, and say what became of it."""
+"""`orch ckpt restore-test`: restores a checkpoint now, in a separate job, and prints the verdict."""
 
 import time
 from contextlib import suppress
@@ -34,10 +34,10 @@ def restore_test(
     screen: Screen, target: str, layouts: str | None, steps: int | None, level: int | None, tier: str | None,
     wait_: bool, local: bool, no_controller: bool,
 ) -> int:  # fmt: skip
-    """Restore a checkpoint in a job of its own, train a few steps from it, and compare them with the run's own.
+    """Restore a checkpoint in a separate job, train a few steps from it, and compare them with the run's own.
 
-    Without @STEP it takes the newest one. Nothing is written to the run that is tested. Budget and schedule
-    (`restore_tests` in the run's configuration) hold back nothing that is asked for here.
+    Without @STEP it takes the newest one. Nothing is written to the tested run. Its budget and schedule
+    (`restore_tests` in the run's configuration) do not apply here.
     """
     from orchestrator.controller.run_dirs.bounded_files import DirectFiles
     from orchestrator.restore_tests.controller_pass import begin_test
@@ -62,7 +62,7 @@ def restore_test(
         started = time.time()
         screen.if_interrupted = lambda: _interrupted(run, started)
         begun = [begin_test(store, DirectFiles(), run, each, time.time()) for each in asked]
-        for cluster in sorted({resolve(kind or run.cluster), run.cluster}):  # its verdict is its run's matter
+        for cluster in sorted({resolve(kind or run.cluster), run.cluster}):  # the run's controller records the verdict
             wake_controller(screen, cluster, no_controller=no_controller)
         if wait_:
             begun = _awaited(screen, store, begun)
@@ -100,7 +100,7 @@ def _run(target: str) -> Run:
 
 
 def _checkpoint(screen: Screen, store: Any, run: Run, target: str) -> Checkpoint:
-    """The registry's row, or what lies on the disk and no controller has read yet."""
+    """Return the checkpoint's row in the registry, or one made from a folder that is not registered yet."""
     rows = {row.name: row for row in store.checkpoints(run.name)}
     if store.config(run.config_digest).get("command"):
         return _of_a_program(run, [row for row in rows.values() if row.trust is not Trust.DELETED], target)
@@ -119,7 +119,7 @@ def _checkpoint(screen: Screen, store: Any, run: Run, target: str) -> Checkpoint
 
 
 def _of_a_program(run: Run, rows: list[Checkpoint], target: str) -> Checkpoint:
-    """One that the user's own program wrote: only the registry knows of it."""
+    """Return a checkpoint that the user's own program wrote; only the registry knows it."""
     step = target.rpartition("@")[2] if "@" in target[1:] else ""
     same = [row for row in rows if step in ("", "latest", str(row.step), row.name)]
     if not same:
@@ -133,7 +133,7 @@ def _of_a_program(run: Run, rows: list[Checkpoint], target: str) -> Checkpoint:
 
 
 def _layouts(words: str | None) -> list[str]:
-    """The layouts that are asked for, none without the option; raises ConfigError."""
+    """Parse the layouts of the option; empty without it. Raises ConfigError."""
     if words is None:
         return []
     from orchestrator.config.restore_tests_config import RestoreTestsConfig
@@ -149,7 +149,7 @@ def _layouts(words: str | None) -> list[str]:
 
 
 def _awaited(screen: Screen, store: Any, begun: list[RestoreTest]) -> list[RestoreTest]:
-    """Until all of them have a verdict; Ctrl-C leaves them going on."""
+    """Wait until all tests have a verdict. Ctrl-C leaves them running."""
     started = time.monotonic()
     with screen.ticker() as ticker:
         while True:

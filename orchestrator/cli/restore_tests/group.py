@@ -1,4 +1,4 @@
-"""`orch restore-tests`: list of tests, due tests, and one pass that starts them."""
+"""`orch restore-tests`: the tests, the due ones, and a pass that starts them."""
 
 import time
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from trainer.contract.restore_test import FOUND_BAD, Outcome
 
 
 def told(test: RestoreTest) -> dict[str, Any]:
-    """One test as plain JSON."""
+    """Return a test as plain JSON data."""
     return {
         "test": test.test, "run": test.run, "checkpoint": test.checkpoint, "step": test.step, "layout": test.layout,
         "begun_at": iso(test.begun_at), "ended_at": iso(test.ended_at), "verdict": test.verdict or None,
@@ -25,7 +25,7 @@ def told(test: RestoreTest) -> dict[str, Any]:
 
 
 def exit_code(tests: Sequence[RestoreTest]) -> int:
-    """0 when all were restored, 7 for a bad checkpoint, else that of what could not be done."""
+    """Return 0 if all were restored, 7 for a bad checkpoint, otherwise the code of a failed precondition."""
     verdicts = {test.verdict for test in tests}
     if verdicts & FOUND_BAD:
         return CheckpointInvalid.exit_code
@@ -33,7 +33,7 @@ def exit_code(tests: Sequence[RestoreTest]) -> int:
 
 
 def show_verdict(screen: Screen, test: RestoreTest) -> None:
-    """A verdict with its evidence, in a few lines."""
+    """Print a verdict with its evidence in a few lines."""
     screen.say(f"step {test.step} of {test.run} on {test.layout}: {test.verdict}")
     screen.say(f"  {test.reason}")
     found = test.evidence
@@ -63,7 +63,7 @@ def _rate(value: float | None) -> str:
 
 
 def show_tests(screen: Screen, tests: Sequence[RestoreTest], *, with_run: bool = True) -> None:
-    """One line for each test."""
+    """Print one line per test."""
     now = time.time()
     rows = [
         {
@@ -94,14 +94,14 @@ def show_tests(screen: Screen, tests: Sequence[RestoreTest], *, with_run: bool =
 def restore_tests() -> None:
     """List restore tests of checkpoints, and which are due.
 
-    `restore_tests` in a run's configuration says how often its checkpoints are restored, and on which layouts.
+    `restore_tests` in a run's configuration sets how often its checkpoints are restored, and on which layouts.
     """
 
 
 @restore_tests.command("ls")
 @click.pass_obj
 def ls(screen: Screen) -> None:
-    """List the newest test of every run, and those that are under way."""
+    """List the newest test of every run, and all running tests."""
     with open_store(readonly=True) as store:
         every = store.restore_tests()
     newest = {test.run: test for test in every}
@@ -132,7 +132,7 @@ def _show(screen: Screen, verb: str, tests: list[Any], nothing: str) -> None:
 @restore_tests.command("due")
 @click.pass_obj
 def due(screen: Screen) -> None:
-    """Say for every run which test is next, when, and what holds it back."""
+    """List the next test of every run, its time, and what holds it back."""
     from orchestrator.controller.run_dirs.bounded_files import DirectFiles
     from orchestrator.restore_tests.controller_pass import RestoreTests
 
@@ -167,10 +167,10 @@ def due(screen: Screen) -> None:
 @click.option("--force", is_flag=True, help="Whatever schedule and budget say.")
 @click.pass_obj
 def run(screen: Screen, only_due: bool, force: bool) -> int:
-    """Begin the tests that are due, in one pass of a controller from here.
+    """Begin the tests that are due, in one controller pass from here.
 
-    A controller that lives begins what is due by itself. With --force the next test of every run is due now; as many
-    begin as `restore_tests.max_parallel` allows.
+    A live controller begins due tests automatically. With --force the next test of every run is due now; as many begin
+    as `restore_tests.max_parallel` allows.
     """
     from orchestrator.controller import service
     from orchestrator.scheduler.available_schedulers import kinds

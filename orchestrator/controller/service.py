@@ -74,7 +74,7 @@ class Health:
     seen: bool = False
     stalled: bool = False
     reason: str = ""
-    scheduler: str = ""  # instance whose runs it drives (scheduler/instance.py); empty: all
+    scheduler: str = ""  # instance whose runs it drives (scheduler/scheduler_instance.py); empty: all
 
 
 def status(store_path: Path, scheduler: str | None = None) -> Health:

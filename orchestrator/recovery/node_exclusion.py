@@ -181,9 +181,9 @@ def slowness(notices: Sequence[Notice], generations: Mapping[tuple[str, int], in
 def faulty(
     notices: Sequence[Notice], generations: Mapping[tuple[str, int], int], gone: Collection[tuple[str, int, str]]
 ) -> dict[str, str]:
-    """By node: what was wrong with the node itself in an attempt that trained without it.
+    """Return by node the fault of the node itself in an attempt that trained without it.
 
-    `gone`: (run, attempt, node) that the scheduler has taken out of a job that went on.
+    `gone`: (run, attempt, node) for nodes that the scheduler removed from a job that continued.
     """
     found: dict[str, str] = {}
     for notice in notices:

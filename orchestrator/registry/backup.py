@@ -1,4 +1,4 @@
-"""A copy of the registry that is whole, taken while others write."""
+"""Consistent backup of the registry while other processes write."""
 
 import contextlib
 import os
@@ -16,15 +16,15 @@ _TRIES = 10
 
 
 def backup(path: Path, to: Path) -> Path:
-    """Copy the registry to the file `to` and check the copy; raises RegistryError or Precondition.
+    """Copy the registry to the file `to` and check the copy. Raises RegistryError or Precondition.
 
-    `to` is then as it was. An older backup is replaced, and an empty file; nothing else is.
+    On an error `to` is unchanged. Only an older backup or an empty file is replaced.
     """
     if not path.exists():
         raise RegistryError("there is no registry to back up", where=str(path), hint="`orch submit` makes one")
     if to.exists() and to.samefile(path):
         raise RegistryError("a registry cannot be its own backup", where=str(to), hint="name another file")
-    to = to.resolve()  # a link stays one: what it points to is replaced
+    to = to.resolve()  # a link is kept, and its target is replaced
     if to.exists() and not _replaceable(to):
         raise Precondition(
             "something else than a backup of a registry is there, and it is left as it was", where=str(to),
@@ -45,13 +45,13 @@ def backup(path: Path, to: Path) -> Path:
         raise sqlite_errors.explain(error, path) from error
     finally:
         for ending in ("", "-journal", "-wal", "-shm"):
-            with contextlib.suppress(OSError):  # a folder that is none
+            with contextlib.suppress(OSError):  # its folder is not a folder
                 temporary.with_name(temporary.name + ending).unlink(missing_ok=True)
     return to
 
 
 def _unwritten(error: OSError, to: Path) -> Precondition:
-    """What keeps a backup from being written, and what to type."""
+    """Return the error for a failed backup, with the command to type."""
     folder = shlex.quote(str(to.parent))
     hint = "name a file in a folder of yours: orch db backup ~/registry-backup.db"
     if not to.parent.exists():
@@ -60,7 +60,7 @@ def _unwritten(error: OSError, to: Path) -> Precondition:
 
 
 def _replaceable(to: Path) -> bool:
-    """Whether this is an empty file or a registry; never a device, a pipe, or somebody's own file."""
+    """Return whether this is an empty file or a registry; other files, devices and pipes are kept."""
     if not to.is_file():
         return False
     if not to.stat().st_size:
@@ -68,7 +68,7 @@ def _replaceable(to: Path) -> bool:
     with contextlib.closing(sqlite3.connect(f"{to.as_uri()}?mode=ro", uri=True, timeout=30)) as found:
         try:
             names = {name for (name,) in found.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
-        except sqlite3.DatabaseError:  # no database at all
+        except sqlite3.DatabaseError:  # not a database
             return False
     return {"runs", "attempts", "alembic_version"} <= names
 
@@ -81,7 +81,7 @@ def _copy(path: Path, to: Path) -> None:
         with contextlib.closing(sqlite3.connect(uri, uri=True, timeout=30)) as source, _opened(to) as target:
             source.backup(target)
     with _opened(to) as target:
-        # The copy stands alone: a write-ahead log beside it would be forgotten by whoever moves the file.
+        # A write-ahead log beside the copy could be left behind when the file is moved.
         target.execute("PRAGMA journal_mode = DELETE")
         verdict = target.execute("PRAGMA integrity_check").fetchone()[0]
         if verdict != "ok":
@@ -94,7 +94,7 @@ def _opened(path: Path) -> contextlib.closing[sqlite3.Connection]:
 
 
 def _copy_files(path: Path, to: Path) -> None:
-    """Copy the file and its write-ahead log, from where SQLite cannot open them: neither may change meanwhile."""
+    """Copy the file and its write-ahead log where SQLite cannot open them; retry while they change."""
     names = ("", "-wal")
     for _ in range(_TRIES):
         before = [_version(path, name) for name in names]
@@ -114,7 +114,7 @@ def _copy_files(path: Path, to: Path) -> None:
 
 
 def _version(path: Path, ending: str) -> tuple[int, int, int] | None:
-    """What tells two contents of a file apart; None for a file that is not there."""
+    """Return a value that changes with the file's content; None if the file is missing."""
     try:
         found = path.with_name(path.name + ending).stat()
     except FileNotFoundError:

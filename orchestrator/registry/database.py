@@ -1,4 +1,4 @@
-"""The registry's file: one connection setting, one way to run a transaction, one place for its errors."""
+"""Registry file: connection settings, transactions, and translation of errors."""
 
 import functools
 import random
@@ -21,12 +21,12 @@ T = TypeVar("T")
 S = TypeVar("S", bound="StoreOperations")
 
 _BUSY_SECONDS = 5.0
-"""SQLite's own waiting for a lock, within one statement."""
+"""SQLite's own timeout for a lock, per statement."""
 _WRITES = "orch_writes"
 
 
 class Database:
-    """Runs transactions: reads see one snapshot, writes take the lock at once, and a busy one is tried again."""
+    """Transaction runner: reads see one snapshot, writes take the lock at once, and busy ones are retried."""
 
     def __init__(
         self,
@@ -42,11 +42,11 @@ class Database:
         self._active = threading.local()
 
     def read(self, work: Callable[[Connection], T]) -> T:
-        """Run `work`, and the reads that it calls, on one snapshot."""
+        """Run `work`, including the reads it calls, on one snapshot."""
         return self._run(work, writes=False)
 
     def write(self, work: Callable[[Connection], T]) -> T:
-        """Run `work` in one BEGIN IMMEDIATE transaction; all of it is tried again when the registry is busy."""
+        """Run `work` in one BEGIN IMMEDIATE transaction; all of it is repeated if the registry is busy."""
         return self._run(work, writes=True)
 
     def _run(self, work: Callable[[Connection], T], *, writes: bool) -> T:
@@ -70,7 +70,7 @@ class Database:
                 return result
 
     def _once(self, work: Callable[[Connection], T], *, writes: bool) -> tuple[T, set[str]]:
-        """Return the result, and the runs that it touched."""
+        """Return the result and the runs that changed."""
         with self._engine.connect().execution_options(**{_WRITES: writes}) as connection:
             connection.info.pop(TOUCHED, None)
             with connection.begin():
@@ -87,14 +87,14 @@ class Database:
 
 
 class StoreOperations:
-    """What every group of the store's verbs stands on."""
+    """Base class of the store's groups of operations."""
 
     def __init__(self, database: Database) -> None:
         self.database = database
 
 
 def reads(verb: Callable[Concatenate[S, Connection, P], T]) -> Callable[Concatenate[S, P], T]:
-    """Run the verb on one snapshot of the registry."""
+    """Run the method on one snapshot of the registry."""
 
     @functools.wraps(verb)
     def call(self: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -104,7 +104,7 @@ def reads(verb: Callable[Concatenate[S, Connection, P], T]) -> Callable[Concaten
 
 
 def writes(verb: Callable[Concatenate[S, Connection, P], T]) -> Callable[Concatenate[S, P], T]:
-    """Run the verb in one write transaction, or within the one that `together` has opened."""
+    """Run the method in one write transaction, or within the transaction opened by `together`."""
 
     @functools.wraps(verb)
     def call(self: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -114,7 +114,7 @@ def writes(verb: Callable[Concatenate[S, Connection, P], T]) -> Callable[Concate
 
 
 def connect(path: Path, *, readonly: bool = False, busy_seconds: float = _BUSY_SECONDS) -> sqlite3.Connection:
-    """A connection whose transactions are begun explicitly, every acknowledged one durable."""
+    """Open a connection with explicit transactions, each durable once acknowledged."""
     uri = f"{path.absolute().as_uri()}?mode={'ro' if readonly else 'rw'}"
     connection = sqlite3.connect(
         uri, uri=True, timeout=busy_seconds, isolation_level=None, check_same_thread=False, cached_statements=256
@@ -130,7 +130,7 @@ def connect(path: Path, *, readonly: bool = False, busy_seconds: float = _BUSY_S
 
 def _engine(creator: Callable[[], sqlite3.Connection]) -> sqlalchemy.Engine:
     engine = sqlalchemy.create_engine("sqlite://", creator=creator, poolclass=sqlalchemy.QueuePool, pool_size=2)
-    # A deferred BEGIN that turns into a write fails at once when another writer was faster, whatever the timeout.
+    # A deferred BEGIN that turns into a write fails at once if another writer came first, whatever the timeout.
     sqlalchemy.event.listen(engine, "begin", _begin)
     return engine
 

@@ -1,4 +1,4 @@
-"""Reading the registry with nothing but the standard library: what `orch status` needs, in a few milliseconds."""
+"""Registry queries with the standard library only, for `orch status` within a few milliseconds."""
 
 import json
 import sqlite3
@@ -15,14 +15,14 @@ from orchestrator.states import Trust
 from trainer.contract.config_sections.scheduler_kinds import traits
 
 _UNUSABLE = (Trust.WRITING, Trust.CORRUPT, Trust.DELETED)
-"""A checkpoint that is one of these is not what a run would resume from."""
+"""Trust of checkpoints that a run would not resume from."""
 
 _BAD, _FINISHED = "('SUSPECT', 'CORRUPT')", "('RESTORED', 'SUSPECT', 'CORRUPT')"
-"""Words of trainer.contract.restore_test.Outcome, which takes 10 ms to import. The other two are no verdicts."""
+"""Values of trainer.contract.restore_test.Outcome, whose import takes 10 ms. Its other two are not verdicts."""
 
 _SAVED_AT = "SELECT coalesce(max(committed_at), 0) FROM checkpoints WHERE run = {0}.run AND name = {0}.checkpoint"
 _TESTED_AT = f"({_SAVED_AT}), {{0}}.step, {{0}}.ended_at"
-"""Which of two tests of a run says more of it: the one of the newer checkpoint, then the newer one."""
+"""Sort key of a run's tests: the test of the newer checkpoint first, then the newer test."""
 
 _NEWEST = f"""
 SELECT run.name AS run, run.state, run.reason, run.cluster, run.run_dir, run.config_digest, run.step,
@@ -74,18 +74,18 @@ def newest(
     tests: bool = False,
     tags: Iterable[str] = (),
 ) -> list[dict[str, Any]]:
-    """The newest runs with all that `orch status` shows; empty when there is no registry yet.
+    """Return the newest runs with all fields of `orch status`; empty without a registry.
 
-    `tests`: those too that are restore tests. `tags`: only those that have all of these.
+    `tests`: include restore tests. `tags`: only runs with all of these tags.
 
     Keys: run, state, reason, cluster, run_dir, config_digest, step, total_steps, loss, created_at, updated_at,
     not_before, scheduler, slurm_cluster, attempts and generations (counts), attempt (number of the newest), job_id,
     job_state, nodes (list), last_checkpoint ({step, trust, committed_at} or None), failure (of the newest attempt, or
-    None), restore_test ({step, layout, verdict, ended_at} of the newest finished one, or None), bad_test (the same
-    with its reason, where the newest checkpoint that was tested was found bad), test_of ({run, step, layout} of a run
-    that is a restore test itself, or None), tags (list), notified, removal (as in
-    orchestrator.registry.records.Run), speed_since ({step, at, saved}: where the newest generation stood when; its
-    first checkpoint if it has saved one, else its start). Times are seconds since the epoch.
+    None), restore_test ({step, layout, verdict, ended_at} of the newest finished one, or None), bad_test (the same with
+    its reason, if the newest tested checkpoint was found bad), test_of ({run, step, layout} if the run is a restore
+    test itself, or None), tags (list), notified, removal (as in orchestrator.registry.records.Run), speed_since ({step,
+    at, saved}: reference point of the newest generation, its first saved checkpoint or else its start). Times are
+    seconds since the epoch.
     """
     where, wanted = _among("state", states)
     tagged = list(tags)
@@ -93,30 +93,30 @@ def newest(
 
 
 def named(path: Path, names: Iterable[str]) -> list[dict[str, Any]]:
-    """The same for the runs of exactly these names; names without a run are left out."""
+    """Return the fields of `newest` for the runs with exactly these names; unknown names are omitted."""
     return _newest(path, None, *_among("name", names))
 
 
 def found_bad(path: Path, since: float) -> list[str]:
-    """Runs of which a restore test has found a checkpoint bad at `since` or later."""
+    """Return the runs of which a restore test found a checkpoint bad at `since` or later."""
     query = f"SELECT DISTINCT run FROM restore_tests WHERE ended_at >= ? AND verdict IN {_BAD} ORDER BY run"
     return [row["run"] for row in _rows(path, query, (since,))] if path.exists() else []
 
 
 def run_names(path: Path, limit: int = 1000) -> list[tuple[str, str]]:
-    """Names and states of the newest runs."""
+    """Return names and states of the newest runs."""
     query = "SELECT name, state FROM runs ORDER BY id DESC LIMIT ?"
     return [(row["name"], row["state"]) for row in _rows(path, query, (limit,))] if path.exists() else []
 
 
 def saved_steps(path: Path, run: str) -> list[tuple[int, str]]:
-    """Steps of the checkpoints of a run that are there, newest first, with their trust."""
+    """Return steps and trust of a run's existing checkpoints, newest first."""
     query = "SELECT step, trust FROM checkpoints WHERE run = ? AND trust <> 'DELETED' ORDER BY step DESC"
     return [(row["step"], row["trust"]) for row in _rows(path, query, (run,))] if path.exists() else []
 
 
 def has_best(path: Path, run: str) -> bool:
-    """Whether the configuration of a run says which of its checkpoints is the best."""
+    """Return whether a run's configuration defines its best checkpoint."""
     query = (
         "SELECT json_extract(configs.data, '$.checkpoint.best.metric') AS metric "
         "FROM runs JOIN configs ON configs.digest = runs.config_digest WHERE runs.name = ?"
@@ -125,21 +125,21 @@ def has_best(path: Path, run: str) -> bool:
 
 
 def tag_names(path: Path) -> list[str]:
-    """Every tag that some run has."""
+    """Return every tag in use."""
     query = "SELECT DISTINCT value FROM runs, json_each(runs.tags) ORDER BY value"
     return [row["value"] for row in _rows(path, query, ())] if path.exists() else []
 
 
 def node_names(path: Path) -> list[str]:
-    """Every node that some attempt has run on."""
+    """Return every node that an attempt has run on."""
     query = "SELECT DISTINCT name FROM nodes ORDER BY name"
     return [row["name"] for row in _rows(path, query, ())] if path.exists() else []
 
 
 def leases(path: Path, *, any_version: bool = False) -> list[Lease]:
-    """The lease of every scheduler instance, expired and dropped (no holder) ones included, the newest first.
+    """Return each scheduler instance's lease, newest first, including expired and dropped (no holder) ones.
 
-    `any_version` reads a registry of another version too: whether its controller lives must be known to replace it.
+    `any_version` also reads registries of other versions, because one with a live controller must not be replaced.
     """
     if not path.exists():
         return []
@@ -151,20 +151,20 @@ def leases(path: Path, *, any_version: bool = False) -> list[Lease]:
 
 
 def lease(path: Path, scheduler: str | None = None) -> Lease | None:
-    """The lease for a scheduler instance's runs, or of whichever controller lived last; None before the first one."""
+    """Return the lease for a scheduler instance's runs, or of the last controller alive; None before the first."""
     found = leases(path)
     return next(iter(found), None) if scheduler is None else lease_for(found, scheduler)
 
 
 def lease_for(found: Iterable[Lease], scheduler: str) -> Lease | None:
-    """The lease that covers an instance's runs among all: its own, unless somebody holds the one for all runs."""
+    """Return the lease that covers an instance's runs: the lease for all runs if it is held, else the instance's."""
     of = {item.scheduler: item for item in found}
     whole = of.get("")
     return whole if whole is not None and whole.holder else of.get(scheduler)
 
 
 def version(path: Path) -> str | None:
-    """The version of the registry's tables, "" where it is lost; None for a missing or empty file.
+    """Return the version of the registry's tables, "" if it is lost; None for a missing or empty file.
 
     Raises RegistryError.
     """
@@ -188,7 +188,7 @@ def _version(connection: sqlite3.Connection, path: Path) -> str | None:
 
 
 def _among(column: str, values: Iterable[str] | None) -> tuple[list[str], list[str]]:
-    """A condition that holds for rows with one of the values, and what is bound in it."""
+    """Return a condition for rows with one of the values, and its bound parameters."""
     if values is None:
         return [], []
     wanted = [str(value) for value in values]
@@ -222,19 +222,19 @@ def _answer(row: sqlite3.Row) -> dict[str, Any]:
 
 
 def _popped(answer: dict[str, Any], prefix: str, keys: Iterable[str]) -> dict[str, Any] | None:
-    """The columns of a joined table as one value; None where no row was joined."""
+    """Return the columns of a joined table as one value; None if no row was joined."""
     found = {key: answer.pop(f"{prefix}_{key}") for key in keys}
     return None if found["step"] is None else found
 
 
 def config(path: Path, digest: str) -> dict[str, Any] | None:
-    """The resolved configuration of this digest."""
+    """Return the resolved configuration of this digest, or None."""
     found = _rows(path, "SELECT data FROM configs WHERE digest = ?", (digest,), any_version=True)
     return dict(json.loads(found[0]["data"])) if found else None
 
 
 def run_folders(path: Path) -> dict[str, str]:
-    """The folder of every run of this registry; empty where there is none."""
+    """Return the folder of every run of this registry; empty without a registry."""
     return {row["name"]: row["run_dir"] for row in _rows(path, "SELECT name, run_dir FROM runs", (), any_version=True)}
 
 

@@ -1,8 +1,8 @@
-"""Which file systems can hold the registry, and with which journal.
+"""File systems that can hold the registry, and the journal mode for each.
 
-SQLite keeps writers apart with fcntl byte-range locks. Where another host does not see them, two hosts write at once
-and the registry is damaged; a write-ahead log also needs memory that all its readers share, so one host. A test on one
-host shows neither, so `RULES` says what is known of file systems.
+SQLite separates writers with fcntl byte-range locks. If another host does not see them, two hosts write at once and
+damage the registry. A write-ahead log also needs memory shared by all readers, so a single host. A test on one host
+shows neither, so `RULES` lists the known properties of file systems.
 """
 
 import fcntl
@@ -23,15 +23,15 @@ LOCAL = frozenset(
         "ufs", "xfs", "zfs",
     }
 )  # fmt: skip
-"""File systems of one host only: shared memory and locks work, so write-ahead logging does.
+"""File systems of a single host: shared memory and locks work, and therefore write-ahead logging.
 
-Overlay is one of them: its upper layer cannot be on a network file system (kernel, filesystems/overlayfs.rst).
+Overlay is included: its upper layer cannot be on a network file system (kernel, filesystems/overlayfs.rst).
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """A file system whose locks all hosts see, except with one of the options `unshared`, or without `needs`."""
+    """File system whose locks all hosts see, except with an option in `unshared` or without the option `needs`."""
 
     unshared: frozenset[str] = frozenset()
     needs: str = ""
@@ -39,10 +39,10 @@ class Rule:
 
 _NFS = Rule(unshared=frozenset({"nolock", "local_lock=all", "local_lock=posix"}))
 RULES: dict[str, Rule] = {
-    # nfs(5): byte-range locks are part of NFSv4, and go through NLM before; `local_lock=flock` leaves fcntl's alone.
+    # nfs(5): byte-range locks are part of NFSv4 and use NLM before; `local_lock=flock` does not affect fcntl's.
     "nfs": _NFS,
     "nfs4": _NFS,
-    # mount.lustre(8): coherent with `flock`, of this host with `localflock`, refused by the kernel with neither.
+    # mount.lustre(8): coherent with `flock`, local with `localflock`, refused by the kernel with neither.
     "lustre": Rule(unshared=frozenset({"localflock", "noflock"}), needs="flock"),
     # IBM Storage Scale: fcntl locks are tokens of the cluster.
     "gpfs": Rule(),
@@ -55,7 +55,7 @@ RULES: dict[str, Rule] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Mount:
-    """One line of /proc/self/mountinfo."""
+    """Line of /proc/self/mountinfo."""
 
     point: str
     kind: str
@@ -83,7 +83,7 @@ def _unescaped(field: str) -> str:
 
 
 def mount_of(path: Path, text: str) -> Mount | None:
-    """Return the mount that holds `path`: the longest mount point above it, the later one where two are equal."""
+    """Return the mount that holds `path`: the longest mount point above it, the later of two equal ones."""
     best = None
     for mount in mounts(text):
         above = path.is_relative_to(mount.point)
@@ -102,7 +102,7 @@ def mounted(path: Path) -> Mount | None:
 
 
 def why_unshared(mount: Mount | None) -> str:
-    """PURE: return why other hosts may not see the locks of this mount; empty if they do."""
+    """Return why other hosts may not see the locks of this mount; empty if they do. Pure."""
     if mount is None:
         return "/proc does not tell which file system it is"
     if mount.kind not in RULES:
@@ -116,9 +116,9 @@ def why_unshared(mount: Mount | None) -> str:
 
 
 def journal_for(registry: Path, mount: Mount | None) -> str:
-    """Return SQLite's journal mode: `wal` on a local file system, `delete` where all hosts see locks.
+    """Return SQLite's journal mode: `wal` on a local file system, `delete` if all hosts see locks.
 
-    Raises RegistryError elsewhere, and OSError where no file can be made.
+    Raises RegistryError on other file systems, and OSError if no file can be created.
     """
     if mount is not None and mount.is_local:
         return "wal"
@@ -145,10 +145,10 @@ except (BlockingIOError, PermissionError):
 
 
 def locks_work(registry: Path) -> bool:
-    """Whether a lock beside `registry` stops a second process of this host.
+    """Return whether a lock beside `registry` stops a second process of this host.
 
-    The file is another one than the registry: to close a descriptor drops every POSIX lock that the process has on that
-    file. Raises OSError when no file can be made there.
+    It uses a separate file, because closing a descriptor drops every POSIX lock of the process on that file. Raises
+    OSError if no file can be created there.
     """
     path = registry.with_name(f".{registry.name}.{secrets.token_hex(6)}.probe")
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)

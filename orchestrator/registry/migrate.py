@@ -1,4 +1,4 @@
-"""Bringing a registry to the newest version; alembic is imported only when there is something to do."""
+"""Migration of a registry to the newest version; alembic is imported only if there is one to run."""
 
 import random
 import sqlite3
@@ -17,7 +17,7 @@ _PATIENCE = 30.0
 
 
 def set_journal(path: Path, mode: str) -> None:
-    """Set the journal mode of the file; it does nothing where the mode is right already."""
+    """Set the journal mode of the file; does nothing if the mode is already right."""
     give_up = time.monotonic() + _PATIENCE
     while True:
         try:
@@ -28,16 +28,16 @@ def set_journal(path: Path, mode: str) -> None:
             finally:
                 connection.close()
         except sqlite3.Error as error:
-            # Changing the mode needs the file alone and does not wait for it, whatever the timeout.
+            # Changing the mode needs exclusive access and does not wait for it, whatever the timeout.
             if not sqlite_errors.is_busy(error) or time.monotonic() > give_up:
                 raise sqlite_errors.explain(error, path) from error
             time.sleep(random.uniform(0.01, 0.1))
 
 
 def upgrade(path: Path) -> None:
-    """Run every missing migration in one transaction, after a backup of what was there; raises RegistryError.
+    """Run all missing migrations in one transaction, after a backup. Raises RegistryError.
 
-    Two processes may both come here: the second one waits for the lock and then finds nothing to do.
+    If two processes arrive here, the second one waits for the lock and then finds the work done.
     """
     import sqlalchemy  # heavy like alembic, and needed only here
     from alembic import command

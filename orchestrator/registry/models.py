@@ -1,4 +1,4 @@
-"""The tables of the registry, as SQLAlchemy's typed models; `migrations/` makes them."""
+"""Tables of the registry as SQLAlchemy's typed models; `migrations/` creates them."""
 
 import json
 import math
@@ -15,7 +15,7 @@ from orchestrator.states import AttemptState, RunState, Trust
 
 
 class Words(TypeDecorator[tuple[str, ...]]):
-    """A tuple of strings as JSON text."""
+    """Tuple of strings as JSON text."""
 
     impl, cache_ok = Text, True
 
@@ -27,7 +27,7 @@ class Words(TypeDecorator[tuple[str, ...]]):
 
 
 class Document(TypeDecorator[dict[str, Any]]):
-    """A JSON object as text; None is NULL."""
+    """JSON object as text; None is NULL."""
 
     impl, cache_ok = Text, True
 
@@ -39,12 +39,12 @@ class Document(TypeDecorator[dict[str, Any]]):
 
 
 class Number(TypeDecorator[float]):
-    """A float whose NaN survives: SQLite would store it as NULL."""
+    """Float that preserves NaN, which SQLite would store as NULL."""
 
     impl, cache_ok = Float, True
 
     def bind_processor(self, dialect: Dialect) -> Callable[[Any], Any]:
-        # Float's own processor would turn the word back into a NaN, so it is left out.
+        # Float's own processor would turn the text back into a NaN, so it is omitted.
         return lambda value: value if value is None or math.isfinite(value) else json.loads(dump_line(value))
 
     def process_result_value(self, value: Any, dialect: Dialect) -> float | None:
@@ -52,7 +52,7 @@ class Number(TypeDecorator[float]):
 
 
 class State(TypeDecorator[StrEnum]):
-    """A member of one StrEnum, by its value."""
+    """Member of a StrEnum, stored by its value."""
 
     impl, cache_ok = Text, True
 
@@ -81,7 +81,7 @@ class Base(DeclarativeBase):
 
 
 class ConfigRow(Base):
-    """A resolved config under the digest of its bytes; triggers refuse to change or delete it."""
+    """Resolved config under the digest of its bytes; triggers refuse changes and deletion."""
 
     __tablename__ = "configs"
     digest: Mapped[str] = mapped_column(primary_key=True)
@@ -89,7 +89,7 @@ class ConfigRow(Base):
 
 
 class RunRow(Base):
-    """`id` grows with time: the newest runs are the highest ones."""
+    """Run; `id` grows with time, so the newest runs have the highest ones."""
 
     __tablename__ = "runs"
     __table_args__ = (Index("ix_runs_state", "state", "id"),)
@@ -145,7 +145,7 @@ class AttemptRow(Base):
 
 
 class SubmissionRow(Base):
-    """One call of sbatch for an attempt; `outcome` is empty while nobody knows what became of it."""
+    """Call of sbatch for an attempt; `outcome` is empty while it is unknown."""
 
     __tablename__ = "submissions"
     __table_args__ = (
@@ -196,7 +196,7 @@ class CheckpointRow(Base):
 
 
 class RestoreTestRow(Base):
-    """`test` is the run that does it, `run` the one whose checkpoint it restores."""
+    """Restore test; `test` is the run that executes it, `run` the run whose checkpoint it restores."""
 
     __tablename__ = "restore_tests"
     __table_args__ = (
@@ -217,7 +217,7 @@ class RestoreTestRow(Base):
 
 
 class CopyRow(Base):
-    """Copies of checkpoints in further tiers; a deleted one has no row."""
+    """Copy of a checkpoint in a further tier; a deleted copy has no row."""
 
     __tablename__ = "copies"
     __table_args__ = (
@@ -245,7 +245,7 @@ class TransitionRow(Base):
 
 
 class NoticeRow(Base):
-    """An event of an attempt that people look for later; source and number are its identity."""
+    """Event of an attempt kept for people; source and number identify it."""
 
     __tablename__ = "notices"
     __table_args__ = (
@@ -276,7 +276,7 @@ class NodeRow(Base):
 
 
 class LeaseRow(Base):
-    """One row for each scheduler instance; epochs grow over all of them, so one names its row."""
+    """Lease of a scheduler instance; epochs grow across all rows, so an epoch identifies its row."""
 
     __tablename__ = "lease"
     __table_args__ = (Index("ix_lease_scheduler", "scheduler", unique=True),)
@@ -302,7 +302,7 @@ class UserRequestRow(Base):
 
 
 class CursorRow(Base):
-    """Up to which byte an event file of a run has been read."""
+    """Byte offset up to which an event file of a run has been read."""
 
     __tablename__ = "cursors"
     run: Mapped[str] = mapped_column(ForeignKey("runs.name"), primary_key=True)

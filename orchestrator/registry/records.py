@@ -1,4 +1,4 @@
-"""Rows of the registry as plain values: what the store returns."""
+"""Rows of the registry as plain values, returned by the store."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,14 +9,14 @@ from orchestrator.states import AttemptState, RunState, Trust
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One run; times are seconds since the epoch."""
+    """Run; times are seconds since the epoch."""
 
     name: str
     state: RunState
     reason: str
     cluster: str  # slurm or local
     run_dir: str
-    config_digest: str  # of its next attempt: `orch resume` may change it
+    config_digest: str  # of its next attempt; `orch resume` may change it
     total_steps: int
     step: int = 0
     loss: float | None = None
@@ -25,20 +25,20 @@ class Run:
     created_at: float = 0.0
     updated_at: float = 0.0
     identity: dict[str, Any] = field(default_factory=dict)  # code, environment, data
-    scheduler: str = ""  # the instance that its jobs belong to (scheduler/instance.py); empty: not known
-    tags: tuple[str, ...] = ()  # people's own, sorted
+    scheduler: str = ""  # instance of its jobs (scheduler/scheduler_instance.py); empty: unknown
+    tags: tuple[str, ...] = ()  # user-defined, sorted
     notified: dict[str, Any] = field(default_factory=dict)  # orchestrator.notifications.channels.Notified as JSON
-    removal: str = ""  # how far `orch rm` has come (orchestrator/registry/operations/removal_writes.py)
+    removal: str = ""  # progress of `orch rm` (orchestrator/registry/operations/removal_writes.py)
 
     @property
     def domain(self) -> str:
-        """What its nodes belong to: two clusters may have nodes of one name."""
+        """Namespace of its nodes: two clusters may have nodes with the same name."""
         return self.scheduler or self.cluster
 
 
 @dataclass(frozen=True, kw_only=True)
 class NewRun:
-    """What a run is made of; its name is `slug` with the next free number, its folder lies in `root`."""
+    """Data for a new run; its name is `slug` with the next free number, and its folder is in `root`."""
 
     slug: str
     cluster: str  # slurm or local
@@ -52,7 +52,7 @@ class NewRun:
 
 @dataclass(frozen=True, kw_only=True)
 class Attempt:
-    """One attempt of a run, numbered from 1."""
+    """Attempt of a run, numbered from 1."""
 
     run: str
     number: int
@@ -63,7 +63,7 @@ class Attempt:
     epoch: int = 0
     job_id: str | None = None
     submit_time: str | None = None
-    job_state: str | None = None  # Slurm's own word, last seen
+    job_state: str | None = None  # as last reported by Slurm
     nodes: tuple[str, ...] = ()
     excluded: tuple[str, ...] = ()
     intent_at: float = 0.0
@@ -77,31 +77,31 @@ class Attempt:
     generations: int = 0
     failure: dict[str, Any] | None = None  # trainer.contract.failures.outcome.Failure as JSON
     decision: dict[str, Any] | None = None  # {action, reason}
-    scheduler: str = ""  # as the run's, when this attempt was begun
-    config_digest: str = ""  # likewise; of a smaller attempt the config that was derived from it
+    scheduler: str = ""  # the run's at the start of this attempt
+    config_digest: str = ""  # likewise; for a smaller attempt the config derived from it
     smaller_world: dict[str, Any] | None = None  # {nodes, spare_nodes, of, of_spare_nodes, reason, base}, else None
 
     @property
     def base_digest(self) -> str:
-        """Of the run's config as it was when this attempt was begun."""
+        """Digest of the run's config at the start of this attempt."""
         return str(self.smaller_world["base"]) if self.smaller_world else self.config_digest
 
 
 @dataclass(frozen=True, kw_only=True)
 class Submission:
-    """One call of sbatch for an attempt, numbered from 1 within it."""
+    """Call of sbatch for an attempt, numbered from 1 within it."""
 
     run: str
     attempt: int
     number: int
     submitted_at: float
-    job_id: str | None = None  # what sbatch answered
-    outcome: str = ""  # ADOPTED, REFUSED, CANCELLED (a duplicate); empty while nobody knows what became of it
+    job_id: str | None = None  # returned by sbatch
+    outcome: str = ""  # ADOPTED, REFUSED, CANCELLED (a duplicate); empty while unknown
 
 
 @dataclass(frozen=True, kw_only=True)
 class Generation:
-    """One generation within an attempt, numbered from 1."""
+    """Generation within an attempt, numbered from 1."""
 
     run: str
     attempt: int
@@ -112,12 +112,12 @@ class Generation:
     last_step: int | None = None
     reason: str = ""
     failure: dict[str, Any] | None = None
-    tier: str = ""  # where `resumed_from` was loaded from: `memory`, or the path of a tier
+    tier: str = ""  # source of `resumed_from`: `memory`, or the path of a tier
 
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """One checkpoint folder of a run; `name` is the folder's name, `path` where it was committed first."""
+    """Checkpoint folder of a run; `name` is the folder's name, `path` the place of its first commit."""
 
     run: str
     name: str
@@ -129,14 +129,14 @@ class Checkpoint:
     committed_at: float
     reason: str = ""
     tier: str = ""  # path of the first tier; empty for the run's own folder
-    seconds: float | None = None  # from its beginning to its commit
-    stall: float | None = None  # for which training stood still
-    manifest: str = ""  # digest of its manifest when it was committed; empty: not known
+    seconds: float | None = None  # from start to commit
+    stall: float | None = None  # seconds for which training was stopped
+    manifest: str = ""  # digest of its manifest at commit; empty: unknown
 
 
 @dataclass(frozen=True, kw_only=True)
 class RestoreTest:
-    """One restore test: the run `test` restores a checkpoint of `run` on one layout."""
+    """Restore test: the run `test` restores a checkpoint of `run` on one layout."""
 
     test: str
     run: str
@@ -144,16 +144,16 @@ class RestoreTest:
     layout: str
     step: int
     begun_at: float
-    ended_at: float | None = None  # when its verdict was written down
-    verdict: str = ""  # trainer.contract.restore_test.Outcome; empty while it goes on
+    ended_at: float | None = None  # time of the verdict
+    verdict: str = ""  # trainer.contract.restore_test.Outcome; empty while it is running
     reason: str = ""
     evidence: dict[str, Any] = field(default_factory=dict)
-    forced: bool = False  # a person asked for it: no schedule, no budget
+    forced: bool = False  # requested by a person: no schedule, no budget
 
 
 @dataclass(frozen=True, kw_only=True)
 class Copy:
-    """A checkpoint in a further tier, `tier` being that tier's path."""
+    """Checkpoint in a further tier; `tier` is that tier's path."""
 
     run: str
     name: str
@@ -165,7 +165,7 @@ class Copy:
 
 @dataclass(frozen=True, kw_only=True)
 class Transition:
-    """One change of state with its reason. `kind` is run, attempt or checkpoint."""
+    """Change of state with its reason. `kind` is run, attempt or checkpoint."""
 
     run: str
     kind: str
@@ -178,7 +178,7 @@ class Transition:
 
 @dataclass(frozen=True, kw_only=True)
 class Notice:
-    """An event of an attempt that people look for later: an incident, a straggler, a batch left out, a spare used."""
+    """Event of an attempt kept for people: an incident, a straggler, a skipped batch, a spare used."""
 
     run: str
     attempt: int
@@ -187,13 +187,13 @@ class Notice:
     kind: str  # trainer.contract.events.EventKind
     generation: int
     time: float
-    node: str = ""  # that it speaks of
+    node: str = ""  # node concerned
     data: dict[str, Any] = field(default_factory=dict)  # the event's own
 
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
-    """A node that some attempt has run on."""
+    """Node that an attempt has run on."""
 
     name: str
     cluster: str
@@ -205,44 +205,44 @@ class Node:
     reason: str = ""
 
     def excluded_by(self, now: float) -> str:
-        """PERSON or ORCH; empty for a node that is not excluded."""
+        """Return PERSON or ORCH; empty if the node is not excluded."""
         if self.excluded_until <= now:
             return ""
         return PERSON if self.reason.startswith(BY_PERSON) else ORCH
 
 
 PERSON, ORCH = "person", "orch"
-"""Who may have excluded a node."""
+"""Sources of an exclusion."""
 BY_PERSON = "excluded by "
-"""How the reason of an exclusion begins that a person has ordered; who and why follow."""
+"""Prefix of the reason of a person's exclusion, followed by the person and the cause."""
 UNTIL_RELEASED = 32503680000.0
-"""When an exclusion ends that has no end: the year 3000."""
+"""End of an exclusion without an end: the year 3000."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lease:
-    """Who may act: the controller with this epoch."""
+    """Lease of a controller, which may act under this epoch."""
 
     epoch: int
     holder: str  # host:pid:start time
     renewed_at: float
     expires_at: float
     ticked_at: float = 0.0
-    scheduler: str = ""  # the instance whose runs it is for; empty: all runs
+    scheduler: str = ""  # instance whose runs it covers; empty: all runs
 
 
 REFUSED = "refused: "
-"""How the answer to a request begins that was not followed, though it could have been."""
+"""Prefix of the answer to a refused request."""
 
 
 RELEASE, EXCLUDE = "release", "exclude"
 OF_NODES = frozenset({RELEASE, EXCLUDE})
-"""Requests about nodes of the cluster that their run belongs to."""
+"""Requests about nodes in their run's cluster."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class UserRequest:
-    """A request of a person to the controller; verb is `cancel`, `resume`, or one of OF_NODES."""
+    """Request of a person to the controller; verb is `cancel`, `resume`, or a member of OF_NODES."""
 
     id: int
     run: str

@@ -1,4 +1,4 @@
-"""Between rows and records."""
+"""Conversion between rows and records."""
 
 from dataclasses import fields
 from typing import Any, TypeVar
@@ -11,16 +11,16 @@ from orchestrator.registry.records import Attempt, Checkpoint, Generation, Run
 
 R = TypeVar("R")
 TOUCHED = "orch_touched"
-"""Where a connection keeps the names of the runs whose state its transaction has changed."""
+"""Key under which a connection keeps the names of the runs that its transaction has changed."""
 
 
 def record(kind: type[R], row: RowMapping) -> R:
-    """The record of one row; columns that the record does not have are left out."""
+    """Return the record of a row; columns without a field are omitted."""
     return kind(**{item.name: row[item.name] for item in fields(kind)})  # type: ignore[arg-type]
 
 
 def changed(model: type[Base], changes: dict[str, Any]) -> dict[str, Any]:
-    """`changes` as they may be given to UPDATE; a name that is no column, or is the identity, is a bug of ours."""
+    """Return `changes` for an UPDATE, asserting that each name is a column outside the row's identity."""
     keys = {column.name for column in model.__table__.primary_key} | {"id", "name", "run", "state"}
     unknown = set(changes) - ({column.name for column in model.__table__.columns} - keys)
     assert not unknown, f"{model.__tablename__} has no {sorted(unknown)} to change"
@@ -28,7 +28,7 @@ def changed(model: type[Base], changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def the_run(connection: Connection, run: str) -> Run:
-    """The run of exactly this name; raises NotFound."""
+    """Return the run with exactly this name. Raises NotFound."""
     row = connection.execute(select(RunRow.__table__).where(RunRow.name == run)).mappings().first()
     if row is None:
         raise NotFound(f"no run {run}", hint="`orch status` lists the runs")
@@ -36,7 +36,7 @@ def the_run(connection: Connection, run: str) -> Run:
 
 
 def the_attempt(connection: Connection, run: str, number: int) -> Attempt:
-    """One attempt; raises NotFound."""
+    """Return an attempt. Raises NotFound."""
     wanted = (AttemptRow.run == run) & (AttemptRow.number == number)
     row = connection.execute(select(AttemptRow.__table__).where(wanted)).mappings().first()
     if row is None:
@@ -45,7 +45,7 @@ def the_attempt(connection: Connection, run: str, number: int) -> Attempt:
 
 
 def the_checkpoint(connection: Connection, run: str, name: str) -> Checkpoint:
-    """One checkpoint; raises NotFound."""
+    """Return a checkpoint. Raises NotFound."""
     wanted = (CheckpointRow.run == run) & (CheckpointRow.name == name)
     row = connection.execute(select(CheckpointRow.__table__).where(wanted)).mappings().first()
     if row is None:
@@ -68,7 +68,7 @@ def alter_checkpoint(connection: Connection, run: str, name: str, **changes: Any
 
 
 def generation_rows(connection: Connection, run: str, attempt: int | None) -> list[Generation]:
-    """Generations of a run, or of one attempt of it, oldest first."""
+    """Return the generations of a run or of one attempt, oldest first."""
     query = select(GenerationRow.__table__).where(GenerationRow.run == run)
     if attempt is not None:
         query = query.where(GenerationRow.attempt == attempt)
@@ -79,7 +79,7 @@ def generation_rows(connection: Connection, run: str, attempt: int | None) -> li
 def note_transition(
     connection: Connection, run: str, kind: str, subject: str, before: str, after: str, reason: str, time: float
 ) -> None:
-    """Write down one change of state with its reason; the run's record is due once the transaction is committed."""
+    """Record a change of state with its reason; the run's record file is due after the commit."""
     connection.info.setdefault(TOUCHED, set()).add(run)
     values = {"run": run, "kind": kind, "subject": subject, "before": before, "after": after}
     connection.execute(insert(TransitionRow).values(**values, reason=reason, time=time))

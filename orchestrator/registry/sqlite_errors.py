@@ -1,4 +1,4 @@
-"""What SQLite's errors mean to a person, and which of them are worth another try."""
+"""Messages for SQLite's errors, and the test for errors worth a retry."""
 
 import os
 import shlex
@@ -10,7 +10,7 @@ from orchestrator.errors import RegistryError
 
 ELSEWHERE = "ORCH_REGISTRY=/path/on/a/local/disk/registry.db"
 BUSY = frozenset({sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_PROTOCOL})
-"""PROTOCOL is what network file systems answer when a lock was lost on the way."""
+"""Result codes worth a retry; network file systems return PROTOCOL if a lock was lost in transit."""
 
 _MOUNT, _FOLDER = "on a read-only mount", "in a folder without write permission"
 _MAKE_WRITABLE = {_MOUNT: "ask on the host that writes it", _FOLDER: "chmod u+w {folder}"}
@@ -29,21 +29,21 @@ _MEANINGS = {
 
 
 class ForeignDatabase(RegistryError):
-    """A database that is somebody else's."""
+    """Error of a database that belongs to another program."""
 
 
 def code(error: BaseException | None) -> int:
-    """SQLite's primary result code, 0 when there is none."""
+    """Return SQLite's primary result code, or 0."""
     return int(getattr(error, "sqlite_errorcode", 0) or 0) & 0xFF
 
 
 def is_busy(error: BaseException | None) -> bool:
-    """Whether the same transaction may well succeed a moment later."""
+    """Return whether the same transaction may succeed a moment later."""
     return code(error) in BUSY
 
 
 def explain(error: BaseException | None, path: Path) -> RegistryError:
-    """The RegistryError to show for an error of SQLite."""
+    """Return the RegistryError to show for an error of SQLite."""
     if is_busy(error):
         hint = "another orch process is writing; try again (`orch controller status` shows who)"
         return RegistryError("the registry is locked by another process", where=str(path), hint=hint)
@@ -61,7 +61,7 @@ def explain(error: BaseException | None, path: Path) -> RegistryError:
 
 
 def _is_writable(path: Path) -> bool:
-    """Whether its owner may write the file; True where that cannot be seen."""
+    """Return whether the owner may write the file; True if that is unknown."""
     try:
         return bool(path.stat().st_mode & stat.S_IWUSR)
     except OSError:
@@ -69,9 +69,9 @@ def _is_writable(path: Path) -> bool:
 
 
 def log_without_place(path: Path) -> str:
-    """Why a registry with a write-ahead log cannot keep it beside itself; empty where it can, or has none.
+    """Return why a registry cannot keep its write-ahead log beside itself; "" if it can, or has no log.
 
-    SQLite needs to write there for reading, too, and does not say so.
+    SQLite needs to write there even for reading, and does not report that.
     """
     try:
         with path.open("rb") as stream:
@@ -87,11 +87,11 @@ def log_without_place(path: Path) -> str:
 
 
 def _kept_from(path: Path) -> RegistryError | None:
-    """What the file system says against opening the file, which SQLite calls an I/O error or does not name."""
+    """Return the file system's error on opening the file, which SQLite reports as an I/O error or not at all."""
     try:
         path.lstat()
     except OSError:
-        return None  # it is its folder that is closed, or missing
+        return None  # its folder is inaccessible or missing
     try:
         with path.open("rb"):
             return None
@@ -105,7 +105,7 @@ def _kept_from(path: Path) -> RegistryError | None:
 
 
 def foreign(path: Path) -> ForeignDatabase:
-    """The refusal of a database that is somebody else's."""
+    """Return the refusal of a database that belongs to another program."""
     return ForeignDatabase(
         "the file is a database, but not a registry of orch",
         where=str(path),

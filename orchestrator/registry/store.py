@@ -1,4 +1,4 @@
-"""The registry: every read and every write of it is a verb of the Store."""
+"""Registry store: every read and write is a method of Store."""
 
 import os
 from collections.abc import Callable
@@ -21,11 +21,11 @@ T = TypeVar("T")
 
 
 class Store(Reads, UserWrites, LeaseWrites, ControllerWrites, RebuildWrites, RemovalWrites):
-    """The open registry. Each write is one durable transaction, tried again while another process writes."""
+    """Open registry. Each write is one durable transaction, retried while another process writes."""
 
     @classmethod
     def open(cls, path: Path, *, readonly: bool = False) -> Self:
-        """Open the registry, made or upgraded first when it must be; raises RegistryError."""
+        """Open the registry, creating or upgrading it if necessary. Raises RegistryError."""
         path = path.absolute()
         if not readonly:
             _prepare(path)
@@ -42,7 +42,7 @@ class Store(Reads, UserWrites, LeaseWrites, ControllerWrites, RebuildWrites, Rem
         return self.database.path
 
     def together(self, work: Callable[[], T]) -> T:
-        """Run several verbs as one transaction; `work` must be repeatable, since a busy registry runs it again."""
+        """Run several methods as one transaction; `work` must be repeatable, since a busy registry runs it again."""
         return self.database.write(lambda _: work())
 
     def close(self) -> None:
@@ -58,7 +58,7 @@ class Store(Reads, UserWrites, LeaseWrites, ControllerWrites, RebuildWrites, Rem
 
 
 def _prepare(path: Path) -> None:
-    """Bring the file to the journal and the tables of today."""
+    """Bring the file to the present journal mode and tables."""
     journal = _make(path)
     versions.require_known(fast_queries.version(path), path)  # before anything in the file changes
     migrate.set_journal(path, journal)
@@ -67,7 +67,7 @@ def _prepare(path: Path) -> None:
 
 
 def _make(path: Path) -> str:
-    """Make the file where it may be, readable by its owner alone, before SQLite makes it with the ambient umask.
+    """Create the file, readable only by its owner, before SQLite creates it with the ambient umask.
 
     Returns its journal mode.
     """

@@ -1,18 +1,18 @@
-"""Which registry versions this program knows; kept apart so that reading a version needs no alembic."""
+"""Registry versions known to this program; a separate file, so that reading a version needs no alembic."""
 
 from pathlib import Path
 
 from orchestrator.errors import RegistryError
 
 KNOWN = ("0005", "0006", "0007", "0008", "0009")
-"""Every revision in `migrations/versions`, oldest first; a test holds this list to the folder."""
+"""Revisions in `migrations/versions`, oldest first; a test compares this list with the folder."""
 
 HEAD = KNOWN[-1]
-"""The tables of the registry that this program reads."""
+"""Version of the tables that this program reads."""
 
 
 def require_known(version: str | None, path: Path) -> None:
-    """Raise RegistryError for a registry that this program can neither read nor upgrade; None is an empty one."""
+    """Raise RegistryError for a registry that this program can neither read nor upgrade; None means an empty one."""
     if version is None or version in KNOWN:
         return
     if version < KNOWN[0]:
@@ -30,7 +30,7 @@ def require_known(version: str | None, path: Path) -> None:
 
 
 def require_head(version: str | None, path: Path) -> None:
-    """Raise RegistryError for a registry that this program cannot read as it is; None is an empty one."""
+    """Raise RegistryError for a registry that this program cannot read without an upgrade; None means an empty one."""
     require_known(version, path)
     if version not in (None, HEAD):
         raise RegistryError(

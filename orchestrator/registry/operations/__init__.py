@@ -1,1 +1,1 @@
-"""Every read and write of the registry, by who makes it; the Store joins them."""
+"""Reads and writes of the registry, grouped by their caller; the Store joins them."""

@@ -41,13 +41,13 @@ from orchestrator.registry.rows import (
 from orchestrator.states import AttemptState, RunState, Trust, may_move
 
 NOBODY = ""
-"""The holder of a lease that was dropped."""
+"""Holder of a dropped lease."""
 ALL_RUNS = ""
-"""The scheduler of a lease that is for every run: of `orch db rebuild`, and of controllers of older versions."""
+"""Scheduler of a lease for all runs, used by `orch db rebuild` and by controllers of older versions."""
 
 
 class LeaseWrites(StoreOperations):
-    """Taking, keeping and dropping the lease of one scheduler instance."""
+    """Acquisition, renewal and release of the lease of one scheduler instance."""
 
     @writes
     def take_lease(
@@ -59,12 +59,12 @@ class LeaseWrites(StoreOperations):
         scheduler: str = ALL_RUNS,
         over: Sequence[Lease] | None = None,
     ) -> Lease | None:
-        """The lease, when it is free, expired, or this holder's own; None while another one is live.
+        """Return the lease if it is free, expired or already this holder's; None while another holder is alive.
 
-        `over`: leases that the caller has watched for long enough to know that their holders stall, whatever this
-        host's clock says: where it is given, those that still are as they were there count as expired, and no others.
-        A holder that did not have it yet gets an epoch above all others, which fences the one before. The lease for
-        all runs and that of a single scheduler exclude each other.
+        `over`: leases that the caller has watched long enough to know that their holders stall, whatever this host's
+        clock shows. If given, only these leases count as expired, and only if unchanged. A new holder gets an epoch
+        above all others, which fences its predecessor. The lease for all runs and a single scheduler's lease exclude
+        each other.
         """
         assert holder, "a lease needs a holder"
         others = [
@@ -87,7 +87,7 @@ class LeaseWrites(StoreOperations):
 
     @writes
     def renew_lease(self, connection: Connection, lease: Lease, now: float, ttl: float) -> Lease:
-        """Keep the lease for another `ttl` seconds; raises Fenced when somebody else has it by now."""
+        """Extend the lease by `ttl` seconds. Raises Fenced if it is lost."""
         fence(connection, lease.epoch)
         _set(connection, lease.epoch, renewed_at=now, expires_at=now + ttl)
         renewed = _current(connection, lease.epoch)
@@ -96,29 +96,29 @@ class LeaseWrites(StoreOperations):
 
     @writes
     def drop_lease(self, connection: Connection, lease: Lease) -> None:
-        """Give the lease back; nothing happens when somebody else has it by now."""
+        """Give up the lease; does nothing if another controller has taken it."""
         held = _current(connection, lease.epoch)
         if held is not None and held.holder == lease.holder:
             _set(connection, lease.epoch, holder=NOBODY, expires_at=0.0)
 
     @writes
     def ticked(self, connection: Connection, lease: Lease, now: float) -> None:
-        """Note that a whole pass over the runs has ended; raises Fenced when the lease is lost."""
+        """Record the end of a whole pass over the runs. Raises Fenced if the lease is lost."""
         fence(connection, lease.epoch)
         _set(connection, lease.epoch, ticked_at=now)
 
 
 def is_live(held: Lease, now: float, over: Sequence[Lease] | None) -> bool:
-    """Whether a lease that somebody holds keeps others from it (`over` as in `take_lease`)."""
+    """Return whether a held lease excludes other controllers (`over` as in `take_lease`)."""
     if over is None:
         return held.expires_at > now
     return (held.epoch, held.renewed_at) not in {(watched.epoch, watched.renewed_at) for watched in over}
 
 
 def fence(connection: Connection, epoch: int, run: str | None = None) -> Lease:
-    """Refuse a write of a controller that is no holder (any more), or not of the run's scheduler; raises Fenced.
+    """Raise Fenced if the epoch's lease is not held, and ForeignRun if the run belongs to another scheduler.
 
-    An expired lease still passes while nobody has taken it: this check and the write are one transaction.
+    An expired lease passes until it is taken; this check and the write share a transaction.
     """
     held = _current(connection, epoch)
     if held is None or held.holder == NOBODY:
@@ -136,7 +136,7 @@ def _rows(connection: Connection) -> list[Lease]:
 
 
 def _current(connection: Connection, epoch: int) -> Lease | None:
-    """The lease with this epoch: no other has it."""
+    """Return the lease with this epoch, which is unique."""
     row = connection.execute(select(LeaseRow.__table__).where(LeaseRow.epoch == epoch)).mappings().first()
     return record(Lease, row) if row else None
 
@@ -146,13 +146,13 @@ def _set(connection: Connection, of_epoch: int, **changes: object) -> None:
 
 
 class ControllerWrites(StoreOperations):
-    """Writes of the lease's holder; a repeated one changes nothing."""
+    """Writes of the lease's holder; all are idempotent."""
 
     @writes
     def move_run(
         self, connection: Connection, /, run: str, to: RunState, reason: str, *, epoch: int, now: float, **changes: Any
     ) -> None:
-        """Change a run's state and write down why; in that state already, only `changes` are applied."""
+        """Change a run's state and record the reason; in the same state, only `changes` are applied."""
         fence(connection, epoch, run)
         before = the_run(connection, run).state
         values = changed(RunRow, changes)
@@ -176,7 +176,7 @@ class ControllerWrites(StoreOperations):
         now: float,
         **changes: Any,
     ) -> None:
-        """Change an attempt's state and write down why; in that state already, only `changes` are applied."""
+        """Change an attempt's state and record the reason; in the same state, only `changes` are applied."""
         fence(connection, epoch, run)
         before = the_attempt(connection, run, number).state
         values = changed(AttemptRow, changes)
@@ -188,10 +188,9 @@ class ControllerWrites(StoreOperations):
 
     @writes
     def claim_run(self, connection: Connection, run: str, scheduler: str, *, epoch: int, before: str = "") -> bool:
-        """Let a run that belongs to `before` (empty: to nobody knows whom) belong to this scheduler; whether it does.
+        """Assign a run from `before` (empty: unassigned) to this scheduler; return whether it belongs to it now.
 
-        Attempts without a scheduler of their own follow the run, and so does what is known of nodes under the name that
-        an older version had for the cluster.
+        Attempts without a scheduler follow the run, and so do node records under an older version's cluster name.
         """
         fence(connection, epoch)
         row = the_run(connection, run)
@@ -200,28 +199,28 @@ class ControllerWrites(StoreOperations):
         if not row.scheduler:
             _keep_nodes(connection, row.cluster, scheduler)
         alter_run(connection, run, scheduler=scheduler)
-        connection.info.setdefault(TOUCHED, set()).add(run)  # its record says where it belongs, too
+        connection.info.setdefault(TOUCHED, set()).add(run)  # its record contains the scheduler
         own = (AttemptRow.run == run) & (AttemptRow.scheduler == "")
         connection.execute(update(AttemptRow).where(own).values(scheduler=scheduler))
         return True
 
     @writes
     def note_run(self, connection: Connection, /, run: str, *, epoch: int, now: float, **changes: Any) -> None:
-        """Change facts about a run, not its state."""
+        """Change fields of a run other than its state."""
         fence(connection, epoch, run)
         the_run(connection, run)
         alter_run(connection, run, **{"updated_at": now, **changed(RunRow, changes)})
 
     @writes
     def note_notified(self, connection: Connection, run: str, notified: dict[str, Any], *, epoch: int) -> None:
-        """Write down who was told of a run's changes; for the run itself nothing has changed."""
+        """Record the notifications of a run's changes; its time of update does not change."""
         fence(connection, epoch, run)
         alter_run(connection, run, notified=notified)
         connection.info.setdefault(TOUCHED, set()).add(run)
 
     @writes
     def note_attempt(self, connection: Connection, /, run: str, number: int, *, epoch: int, **changes: Any) -> None:
-        """Change facts about an attempt, not its state."""
+        """Change fields of an attempt other than its state."""
         fence(connection, epoch, run)
         the_attempt(connection, run, number)
         if changes:
@@ -232,7 +231,7 @@ class ControllerWrites(StoreOperations):
         self, connection: Connection, /, run: str, *, nonce: str, excluded: tuple[str, ...], epoch: int, now: float,
         reason: str = "next attempt", **changes: Any,
     ) -> Attempt:  # fmt: skip
-        """The intent of the run's next attempt; `changes` are what it has otherwise than its run."""
+        """Add the intent of the run's next attempt; `changes` override fields taken from its run."""
         fence(connection, epoch, run)
         the_run(connection, run)
         query = select(func.coalesce(func.max(AttemptRow.number), 0)).where(AttemptRow.run == run)
@@ -244,7 +243,7 @@ class ControllerWrites(StoreOperations):
 
     @writes
     def put_generation(self, connection: Connection, generation: Generation, *, epoch: int) -> None:
-        """Write a generation, or what is known about it by now; the attempt's count follows."""
+        """Insert or update a generation, and the attempt's count of generations."""
         fence(connection, epoch, generation.run)
         values = dict(generation.__dict__)
         row = insert_or(GenerationRow).values(**values)
@@ -257,13 +256,13 @@ class ControllerWrites(StoreOperations):
 
     @writes
     def put_notice(self, connection: Connection, notice: Notice, *, epoch: int) -> None:
-        """Write down what was noticed; what is known already stays as it is."""
+        """Insert a notice; an existing one is kept."""
         fence(connection, epoch, notice.run)
         connection.execute(insert_or(NoticeRow).values(**notice.__dict__).on_conflict_do_nothing())
 
     @writes
     def put_checkpoint(self, connection: Connection, checkpoint: Checkpoint, *, epoch: int) -> None:
-        """Write a checkpoint; one that is known already stays as it is."""
+        """Insert a checkpoint; an existing one is kept."""
         fence(connection, epoch, checkpoint.run)
         row = insert_or(CheckpointRow).values(**checkpoint.__dict__).on_conflict_do_nothing()
         if connection.execute(row).rowcount:
@@ -275,26 +274,26 @@ class ControllerWrites(StoreOperations):
 
     @writes
     def put_copy(self, connection: Connection, copy: Copy, *, epoch: int) -> None:
-        """Write down that a known checkpoint lies in a further tier too."""
+        """Record a copy of a known checkpoint in a further tier."""
         fence(connection, epoch, copy.run)
         the_checkpoint(connection, copy.run, copy.name)
         connection.execute(insert_or(CopyRow).values(**copy.__dict__).on_conflict_do_nothing())
 
     @writes
     def drop_copy(self, connection: Connection, run: str, name: str, tier: str, *, epoch: int) -> None:
-        """A copy is gone."""
+        """Delete the record of a copy."""
         fence(connection, epoch, run)
         _drop_copy(connection, run, name, tier)
 
     @writes
     def move_checkpoint(self, connection: Connection, run: str, name: str, path: str, *, epoch: int) -> None:
-        """A checkpoint lies at another path now."""
+        """Record a checkpoint's new path."""
         fence(connection, epoch, run)
         alter_checkpoint(connection, run, name, path=path, tier=os.path.dirname(path))
 
     @writes
     def rehome(self, connection: Connection, copy: Copy, reason: str, *, epoch: int) -> None:
-        """A checkpoint is gone from where it was committed: this copy of it takes that place, as trusted as before."""
+        """Make a copy the checkpoint's main location after the original is gone; its trust is unchanged."""
         fence(connection, epoch, copy.run)
         the_checkpoint(connection, copy.run, copy.name)
         alter_checkpoint(connection, copy.run, copy.name, tier=copy.tier, path=copy.path, reason=reason)
@@ -304,7 +303,7 @@ class ControllerWrites(StoreOperations):
     def trust(
         self, connection: Connection, run: str, name: str, to: Trust, reason: str, *, epoch: int, now: float
     ) -> None:
-        """Change how far a checkpoint is trusted, and write down why."""
+        """Change a checkpoint's trust and record the reason."""
         fence(connection, epoch, run)
         before = the_checkpoint(connection, run, name).trust
         if _moves(before, to, f"checkpoint {run}/{name}"):
@@ -316,7 +315,7 @@ class ControllerWrites(StoreOperations):
         self, connection: Connection, test: str, verdict: str, reason: str, evidence: dict[str, Any], *,
         epoch: int, now: float,
     ) -> None:  # fmt: skip
-        """Write down how a restore test ended; the first verdict stays. The tested run's controller may write it."""
+        """Record the end of a restore test; the first verdict is kept. The tested run's controller may write it."""
         fence(connection, epoch)
         wanted = (RestoreTestRow.test == test) & RestoreTestRow.ended_at.is_(None)
         values = {"verdict": verdict, "reason": reason, "evidence": evidence, "ended_at": now}
@@ -327,11 +326,11 @@ class ControllerWrites(StoreOperations):
     def saw_node(
         self, connection: Connection, name: str, cluster: str, *, epoch: int, now: float, failure: str | None = None
     ) -> None:
-        """Count one more attempt on a node, or, with `failure`, one failure on it."""
+        """Count another attempt on a node or, with `failure`, a failure on it."""
         if failure is None:
             values: dict[str, Any] = {"attempts": NodeRow.attempts + 1}
         else:
-            # While it is excluded, why it is counts for more than what still happened on it.
+            # While a node is excluded, the reason for that is kept.
             reason = case((NodeRow.excluded_until > now, NodeRow.reason), else_=failure)
             values = {"failures": NodeRow.failures + 1, "reason": reason}
         fence(connection, epoch)
@@ -341,7 +340,7 @@ class ControllerWrites(StoreOperations):
     def exclude_node(
         self, connection: Connection, name: str, cluster: str, until: float, reason: str, *, epoch: int, now: float
     ) -> None:
-        """Avoid a node until a time (`now`: no longer), and write down why."""
+        """Exclude a node until a time (`now` ends the exclusion) and record the reason."""
         fence(connection, epoch)
         _alter_node(connection, name, cluster, now, {"excluded_until": until, "reason": reason})
 
@@ -349,7 +348,7 @@ class ControllerWrites(StoreOperations):
     def prolong_exclusion(
         self, connection: Connection, name: str, cluster: str, before: float, until: float, *, epoch: int, now: float
     ) -> None:
-        """Avoid a node for longer, unless its exclusion does not end at `before` any more."""
+        """Extend a node's exclusion if it still ends at `before`."""
         fence(connection, epoch)
         wanted = (NodeRow.cluster == cluster) & (NodeRow.name == name) & (NodeRow.excluded_until == before)
         connection.execute(update(NodeRow).where(wanted).values(excluded_until=until))
@@ -358,13 +357,13 @@ class ControllerWrites(StoreOperations):
     def release_node(
         self, connection: Connection, name: str, cluster: str, reason: str, *, epoch: int, now: float
     ) -> None:
-        """Avoid a node no longer: its failures count no more."""
+        """End a node's exclusion and reset its failures."""
         fence(connection, epoch)
         _alter_node(connection, name, cluster, now, {"excluded_until": now, "reason": reason, "failures": 0})
 
     @writes
     def add_submission(self, connection: Connection, run: str, attempt: int, *, epoch: int, now: float) -> int:
-        """Write down that the attempt's job is about to be submitted (again); returns the submission's number."""
+        """Record that the attempt's job is about to be submitted; return the submission's number."""
         fence(connection, epoch)
         wanted = (SubmissionRow.run == run) & (SubmissionRow.attempt == attempt)
         query = select(func.coalesce(func.max(SubmissionRow.number), 0)).where(wanted)
@@ -377,14 +376,14 @@ class ControllerWrites(StoreOperations):
     def note_submission(
         self, connection: Connection, /, run: str, attempt: int, number: int, *, epoch: int, **changes: Any
     ) -> None:
-        """Write down what became of a submission."""
+        """Record the outcome or job id of a submission."""
         fence(connection, epoch)
         wanted = (SubmissionRow.run == run) & (SubmissionRow.attempt == attempt) & (SubmissionRow.number == number)
         connection.execute(update(SubmissionRow).where(wanted).values(**changed(SubmissionRow, changes)))
 
     @writes
     def set_cursor(self, connection: Connection, run: str, file: str, offset: int, *, epoch: int) -> None:
-        """Remember up to which byte an event file has been read."""
+        """Record the offset up to which an event file has been read."""
         fence(connection, epoch, run)
         row = insert_or(CursorRow).values(run=run, file=file, offset=offset)
         keys = ("run", "file")
@@ -392,14 +391,14 @@ class ControllerWrites(StoreOperations):
 
     @writes
     def answer(self, connection: Connection, request_id: int, answer: str, *, epoch: int, now: float) -> None:
-        """Answer a request; the first answer stays."""
+        """Answer a request; the first answer is kept."""
         wanted = (UserRequestRow.id == request_id) & UserRequestRow.answered_at.is_(None)
         fence(connection, epoch, connection.execute(select(UserRequestRow.run).where(wanted)).scalar())
         connection.execute(update(UserRequestRow).where(wanted).values(answer=answer, answered_at=now))
 
 
 def _alter_node(connection: Connection, name: str, cluster: str, now: float, values: dict[str, Any]) -> None:
-    """Change what is known of a node, which may be seen for the first time."""
+    """Change a node's row, inserting it if the node is new."""
     fresh = {"attempts": 0, "failures": 0, "excluded_until": 0.0, "reason": ""}
     row = insert_or(NodeRow).values(cluster=cluster, name=name, first_seen=now, last_seen=now, **fresh)
     connection.execute(row.on_conflict_do_nothing())
@@ -409,7 +408,7 @@ def _alter_node(connection: Connection, name: str, cluster: str, now: float, val
 
 
 def _keep_nodes(connection: Connection, old: str, new: str) -> None:
-    """What is known of nodes by the cluster's old name is known by its new one; the later exclusion holds."""
+    """Copy the node records from the cluster's old name to its new one; the later exclusion is kept."""
     for node in connection.execute(select(NodeRow.__table__).where(NodeRow.cluster == old)).mappings().all():
         row = insert_or(NodeRow).values(**{**node, "cluster": new})
         given, later = row.excluded, row.excluded.excluded_until > NodeRow.excluded_until

@@ -1,4 +1,4 @@
-"""What the store answers."""
+"""Reads of the registry."""
 
 import difflib
 import hashlib
@@ -49,13 +49,13 @@ from trainer.contract.config_sections.moved_keys import in_present_keys
 
 
 class Reads(StoreOperations):
-    """Every read of the registry is one of these verbs."""
+    """All reads of the registry."""
 
     @reads
     def run(self, connection: Connection, name: str) -> Run:
-        """The run of this name, of this unique beginning of a name, or the newest one (`@last`); raises NotFound.
+        """Return the run with this name or unique prefix, or the newest one (`@last`). Raises NotFound.
 
-        Restore tests are found by their whole names, and by a beginning that no other run has.
+        A restore test is found by its whole name, or by a prefix that matches only restore tests.
         """
         return the_run(connection, _resolved(connection, name))
 
@@ -63,7 +63,7 @@ class Reads(StoreOperations):
     def runs(
         self, connection: Connection, states: Iterable[RunState] | None = None, limit: int | None = None
     ) -> list[Run]:
-        """Runs, newest first."""
+        """Return the runs, newest first."""
         query = select(RunRow.__table__).order_by(RunRow.id.desc())
         if states is not None:
             query = query.where(RunRow.state.in_(sorted(states)))
@@ -72,18 +72,18 @@ class Reads(StoreOperations):
 
     @reads
     def attempts(self, connection: Connection, run: str) -> list[Attempt]:
-        """Attempts of a run, oldest first."""
+        """Return the attempts of a run, oldest first."""
         query = select(AttemptRow.__table__).where(AttemptRow.run == run).order_by(AttemptRow.number)
         return [record(Attempt, row) for row in connection.execute(query).mappings()]
 
     @reads
     def attempt(self, connection: Connection, run: str, number: int) -> Attempt:
-        """One attempt of a run; raises NotFound."""
+        """Return an attempt of a run. Raises NotFound."""
         return the_attempt(connection, run, number)
 
     @reads
     def submissions(self, connection: Connection, run: str | None = None, *, since: float = 0.0) -> list[Submission]:
-        """Submissions of one run, or of all, that were begun at `since` or later; oldest first."""
+        """Return the submissions of one run, or of all, since a time; oldest first."""
         query = select(SubmissionRow.__table__).where(SubmissionRow.submitted_at >= since)
         if run is not None:
             query = query.where(SubmissionRow.run == run)
@@ -92,25 +92,25 @@ class Reads(StoreOperations):
 
     @reads
     def generations(self, connection: Connection, run: str, attempt: int | None = None) -> list[Generation]:
-        """Generations of a run, or of one attempt of it, oldest first."""
+        """Return the generations of a run or of one attempt, oldest first."""
         return generation_rows(connection, run, attempt)
 
     @reads
     def checkpoints(self, connection: Connection, run: str) -> list[Checkpoint]:
-        """Checkpoints of a run, newest first, deleted ones included."""
+        """Return the checkpoints of a run, newest first, deleted ones included."""
         order = (CheckpointRow.step.desc(), CheckpointRow.committed_at.desc(), CheckpointRow.name.desc())
         query = select(CheckpointRow.__table__).where(CheckpointRow.run == run).order_by(*order)
         return [record(Checkpoint, row) for row in connection.execute(query).mappings()]
 
     @reads
     def copies(self, connection: Connection, run: str) -> list[Copy]:
-        """Copies of a run's checkpoints in further tiers, by checkpoint and tier."""
+        """Return the copies of a run's checkpoints in further tiers, by checkpoint and tier."""
         query = select(CopyRow.__table__).where(CopyRow.run == run).order_by(CopyRow.name, CopyRow.tier)
         return [record(Copy, row) for row in connection.execute(query).mappings()]
 
     @reads
     def restore_test(self, connection: Connection, test: str) -> RestoreTest | None:
-        """The restore test that the run `test` is; None for any other run."""
+        """Return the restore test executed by the run `test`; None for any other run."""
         query = select(RestoreTestRow.__table__).where(RestoreTestRow.test == test)
         row = connection.execute(query).mappings().one_or_none()
         return None if row is None else record(RestoreTest, row)
@@ -119,7 +119,7 @@ class Reads(StoreOperations):
     def restore_tests(
         self, connection: Connection, run: str | None = None, *, going_on: bool = False, since: float = 0.0
     ) -> list[RestoreTest]:
-        """Restore tests of the checkpoints of one run or of all, oldest first; `going_on`: those without a verdict."""
+        """Return the restore tests of one run or of all, oldest first; `going_on`: only without a verdict."""
         query = select(RestoreTestRow.__table__).where(RestoreTestRow.begun_at >= since)
         if run is not None:
             query = query.where(RestoreTestRow.run == run)
@@ -130,7 +130,7 @@ class Reads(StoreOperations):
 
     @reads
     def history(self, connection: Connection, cluster: str, since: float) -> tuple[list[Attempt], list[Generation]]:
-        """Attempts on a cluster (`Run.domain`) that ran at `since` or later, and failed generations of its runs."""
+        """Return the attempts on a cluster (`Run.domain`) that ran since a time, and failed generations of its runs."""
         of_cluster = _runs_of(cluster)
         lived = AttemptRow.started_at.is_not(None) & (AttemptRow.ended_at.is_(None) | (AttemptRow.ended_at >= since))
         attempts = select(AttemptRow.__table__).where(AttemptRow.run.in_(of_cluster) & lived)
@@ -143,27 +143,27 @@ class Reads(StoreOperations):
 
     @reads
     def transitions(self, connection: Connection, run: str) -> list[Transition]:
-        """Every change of state of a run, its attempts and its checkpoints, in the order they were recorded."""
+        """Return all state changes of a run, its attempts and its checkpoints, in the order of recording."""
         query = select(TransitionRow.__table__).where(TransitionRow.run == run).order_by(TransitionRow.id)
         return [record(Transition, row) for row in connection.execute(query).mappings()]
 
     @reads
     def changes_after(self, connection: Connection, number: int, since: float) -> list[tuple[int, str]]:
-        """Changes of runs' states after that one, and not before a time: their numbers with the runs' names."""
+        """Return numbers and run names of run state changes after `number`, since a time."""
         wanted = (TransitionRow.id > number) & (TransitionRow.kind == "run") & (TransitionRow.time >= since)
         query = select(TransitionRow.id, TransitionRow.run).where(wanted).order_by(TransitionRow.id)
         return [(row.id, row.run) for row in connection.execute(query)]
 
     @reads
     def notices(self, connection: Connection, run: str) -> list[Notice]:
-        """What was noticed in a run's attempts, oldest first."""
+        """Return the notices of a run's attempts, oldest first."""
         query = select(NoticeRow.__table__).where(NoticeRow.run == run)
         order = (NoticeRow.time, NoticeRow.attempt, NoticeRow.source, NoticeRow.seq)
         return [record(Notice, row) for row in connection.execute(query.order_by(*order)).mappings()]
 
     @reads
     def noticed(self, connection: Connection, cluster: str, kinds: Iterable[str], since: float) -> list[Notice]:
-        """Notices of these kinds in all runs of a cluster since a time, oldest first."""
+        """Return the notices of these kinds in all runs of a cluster since a time, oldest first."""
         of_cluster = _runs_of(cluster)
         wanted = NoticeRow.kind.in_(sorted(kinds)) & (NoticeRow.time >= since) & NoticeRow.run.in_(of_cluster)
         order = (NoticeRow.time, NoticeRow.run, NoticeRow.attempt, NoticeRow.source, NoticeRow.seq)
@@ -172,15 +172,15 @@ class Reads(StoreOperations):
 
     @reads
     def nodes(self, connection: Connection) -> list[Node]:
-        """Every node seen, by cluster and name."""
+        """Return every node seen, by cluster and name."""
         query = select(NodeRow.__table__).order_by(NodeRow.cluster, NodeRow.name)
         return [record(Node, row) for row in connection.execute(query).mappings()]
 
     @reads
     def config(self, connection: Connection, digest: str) -> dict[str, Any]:
-        """The resolved config with this digest, in the keys of this version.
+        """Return the resolved config with this digest, converted to the keys of this version.
 
-        Raises NotFound, or RegistryError when its bytes were damaged.
+        Raises NotFound, or RegistryError if its bytes are damaged.
         """
         text = connection.execute(select(ConfigRow.data).where(ConfigRow.digest == digest)).scalar()
         if text is None:
@@ -191,25 +191,25 @@ class Reads(StoreOperations):
 
     @reads
     def config_digests(self, connection: Connection) -> set[str]:
-        """The digests of all configs."""
+        """Return the digests of all configs."""
         return set(connection.execute(select(ConfigRow.digest)).scalars())
 
     @reads
     def leases(self, connection: Connection) -> list[Lease]:
-        """The lease of every scheduler instance, expired or dropped (no holder) ones included, the newest first."""
+        """Return each scheduler instance's lease, newest first, including expired and dropped (no holder) ones."""
         order = (LeaseRow.holder == "", LeaseRow.renewed_at.desc(), LeaseRow.epoch.desc())
         return [
             record(Lease, row) for row in connection.execute(select(LeaseRow.__table__).order_by(*order)).mappings()
         ]
 
     def lease(self, scheduler: str | None = None) -> Lease | None:
-        """The lease for a scheduler instance's runs, or of whichever controller lived last; None before the first."""
+        """Return the lease for a scheduler instance's runs, or of the last controller alive; None before the first."""
         found = self.leases()
         return next(iter(found), None) if scheduler is None else lease_for(found, scheduler)
 
     @reads
     def user_requests(self, connection: Connection, pending: bool = True) -> list[UserRequest]:
-        """Requests of people, oldest first; with `pending` only those without an answer."""
+        """Return the requests of people, oldest first; with `pending` only unanswered ones."""
         query = select(UserRequestRow.__table__).order_by(UserRequestRow.id)
         if pending:
             query = query.where(UserRequestRow.answered_at.is_(None))
@@ -217,25 +217,25 @@ class Reads(StoreOperations):
 
     @reads
     def cursor(self, connection: Connection, run: str, file: str) -> int:
-        """The byte from which an event file of the run is still to be read."""
+        """Return the offset from which an event file of the run is unread."""
         wanted = (CursorRow.run == run) & (CursorRow.file == file)
         return connection.execute(select(CursorRow.offset).where(wanted)).scalar() or 0
 
     @reads
     def cursors(self, connection: Connection, run: str) -> dict[str, int]:
-        """How far every event file of a run has been read."""
+        """Return the read offset of every event file of a run."""
         rows = connection.execute(select(CursorRow.file, CursorRow.offset).where(CursorRow.run == run))
         return {row.file: row.offset for row in rows}
 
 
 def _runs_of(domain: str) -> Select[Any]:
-    """Names of the runs of one scheduler; of those whose scheduler is not known, by kind."""
+    """Select the names of one scheduler's runs; runs without a known scheduler match by kind."""
     alone = (RunRow.scheduler == "") & (RunRow.cluster == domain)
     return select(RunRow.name).where((RunRow.scheduler == domain) | alone)
 
 
 def _resolved(connection: Connection, name: str) -> str:
-    """The whole name: a run that is a restore test is meant only where no other run can be."""
+    """Return the whole name; a prefix matches restore tests only if it matches no other run."""
     no_test = ~exists().where(RestoreTestRow.test == RunRow.name)
     names = select(RunRow.name).order_by(RunRow.id.desc())
     if name == "@last":
@@ -255,7 +255,7 @@ def _resolved(connection: Connection, name: str) -> str:
     run, mark, _ = name.rpartition("@")
     if run and mark:
         raise RunExpected(name, _resolved(connection, run))
-    if "/" in name:  # its folder, or one in that
+    if "/" in name:  # its folder, or a path inside it
         parts = list(reversed(Path(os.path.abspath(os.path.expanduser(name))).parts))
         known = set(connection.execute(select(RunRow.name).where(RunRow.name.in_(parts))).scalars())
         meant = next((part for part in parts if part in known), None)

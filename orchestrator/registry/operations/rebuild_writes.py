@@ -1,4 +1,4 @@
-"""Putting rows back that were read from run directories, into a registry that is being rebuilt."""
+"""Insertion of rows read from run directories into a registry under reconstruction."""
 
 from typing import Any
 
@@ -40,11 +40,11 @@ Row = Run | Attempt | Submission | Generation | Checkpoint | Copy | Notice | Res
 
 
 class RebuildWrites(StoreOperations):
-    """Writes of `orch db rebuild`, on a file that nobody else has open."""
+    """Writes of `orch db rebuild`, on a file that no other process has open."""
 
     @writes
     def put_record(self, connection: Connection, record: Record) -> None:
-        """Insert all rows of a run as they were recorded; of a node that is known already the fuller row stays."""
+        """Insert all recorded rows of a run; for a node that is already known, the later row is kept."""
         rows: list[tuple[type[Base], Row]] = [(RunRow, record.run)]
         rows += [(AttemptRow, item) for item in record.attempts]
         rows += [(SubmissionRow, item) for item in record.submissions]
@@ -63,7 +63,7 @@ class RebuildWrites(StoreOperations):
 
     @writes
     def start_epochs_after(self, connection: Connection, epoch: int) -> None:
-        """Let the next holder of the lease be newer than every one before the registry was lost."""
+        """Set the epoch so that the next lease holder is newer than every one before the loss of the registry."""
         lost: dict[str, Any] = {"epoch": epoch, "holder": NOBODY, "renewed_at": 0.0, "expires_at": 0.0}
         row = insert_or(LeaseRow).values(id=1, ticked_at=0.0, **lost)
         connection.execute(row.on_conflict_do_update(index_elements=("id",), set_=lost))

@@ -1,4 +1,4 @@
-"""Taking a run out of the registry: the intent first, the rows last (`orch rm`)."""
+"""Removal of a run from the registry: the intent first, the rows last (`orch rm`)."""
 
 from collections.abc import Sequence
 from enum import StrEnum
@@ -28,23 +28,23 @@ _BELONGING = (
     CursorRow, UserRequestRow, TransitionRow, NoticeRow, CopyRow, CheckpointRow, GenerationRow, SubmissionRow,
     AttemptRow,
 )  # fmt: skip
-"""Tables with rows of a run, those that refer to others first."""
+"""Tables with rows of a run, referring tables first."""
 
 
 class Removal(StrEnum):
-    """How far the removal of a run has come."""
+    """Progress of a run's removal."""
 
     NONE = ""
     BEGUN = "begun"  # nothing of it may be resumed or tested any more
-    SET_ASIDE = "set aside"  # its folder has been renamed; what is left of it bears the other name
+    SET_ASIDE = "set aside"  # its folder has been renamed, and the rest of it has that name
 
 
 class RemovalWrites(StoreOperations):
-    """Writes of `orch rm`. They need no lease: nobody drives a run that has ended."""
+    """Writes of `orch rm`. They need no lease, because an ended run has no controller."""
 
     @writes
     def begin_removal(self, connection: Connection, run: str) -> None:
-        """Keep everybody from going on with the run; raises Precondition where somebody does already."""
+        """Mark the run as being removed, which stops new work on it. Raises Precondition if it is in use."""
         found = the_run(connection, run)
         query = select(AttemptRow.__table__).where(AttemptRow.run == run).order_by(AttemptRow.number)
         attempts = [record(Attempt, row) for row in connection.execute(query).mappings()]
@@ -56,7 +56,7 @@ class RemovalWrites(StoreOperations):
 
     @writes
     def note_set_aside(self, connection: Connection, run: str) -> None:
-        """Write down that the folder of a run has been renamed: from now on it is gone, not hidden."""
+        """Record that a run's folder was renamed; from now on it counts as gone, not hidden."""
         alter_run(connection, run, removal=Removal.SET_ASIDE)
 
     @writes
@@ -70,8 +70,8 @@ class RemovalWrites(StoreOperations):
 
 
 def require_removable(run: Run, attempts: Sequence[Attempt], tests: Sequence[str]) -> None:
-    """Raise Precondition for a run that lives, may live, or of which `tests` are under way."""
-    # Of a run that is over, a LOST attempt never comes back.
+    """Raise Precondition if a run is or may be alive, or if `tests` of it are in progress."""
+    # In an ended run, a LOST attempt never comes back.
     lost = attempts[-1].state is AttemptState.LOST and run.state not in ENDED_RUNS
     if run.state in LIVE_RUNS or lost or any(attempt.state in LIVE_ATTEMPTS for attempt in attempts):
         raise Precondition(

@@ -1,4 +1,4 @@
-"""The record of a run: a copy of its rows in its run directory, so that losing the registry loses nothing."""
+"""Record of a run: a copy of its rows in its run directory, so that nothing is lost with the registry."""
 
 import logging
 import math
@@ -30,7 +30,7 @@ from trainer.contract.run_dir import RunDir
 
 SCHEMA = "orch.record/1"
 DELETED_KEPT = 100
-"""So many of the checkpoints that were deleted stay in a record, the newest: a run of months deletes thousands."""
+"""Maximum deleted checkpoints in a record, newest first; a run of months deletes thousands."""
 _YEAR_3000 = 32_503_680_000
 """Seconds since the epoch."""
 log = logging.getLogger("orch.registry")
@@ -38,7 +38,7 @@ log = logging.getLogger("orch.registry")
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """All rows that belong to one run, and those of the nodes it has used."""
+    """All rows of one run and of the nodes it has used."""
 
     run: Run
     attempts: tuple[Attempt, ...]
@@ -46,20 +46,20 @@ class Record:
     checkpoints: tuple[Checkpoint, ...]
     copies: tuple[Copy, ...] = ()
     notices: tuple[Notice, ...] = ()
-    restore_test: RestoreTest | None = None  # that this run is
+    restore_test: RestoreTest | None = None  # the test that this run executes
     submissions: tuple[Submission, ...] = ()
     transitions: tuple[Transition, ...]
     nodes: tuple[Node, ...]
     cursors: dict[str, int]
-    registry: str = ""  # the file that this was copied from
-    changes: int = 0  # how many transitions there were, those left out included
+    registry: str = ""  # file that this was copied from
+    changes: int = 0  # number of transitions, including omitted ones
 
     def encode(self) -> bytes:
         return dump_line({"schema": SCHEMA, **_fields(self)}).encode()
 
     @classmethod
     def read(cls, path: Path) -> "Record":
-        """Parse a record; raises OSError when there is none, ValueError when it is not one."""
+        """Parse a record. Raises OSError if it is missing, ValueError if it is invalid."""
         try:
             fields = read_json(path)
         except RecursionError as error:
@@ -77,14 +77,14 @@ class Record:
 
 
 def _fields(value: Any) -> Any:
-    """`dataclasses.asdict`, without its copies of what lies below: a record is written with every change."""
+    """Return `dataclasses.asdict` without deep copies, because a record is written with every change."""
     if is_dataclass(value):
         return {name: _fields(inner) for name, inner in vars(value).items()}
     return [_fields(item) for item in value] if isinstance(value, tuple) else value
 
 
 def _impossible(value: Any, name: str = "") -> str:
-    """The first number that no registry can hold, or no calendar has; empty where there is none."""
+    """Return the first number outside the range of the registry or the calendar; "" if all are valid."""
     if isinstance(value, dict):
         return next(filter(None, (_impossible(inner, key) for key, inner in value.items())), "")
     if isinstance(value, list):
@@ -94,7 +94,7 @@ def _impossible(value: Any, name: str = "") -> str:
 
 
 def record_of(store: Reads, name: str) -> Record:
-    """What the registry knows of a run now."""
+    """Return the record of a run's present rows."""
     return store.database.read(lambda _: _record_of(store, name))
 
 
@@ -122,14 +122,14 @@ def _record_of(store: Reads, name: str) -> Record:
 
 
 def _long_deleted(checkpoints: Iterable[Checkpoint]) -> set[str]:
-    """Names of the checkpoints that were deleted, but for the newest."""
+    """Return the names of deleted checkpoints, except the newest."""
     deleted = sorted((one.step, one.name) for one in checkpoints if one.trust is Trust.DELETED)
     return {name for _, name in deleted[: max(0, len(deleted) - DELETED_KEPT)]}
 
 
 def write_record(folder: RunDir, record: Record) -> int:
-    """Bring the record of one run up to date; how many bytes were written. Raises OSError."""
-    # The controller makes the folder after the run's row; a later change of state finds it.
+    """Update the record of one run; return the number of bytes written. Raises OSError."""
+    # The controller creates the folder after the run's row; a later state change finds it.
     if not folder.run.exists() or _is_behind(record, folder.record):
         return 0
     data = record.encode()
@@ -143,9 +143,9 @@ def write_records(
     write: Callable[[RunDir, Record], object] = write_record,
     missed: Callable[[str], None] = log.warning,
 ) -> None:
-    """Bring the records of these runs up to date; a folder that cannot be written only misses this copy.
+    """Update the records of these runs; an unwritable folder only lacks this copy.
 
-    `missed` is told of each such folder.
+    `missed` is called with a message for each such folder.
     """
     for name in runs:
         try:
@@ -157,7 +157,7 @@ def write_records(
 
 
 def is_other_registry(named: str, registry: Path) -> bool:
-    """Whether a record names another registry than this file; one that was put back from a backup is the same."""
+    """Return whether a record names another registry than this file; a restored backup counts as the same."""
     if not named or Path(named) == registry.absolute():
         return False
     try:
@@ -167,7 +167,7 @@ def is_other_registry(named: str, registry: Path) -> bool:
 
 
 def _is_behind(record: Record, path: Path) -> bool:
-    """Whether a faster process has written a newer record already, or another registry has gone on with the run."""
+    """Return whether a newer record exists, by a faster process or by another registry that drives the run."""
     try:
         known: Any = read_json(path)
         theirs = {(one["number"], one["nonce"]) for one in known["attempts"]}
@@ -175,5 +175,5 @@ def _is_behind(record: Record, path: Path) -> bool:
         if theirs != ours and is_other_registry(known.get("registry", ""), Path(record.registry)):
             return not theirs <= ours
         return int(known.get("changes") or len(known["transitions"])) > record.changes
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):  # whatever was made of it
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):  # damaged or foreign content
         return False

@@ -1,4 +1,4 @@
-"""What people write into the registry: configs, new runs, requests to the controller."""
+"""Registry writes of users: configs, new runs, requests to the controller."""
 
 import hashlib
 from collections.abc import Iterable
@@ -18,11 +18,11 @@ from orchestrator.states import AttemptState, RunState
 
 
 class UserWrites(StoreOperations):
-    """Writes that need no lease, because they decide nothing."""
+    """Writes that need no lease because they decide nothing."""
 
     @writes
     def put_config(self, connection: Connection, data: dict[str, Any]) -> str:
-        """Store a resolved config once; returns the digest of its canonical bytes."""
+        """Store a resolved config once; return the digest of its canonical bytes."""
         content = canonical(data)
         digest = hashlib.sha256(content).hexdigest()
         row = insert_or(ConfigRow).values(digest=digest, data=content.decode())
@@ -31,7 +31,7 @@ class UserWrites(StoreOperations):
 
     @writes
     def put_restore_test(self, connection: Connection, test: RestoreTest) -> None:
-        """Write down that a run is a restore test; in one transaction with its `create_run`.
+        """Record that a run is a restore test, in one transaction with its `create_run`.
 
         Raises Precondition for a test of a run that is being removed.
         """
@@ -41,15 +41,15 @@ class UserWrites(StoreOperations):
 
     @reads
     def free_name(self, connection: Connection, slug: str, root: Path) -> str:
-        """The name that the next run of this slug gets."""
+        """Return the name of the next run with this slug."""
         return _free_name(connection, slug, root)
 
     @writes
     def create_run(self, connection: Connection, new: NewRun, *, now: float, nonce: str) -> tuple[Run, Attempt]:
-        """A new run `<slug>-<n>` (CREATED) with the intent of its first attempt.
+        """Create a run `<slug>-<n>` (CREATED) with the intent of its first attempt.
 
-        `n` is one more than the highest of that slug here, and skips folders that its root has already, so that a
-        registry that was lost, or a second user of the same root, takes no name twice.
+        `n` is one more than the highest number of that slug here, and skips existing folders in its root, so that a
+        lost registry or a second user of the same root never causes a duplicate name.
         """
         name = _free_name(connection, new.slug, new.root)
         connection.execute(
@@ -81,15 +81,15 @@ class UserWrites(StoreOperations):
     def change_tags(
         self, connection: Connection, run: str, added: Iterable[str], removed: Iterable[str]
     ) -> tuple[str, ...]:
-        """Add and remove tags of a run; returns those it has now."""
+        """Add and remove tags of a run; return its tags."""
         now = tuple(sorted(({*the_run(connection, run).tags} | {*added}) - {*removed}))
         alter_run(connection, run, tags=now)
-        connection.info.setdefault(TOUCHED, set()).add(run)  # its record has them, too
+        connection.info.setdefault(TOUCHED, set()).add(run)  # its record contains them too
         return now
 
     @writes
     def add_user_request(self, connection: Connection, run: str, verb: str, args: dict[str, Any], now: float) -> int:
-        """Ask the controller for something; returns the number under which it will be answered."""
+        """Add a request to the controller; return the number under which it will be answered."""
         the_run(connection, run)
         row = (
             insert(UserRequestRow)
@@ -110,7 +110,7 @@ def put_intent(
     reason: str,
     now: float,
 ) -> None:
-    """Write down that attempt `number` is about to be submitted, to the scheduler that its run belongs to."""
+    """Record that attempt `number` is about to be submitted to its run's scheduler."""
     connection.execute(
         insert(AttemptRow).values(
             run=run,
@@ -132,7 +132,7 @@ def put_intent(
 
 
 def _free_name(connection: Connection, slug: str, root: Path) -> str:
-    # The range is what an index can answer ("." follows "-"); names with another tail belong to other slugs.
+    # The range matches an index ("." follows "-"); names with another tail belong to other slugs.
     tail = func.substr(RunRow.name, len(slug) + 2)
     ours = RunRow.name.between(f"{slug}-", f"{slug}.") & tail.op("NOT GLOB")("*[^0-9]*") & (tail != "")
     number = (connection.execute(select(func.max(cast(tail, Integer))).where(ours)).scalar() or 0) + 1

@@ -1,4 +1,4 @@
-"""The tables of the first release. Registries of the revisions 0001 to 0004 were never released and are refused."""
+"""Tables of the first release. Registries of the revisions 0001 to 0004 were never released and are refused."""
 
 import sqlalchemy as sa
 from alembic import op
@@ -10,7 +10,7 @@ _IMMUTABLE = """
 CREATE TRIGGER configs_never_{change} BEFORE {change} ON configs
 BEGIN SELECT RAISE(ABORT, 'a config is never {past}: runs point at it'); END
 """
-# REPLACE deletes without firing delete triggers, so that a second row of the same digest must be refused too.
+# REPLACE deletes without firing delete triggers, so a second row with the same digest must be refused too.
 _NOT_REPLACED = """
 CREATE TRIGGER configs_never_replaced BEFORE INSERT ON configs
 WHEN EXISTS (SELECT 1 FROM configs WHERE digest = NEW.digest AND data IS NOT NEW.data)
@@ -186,7 +186,7 @@ def _notices() -> None:
 
 
 def _controller() -> None:
-    """Nodes, the lease, requests, and how far event files were read."""
+    """Create the tables for nodes, leases, requests, and offsets in event files."""
     op.create_table(
         "nodes",
         *(_text(name) for name in ("cluster", "name")),

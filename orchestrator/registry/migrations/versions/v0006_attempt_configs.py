@@ -1,4 +1,4 @@
-"""Attempts have a config each: `orch resume RUN KEY=VALUE` changes that of the next one."""
+"""Config of each attempt: `orch resume RUN KEY=VALUE` changes the next attempt's."""
 
 import sqlalchemy as sa
 from alembic import op

@@ -1,4 +1,4 @@
-"""Restore tests, and the digest of every checkpoint's manifest as it was at commit."""
+"""Restore tests, and the digest of every checkpoint's manifest at commit."""
 
 import sqlalchemy as sa
 from alembic import op

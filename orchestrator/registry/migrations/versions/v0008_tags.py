@@ -1,4 +1,4 @@
-"""Runs have tags, know which notifications were sent, and may be on their way out (`orch rm`)."""
+"""Tags of runs, their sent notifications, and the progress of their removal (`orch rm`)."""
 
 import sqlalchemy as sa
 from alembic import op

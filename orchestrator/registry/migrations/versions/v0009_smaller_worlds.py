@@ -1,4 +1,4 @@
-"""Attempts may be smaller than their run (`cluster.min_nodes`)."""
+"""Attempts smaller than their run (`cluster.min_nodes`)."""
 
 import sqlalchemy as sa
 from alembic import op

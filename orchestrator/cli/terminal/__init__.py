@@ -1,1 +1,1 @@
-"""What is typed and what is printed: command classes with the global options, tables, JSON, progress."""
+"""Command-line input and output: command classes with the global options, tables, JSON, progress."""

@@ -1,4 +1,4 @@
-"""The types of what people type: text that a shell may complete, paths that are not empty, seconds that end."""
+"""Types of command-line arguments: text with completion, paths that are not empty, finite seconds."""
 
 import math
 from typing import Any
@@ -10,7 +10,7 @@ from trainer.contract.time_spans import parse_span
 
 
 class CompletedText(click.types.StringParamType):
-    """Text; at a Tab, what `orchestrator.cli.completion.candidates` knows of the parameter."""
+    """Text with completion by `orchestrator.cli.completion.candidates`."""
 
     def shell_complete(
         self, ctx: click.Context, param: click.Parameter, incomplete: str
@@ -24,7 +24,7 @@ COMPLETED_TEXT = CompletedText()
 
 
 class Seconds(click.FloatRange):
-    """A finite number of seconds, or a time with its unit (`1m`): `nan` is no length, and `inf` never comes."""
+    """A finite number of seconds, or a time with its unit (`1m`); `nan` and `inf` are refused."""
 
     name = "seconds"
 
@@ -43,7 +43,7 @@ class Seconds(click.FloatRange):
 
 
 class NonEmptyPath(click.Path):
-    """A path; an empty one, as of an unset shell variable, would mean the current folder and is refused."""
+    """A path. An empty one, as from an unset shell variable, would mean the current folder and is refused."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if not str(value).strip():
@@ -53,7 +53,7 @@ class NonEmptyPath(click.Path):
 
 
 class ClusterKind(click.Choice[str]):
-    """Where a run goes; the name of a preset is answered with what brings that preset in."""
+    """A kind of cluster. For the name of a preset, the error shows how to include that preset."""
 
     def __init__(self) -> None:
         from trainer.contract.config_sections.scheduler_kinds import choices

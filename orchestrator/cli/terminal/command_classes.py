@@ -14,7 +14,7 @@ from orchestrator.cli.terminal.render import Screen
 
 
 def what_to_type(error: click.NoSuchOption, words: Sequence[str]) -> str:
-    """The option or the key of the configuration that is meant, as it is typed here; empty where none is near."""
+    """Return a hint with the option or configuration key that was probably meant; empty if none is close."""
     if (whole := _unquoted(words)) is not None:
         return f"the shell broke it at its blanks; put it in quotes: {shlex.quote(whole)}"
     if error.ctx is None or not any("KEY=VALUE" in str(item.metavar) for item in error.ctx.command.params):
@@ -27,7 +27,7 @@ def what_to_type(error: click.NoSuchOption, words: Sequence[str]) -> str:
 
 
 def _unquoted(words: Sequence[str]) -> str | None:
-    """`KEY=[A, B]` that a shell has broken at its blanks, put together; None where there is none."""
+    """Return a `KEY=[A, B]` that the shell split at its blanks, joined again; None without one."""
     for begin, word in enumerate(words):
         if re.match(r"[\w.]+=\[[^\]]*$", word):
             for end in range(begin + 1, len(words)):
@@ -37,7 +37,7 @@ def _unquoted(words: Sequence[str]) -> str | None:
 
 
 def _value(option: str, words: Sequence[str]) -> str:
-    """What was typed behind an option, or with it."""
+    """Return the value typed after an option or joined to it."""
     for word, following in zip(words, (*words[1:], ""), strict=True):
         if word == option:
             return "" if following.startswith("-") or "=" in following else following
@@ -57,7 +57,7 @@ def _store(name: str) -> Callable[[click.Context, click.Parameter, Any], None]:
 
 
 def _show_version(context: click.Context, _parameter: click.Parameter, value: bool) -> None:
-    if value and not context.resilient_parsing:  # a shell may ask what can follow it
+    if value and not context.resilient_parsing:  # also parsed for shell completion
         from importlib.metadata import version  # not needed by any verb
 
         context.ensure_object(Screen).say(f"orch {version('orch')}")
@@ -71,7 +71,7 @@ def _flag(words: tuple[str, ...], name: str, text: str, **more: Any) -> click.Op
 
 
 def global_options() -> list[click.Option]:
-    """The options that every verb takes, before or after its name."""
+    """Return the options that every verb takes, before or after its name."""
     return [
         _flag(("--json",), "json", "Print one JSON object on stdout, for programs."),
         _flag(("-q", "--quiet"), "quiet", "Print only the answer, no notes on stderr."),
@@ -102,7 +102,7 @@ class Verb(click.Command):
         self.params += global_options()
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """As click's; refuses a long option that was typed with one dash."""
+        """Parse as click does, but refuse a long option typed with one dash."""
         long = {name for parameter in self.params for name in parameter.opts if name.startswith("--")}
         for word in itertools.takewhile(lambda word: word != "--", args):
             if word.startswith("-") and not word.startswith("--") and f"-{word}".partition("=")[0] in long:
@@ -110,7 +110,7 @@ class Verb(click.Command):
         return super().parse_args(ctx, args)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """The verb's own options first, the global ones in a section of their own."""
+        """Write the verb's own options first, and the global ones in a separate section."""
         hidden = {option.name for option in global_options()} | {"help"}
         options = [item for item in self.get_params(ctx) if isinstance(item, click.Option)]
         own = [item.get_help_record(ctx) for item in options if item.name not in hidden]
@@ -123,7 +123,7 @@ class Verb(click.Command):
 
 
 class Noun(click.Group):
-    """A group of verbs about one thing (`orch ckpt ls`); `of_a_run`: the one that is meant by a run alone."""
+    """A group of verbs for one kind of object (`orch ckpt ls`); `of_a_run` is the verb to suggest for a run's name."""
 
     command_class = Verb
 
@@ -134,14 +134,14 @@ class Noun(click.Group):
         self.of_a_run = of_a_run
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
-        """As click's, with the nearest right name in the message."""
+        """Resolve as click does, with the closest valid name in the error."""
         word = args[0]
         if self.get_command(ctx, word) is None and not word.startswith("-"):
             raise self._no_such(word, args[1:], ctx)
         return super().resolve_command(ctx, args)
 
     def _no_such(self, word: str, rest: Sequence[str], ctx: click.Context) -> "NoSuchCommand":
-        """The error for a word that is no verb here: a near one is offered, else the verb that takes a run alone."""
+        """Return the error for an unknown verb, with a similar verb, or for a run's name the verb that takes a run."""
         from orchestrator.near_words import nearest  # only for a mistake
 
         path, said = ctx.command_path, f"no such command `{word}`"
@@ -158,7 +158,7 @@ class Noun(click.Group):
         return NoSuchCommand(said, ctx, "")
 
     def _elsewhere(self, word: str, ctx: click.Context) -> str:
-        """The only verb of this name at the top or in a group, as it is typed; empty without one, or with several."""
+        """Return the command if exactly one verb has this name, at the top or in a group; empty otherwise."""
         root = ctx.find_root()
         assert isinstance(root.command, click.Group)
         names = root.command.list_commands(root)
@@ -173,11 +173,11 @@ class Noun(click.Group):
 
 
 _RUN = re.compile(r"@last|[\w.-]*-\d+(@\w+)?")
-"""How names of runs, and of checkpoints of them, look."""
+"""Pattern of names of runs and their checkpoints."""
 
 
 class NoSuchCommand(click.UsageError):
-    """`hint`: what to type."""
+    """Error for an unknown verb; `hint` is the command to type."""
 
     def __init__(self, message: str, ctx: click.Context, hint: str) -> None:
         super().__init__(message, ctx)
@@ -185,7 +185,7 @@ class NoSuchCommand(click.UsageError):
 
 
 class LazyGroup(Noun):
-    """The top group: a verb's module is imported when the verb is used, never for `orch --help`."""
+    """A group that imports a verb's module only when the verb is used, never for `orch --help`."""
 
     def __init__(self, *args: Any, table: Mapping[str, tuple[str, str]], **more: Any) -> None:
         super().__init__(*args, **more)
@@ -203,7 +203,7 @@ class LazyGroup(Noun):
         return command
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[Any]:
-        """The verbs and their purpose, without loading any of them; then the options."""
+        """Return the verbs and their purpose without importing their modules, then the options."""
         from click.shell_completion import CompletionItem  # only when a shell asks
 
         verbs = [
@@ -212,6 +212,6 @@ class LazyGroup(Noun):
         return verbs + click.Command.shell_complete(self, ctx, incomplete)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """The verbs and their purpose, without loading any of them."""
+        """Write the verbs and their purpose without importing their modules."""
         with formatter.section("Commands"):
             formatter.write_dl([(name, text) for name, (_, text) in self._table.items()])

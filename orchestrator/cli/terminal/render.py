@@ -1,4 +1,4 @@
-"""The only place that prints: answers on stdout, everything else on stderr; tables, JSON, errors, progress."""
+"""The only module that prints: answers on stdout, all else on stderr; tables, JSON, errors, progress."""
 
 import json
 import os
@@ -20,33 +20,33 @@ from trainer.contract import time_spans
 _ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[PX^_][^\x1b]*(?:\x1b\\)?|[@-Z\\-_])")
 _CONTROLS = dict.fromkeys((*range(9), *range(11, 32), *range(127, 160)))
 _NARROWEST = 40
-"""Columns of a page at least: a terminal that is narrower, or says so, folds its lines."""
+"""Minimum page width in columns; a narrower terminal folds the lines itself."""
 _LONGEST = 2000
-"""Characters of a message for people."""
+"""Maximum number of characters of an error message as text."""
 _PAGE = 160
-"""Columns of a page that goes into a file or a pipe."""
+"""Page width in columns for a file or a pipe."""
 Meter = Callable[[int, int], None]
-"""Called with what is done and what there is to do."""
+"""Progress callback with the amount done and the total."""
 
 
 def plain(text: str) -> str:
-    """`text` without escape sequences and control characters, so that no log line can drive a terminal."""
+    """Return `text` without escape sequences and control characters, so that no log line can drive a terminal."""
     return _ESCAPES.sub("", text).translate(_CONTROLS)
 
 
 def one_line(text: str) -> str:
-    """`plain`, with line breaks and tabs turned into spaces."""
+    """Return `plain` text with line breaks and tabs turned into spaces."""
     return " ".join(plain(text).split())
 
 
 def _readable(text: str) -> str:
-    """`plain`, cut where a value of somebody else's would fill the screen."""
+    """Return `plain` text, cut so that a long foreign value does not fill the screen."""
     shown = plain(text)
     return shown if len(shown) <= _LONGEST else f"{shown[:_LONGEST]}... ({len(shown)} characters)"
 
 
 def size(count: float | None) -> str:
-    """Bytes for people: `96.4 GiB`."""
+    """Format bytes: `96.4 GiB`."""
     if count is None:
         return "-"
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
@@ -57,44 +57,44 @@ def size(count: float | None) -> str:
 
 
 def span(seconds: float | None) -> str:
-    """A duration for people: `45s`, `6m10s`, `7h02m`, `3d04h`."""
+    """Format a duration: `45s`, `6m10s`, `7h02m`, `3d04h`."""
     return "-" if seconds is None else time_spans.span(seconds)
 
 
 def iso(moment: float | None) -> str | None:
-    """Seconds since the epoch as UTC ISO 8601, as every JSON answer has it."""
+    """Return seconds since the epoch as UTC ISO 8601, the format of every JSON answer."""
     if moment is None:
         return None
     return datetime.fromtimestamp(moment, UTC).strftime("%Y-%m-%dT%H:%M:%S.%f")[:-3] + "Z"
 
 
 def count(number: int | float | None) -> str:
-    """A number that can be pasted, `61200`, or a dash."""
+    """Format a number without separators, so that it can be pasted: `61200`, or a dash."""
     return "-" if number is None else str(number)
 
 
 def progress(step: int | None, total: int | None, between: str = "/") -> str:
-    """How far a run is: of a user's own program the end is not known, and 0 says that its step is not either."""
+    """Format the progress of a run. For a user's own program, `total` may be unknown, and step 0 means unknown."""
     return f"{count(step)}{between}{count(total)}" if total else count(step or None)
 
 
 def decimal(number: float | str | None, digits: int = 4) -> str:
-    """A loss or rate for people; the words nan and inf as they are."""
+    """Format a loss or rate; the words nan and inf stay as they are."""
     return "-" if number is None else (number if isinstance(number, str) else f"{number:.{digits}f}")
 
 
 def host_list(names: Sequence[str]) -> str:
-    """Host names as a host list where that is shorter: `gpu[001-016]`."""
+    """Join host names, as a host list if that is shorter: `gpu[001-016]`."""
     if len(names) < 3:
         return ",".join(names)
-    # Brings ClusterShell: only for tables of many nodes.
+    # Imports ClusterShell, so only for tables of many nodes.
     from orchestrator.scheduler.slurm.command_output import fold_nodes
 
     return fold_nodes(tuple(names))
 
 
 def _raw(value: Any) -> str:
-    """One TSV cell: nothing shortened, no tab or line break."""
+    """Format a TSV cell: not shortened, without tabs or line breaks."""
     if value is None:
         return ""
     if isinstance(value, (list, tuple)):
@@ -113,30 +113,30 @@ _NOT_ASCII = re.compile(r"[^\x00-\x7f]")
 
 
 def _terminal_columns() -> int:
-    import shutil  # with what it brings: 3 ms, which a pipe need not wait for
+    import shutil  # takes 3 ms with its imports; not needed in a pipe
 
     return shutil.get_terminal_size().columns
 
 
 class Screen:
-    """Where a command's answer goes, and how the global options ask for it."""
+    """Output of a command, in the form set by the global options."""
 
     def __init__(self) -> None:
         self.json = self.quiet = self.verbose = self.no_color = self.no_progress = self.utc = self.debug = False
-        self.words: tuple[str, ...] = ()  # of the command line, after `orch`
-        self.if_interrupted: Callable[[], str] = lambda: "interrupted"  # what Ctrl-C leaves, as the verb knows it
+        self.words: tuple[str, ...] = ()  # command line after `orch`
+        self.if_interrupted: Callable[[], str] = lambda: "interrupted"  # message after Ctrl-C, set by the verb
         self._warnings: list[dict[str, str]] = []
-        self._page: list[str] | None = None  # lines of a picture that is drawn over
-        self._canvas: Any = None  # the console that it is drawn on
+        self._page: list[str] | None = None  # lines of a live display
+        self._canvas: Any = None  # console of the live display
 
     @property
     def terminal(self) -> bool:
-        """Whether a person reads stdout."""
+        """Whether stdout is a terminal and the output is text."""
         return sys.stdout.isatty() and not self.json
 
     @property
     def width(self) -> int:
-        """Columns of the page that goes to stdout."""
+        """Page width of stdout in columns."""
         return max(_terminal_columns(), _NARROWEST) if sys.stdout.isatty() else _PAGE
 
     def _print(self, text: str, stream: TextIO) -> None:
@@ -146,39 +146,39 @@ class Screen:
         print(text, file=stream)
 
     def flush(self) -> None:
-        """Push everything out now, so that a reader that went away is noticed in time."""
+        """Flush stdout now, so that a closed pipe is noticed in time."""
         sys.stdout.flush()
 
     # -- answers, on stdout
 
     def data(self, verb: str, data: Any) -> None:
-        """The JSON envelope of an answer."""
+        """Print the JSON envelope of an answer."""
         answer = {"schema": f"orch.{verb}/1", "time": iso(time.time()), "data": data, "warnings": self._warnings}
         self._print(_escape_unencodable(sys.stdout, dump_line(answer)), sys.stdout)
         self.flush()
 
     def say(self, text: str, hang: int = 0) -> None:
-        """A line of the answer for people; nothing with --json, where only data may be on stdout.
+        """Print a line of the answer as text; nothing with --json, where only data may be on stdout.
 
-        On a terminal that is narrower it is folded between words, beside its first `hang` characters.
+        On a narrower terminal it is folded between words, indented by its first `hang` characters.
         """
         if not self.json:
             self._sentences(text, sys.stdout, hang)
 
     def _sentences(self, text: str, stream: TextIO, hang: int = 0) -> None:
-        """Lines that a terminal would break in the middle of a word are broken before one."""
+        """Print lines, folded between words if they are too long for a terminal."""
         width, text = _terminal_columns() if stream.isatty() else 0, self._in_own_time(text)
         lines = [piece for line in text.split("\n") for piece in wrapped(line, width, hang)] if width else [text]
         self._print("\n".join(lines), stream)
 
     def raw(self, text: str) -> None:
-        """A line of somebody else's text (a log, a script) as it is, without what could drive the terminal."""
+        """Print a line of foreign text (a log, a script), without escape sequences and control characters."""
         self._print(plain(text), sys.stdout)
 
     def table(self, columns: Sequence[Column], rows: Sequence[Mapping[str, Any]], *, aligned: bool = False) -> None:
-        """A table for people on a terminal; tab-separated values, complete and unformatted, anywhere else.
+        """Print an aligned table on a terminal; tab-separated values, complete and unformatted, anywhere else.
 
-        `aligned`: part of a page that is for people wherever it goes.
+        `aligned`: print an aligned table everywhere, as part of a text page.
         """
         if not (self.terminal or aligned):
             self._print("\t".join(column.title for column in columns), sys.stdout)
@@ -196,7 +196,7 @@ class Screen:
         self._print("\n".join(table_lines(columns, texts, self.width, self._painted)), sys.stdout)
 
     def _painted(self, piece: str, text: str) -> str:
-        """A piece of a cell in the colour of its text; the titles, whose text is empty, in bold."""
+        """Return a piece of a cell in the colour of its text; titles, whose text is empty, are bold."""
         style = _STYLES.get(text, "") if text else _BOLD
         coloured = style and self.terminal and not self.colorless and os.environ.get("TERM") != "dumb"
         return f"\x1b[{style}m{piece}\x1b[0m" if coloured else piece
@@ -214,18 +214,18 @@ class Screen:
     # -- everything else, on stderr
 
     def note(self, text: str) -> None:
-        """Something worth knowing that is not the answer."""
+        """Print a remark that is not part of the answer."""
         if not self.quiet:
             self._sentences(plain(text), sys.stderr)
 
     def warn(self, code: str, message: str) -> None:
-        """Something a person should look at; in JSON it stands in the envelope."""
+        """Print a warning; with --json it is in the envelope."""
         self._warnings.append({"code": code, "message": message})
         if not self.json:
             self._sentences(f"warning: {plain(message)}", sys.stderr)
 
     def error(self, code: str, what: str, where: str, hint: str) -> None:
-        """What went wrong, where, and what to type."""
+        """Print the error, its location and the command to type."""
         if self.json:
             fields = {"code": code, "message": what, "where": where, "hint": hint}
             answer = json.dumps({"schema": "orch.error/1", "error": fields}, ensure_ascii=False)
@@ -235,7 +235,7 @@ class Screen:
         self._sentences("\n".join(lines), sys.stderr)
 
     def interrupted(self) -> None:
-        """What Ctrl-C leaves behind; said with -q, too, for somebody must know what goes on."""
+        """Print the state after Ctrl-C, even with -q, since the run may continue."""
         what, _, hint = self.if_interrupted().partition("\n")
         if self.json:
             self.error("Interrupted", what, "", "; ".join(line.strip() for line in hint.splitlines()))
@@ -243,24 +243,24 @@ class Screen:
             self._print("\n".join((plain(what), *([plain(hint)] if hint else []))), sys.stderr)
 
     def when(self, moment: float | None) -> str:
-        """A moment for people, in local time or UTC."""
+        """Format a time, in local time or UTC."""
         if moment is None:
             return "-"
         zone = datetime.fromtimestamp(moment, UTC) if self.utc else datetime.fromtimestamp(moment).astimezone()
         return zone.strftime("%Y-%m-%d %H:%M:%S") + ("Z" if self.utc else "")
 
     def _in_own_time(self, text: str) -> str:
-        """A sentence with its stored moments in the time zone of all other times."""
+        """Return a sentence with its stored times in the displayed time zone."""
         return time_spans.show_moments(text, self.when)
 
     def clear_screen(self) -> None:
-        """Start the screen afresh for the next picture of --watch."""
+        """Clear the screen for the next page of --watch."""
         if self.terminal:
             sys.stdout.write("\x1b[H\x1b[2J")
 
     @contextmanager
     def live_page(self) -> Iterator[Callable[[Callable[[], None]], None]]:
-        """A page that is drawn over in place; yields what to call with a function that says the page."""
+        """Show a page that is redrawn in place; yields a function that takes the function that prints the page."""
         from rich.live import Live  # as above
         from rich.text import Text
 
@@ -280,7 +280,7 @@ class Screen:
 
     @property
     def remaining_space(self) -> tuple[int, int] | None:
-        """Lines that are left below what the picture says by now, and columns; None for a page that may be long."""
+        """Lines left in the live display, and its columns; None without a live display."""
         if self._page is None:
             return None
         from rich.text import Text  # as above
@@ -290,12 +290,12 @@ class Screen:
 
     @property
     def live(self) -> bool:
-        """Whether bars and lines that are drawn over may be shown."""
+        """Whether progress bars and redrawn lines may be shown."""
         return sys.stderr.isatty() and not (self.json or self.quiet or self.no_progress)
 
     @contextmanager
     def bar(self, label: str, *, unit: str = "bytes") -> Iterator[Meter]:
-        """A progress bar on a terminal; yields what to call with (done, total)."""
+        """Show a progress bar on a terminal; yields a callback for (done, total)."""
         if not self.live:
             yield lambda _done, _total: None
             return
@@ -312,7 +312,7 @@ class Screen:
 
     @contextmanager
     def ticker(self) -> Iterator["Ticker"]:
-        """One line that is drawn over, with lines that stay above it."""
+        """Show a line that is redrawn, with permanent lines above it."""
         ticker = Ticker(self)
         try:
             yield ticker
@@ -321,10 +321,10 @@ class Screen:
 
 
 class Ticker:
-    """The moving line of --follow: drawn over on a terminal, written now and then elsewhere."""
+    """The status line of --follow: redrawn on a terminal, printed periodically elsewhere."""
 
     EVERY = 10.0
-    """Seconds between two lines where nothing can be drawn over."""
+    """Seconds between two lines if they cannot be redrawn."""
 
     def __init__(self, screen: Screen) -> None:
         self._screen, self._shown, self._next = screen, "", 0.0
@@ -341,7 +341,7 @@ class Ticker:
             self._screen.note(text)
 
     def print_above(self, text: str) -> None:
-        """Write a line that stays."""
+        """Write a permanent line."""
         shown = self._shown
         self.clear()
         self._screen.note(text)
@@ -360,4 +360,4 @@ _STYLES = {
     "SUCCEEDED": "32", "RUNNING": "1", "FAILED": "1;31", "HELD": "1;35", "RECOVERING": "35", "CANCELLED": "2",
     "CORRUPT": "1;31", "SUSPECT": "35", "LOST": "31",
 }  # fmt: skip
-"""What stands out on dark and on light ground alike: no yellow, no cyan."""
+"""Colours that are legible on dark and light backgrounds: no yellow, no cyan."""

@@ -18,7 +18,7 @@ _STATE = re.compile(r"(ORCH_HOME|XDG_STATE_HOME)=")
 
 
 def cure(error: OSError) -> str:
-    """The command or the variable that mends it, with the place."""
+    """Return a remedy for the error: the command or the variable, with the path."""
     name = str(error.filename or "")
     if named := _STATE.match(name):
         return f"export {named[1]}=FOLDER, a folder in which you may write; {_AGAIN}"
@@ -40,12 +40,12 @@ def cure(error: OSError) -> str:
 
 
 def _nearest(path: Path) -> Path:
-    """The path, or the lowest folder above it that is there."""
+    """Return the path, or its lowest ancestor that exists."""
     return next((place for place in (path, *path.parents) if os.path.lexists(place)), Path("/"))
 
 
 def _closed(place: Path) -> Path:
-    """The highest of the folders on the way that cannot be entered, else what may not be written."""
+    """Return the highest ancestor that cannot be entered, or else the path that cannot be written."""
     ways = [folder for folder in reversed(place.parents) if not os.access(folder, os.X_OK)]
     if ways:
         return ways[0]
@@ -67,13 +67,13 @@ def _opened(place: Path) -> str:
 
 
 READER_GONE = 141
-"""Exit code when nobody reads the answer any more (`| head`): that of a program that SIGPIPE ends."""
+"""Exit code if the reader of stdout is gone (`| head`), the same as after SIGPIPE."""
 _PLAIN = {"·": "-", "…": "...", "×": "x", "→": "->", "−": "-", "–": "-", "—": "-", "\u202f": " ", "\xa0": " "}
 _ERRORS = "orch.plain"
 
 
 class ReaderGone(Exception):
-    """Whoever read stdout has gone; no OSError, so that nobody else reports it."""
+    """The reader of stdout is gone. Not an OSError, so that it is not reported as one."""
 
 
 class OutputLost(Precondition):
@@ -81,7 +81,7 @@ class OutputLost(Precondition):
 
 
 class _Stream(io.TextIOWrapper):
-    """Writes as any text stream does; once it cannot, the rest goes nowhere, so that nothing fails at exit."""
+    """A text stream that discards all output after a write error, so that nothing fails at exit."""
 
     def write(self, text: str) -> int:
         try:
@@ -103,7 +103,7 @@ class _Stream(io.TextIOWrapper):
 
 
 class _Answers(_Stream):
-    """stdout: what is lost here is what the command was for."""
+    """stdout: a write error loses the command's answer, so it is raised."""
 
     def _give_up(self, error: OSError) -> None:
         super()._give_up(error)
@@ -116,16 +116,16 @@ class _Answers(_Stream):
 
 
 def prepare() -> None:
-    """Before anything is opened: nothing else may get the number of a closed stream, and be written to as one."""
+    """Prepare the standard streams, before any file is opened that could get the number of a closed stream."""
     for number in (0, 1, 2):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free: this one
-    os.umask(os.umask(0o077) & 0o077)  # what nobody can read is of no use to this program either
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is this one
+    os.umask(os.umask(0o077) & 0o077)  # never mask owner permissions, which orch needs itself
     codecs.register_error(_ERRORS, _in_plain_signs)
     sys.stdin = sys.stdin or open(0, closefd=False)  # noqa: SIM115  # for as long as the program lives
-    # The width of the terminal is asked of the originals, which have given their files away.
+    # shutil takes the terminal's width from `sys.__stdout__`, and the originals are detached.
     sys.stdout = sys.__stdout__ = _wrapped(_Answers, sys.stdout, 1)  # type: ignore[misc]
     sys.stderr = sys.__stderr__ = _wrapped(_Stream, sys.stderr, 2)  # type: ignore[misc]
 
@@ -134,13 +134,13 @@ def _wrapped(kind: type[_Stream], stream: TextIO | None, number: int) -> _Stream
     if not isinstance(stream, io.TextIOWrapper):  # it was closed when the program started
         return kind(open(number, "wb", closefd=False), encoding="utf-8", errors=_ERRORS)
     encoding = stream.encoding
-    # Somebody follows what a program says, in a pipe, too. PYTHONUNBUFFERED writes through instead.
+    # Line by line, so that output can be followed in a pipe, too. PYTHONUNBUFFERED writes through instead.
     by_line = number == 2 or stream.line_buffering or stream.write_through
     return kind(stream.detach(), encoding=encoding, errors=_ERRORS, line_buffering=by_line)
 
 
 def _in_plain_signs(error: UnicodeError) -> tuple[str | bytes, int]:
-    """What the encoding has no sign for in signs that every one has."""
+    """Replace characters that the encoding lacks with ASCII ones."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
     signs = error.object[error.start : error.end]

@@ -1,4 +1,4 @@
-"""Tables and sentences laid out for a width: which columns fit, where lines break. Pure; a word is never broken."""
+"""Layout of tables and sentences for a page width. Pure; words are never broken."""
 
 import re
 import unicodedata
@@ -9,29 +9,29 @@ from typing import Any
 from trainer.contract.cut_text import cut
 
 WORDS = 30
-"""Characters that a column of sentences should have before it is folded."""
+"""Preferred minimum width of a text column in characters."""
 _LONG = 3 * WORDS
-"""Characters of a last text above which it stands below its row, where the table is wider than the page."""
+"""Length of a last text above which it is printed below its row, if the table is wider than the page."""
 _GAP, _INDENT = "  ", "    "
 _PIECE = 44
-"""Characters of a command or a long word that are kept on one line where there is room for them."""
+"""Maximum length of a command or a word that is kept on one line if it fits."""
 _COMMAND = r"`[^`]+`\S*|orch(?: [\w@.=/+-]+){1,4}\S*"
 _PIECES = re.compile(rf"{_COMMAND}|\S+")
 
 
 def as_text(value: Any) -> str:
-    """A value for people that has no words of its own."""
+    """Return the default text of a value."""
     if value is None:
         return "-"
     return ",".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
 
 
 MOST = 300
-"""Characters of one sentence in a table of many runs."""
+"""Maximum number of characters of a sentence in a table of many runs."""
 
 
 def shortened(text: str) -> str:
-    """A text that begins as this one, whole clauses, with how much is left out; `orch show` has all of it."""
+    """Return the first clauses of a text, with the number of characters left out; `orch show` has the whole text."""
     kept = cut(text, MOST)
     left = len(text) - len(kept.removesuffix(" ..."))
     return kept if kept == text else f"{kept} ({left} more characters: orch show)"
@@ -39,14 +39,14 @@ def shortened(text: str) -> str:
 
 @dataclass(frozen=True)
 class Column:
-    """One column: its title, the key of the row it shows, and how people see the value."""
+    """A column: its title, the key of its values in a row, and their format."""
 
     title: str
     key: str
     show: Callable[[Any], str] = as_text
     right: bool = False
     drop_order: int = 0  # on a narrow terminal the column with the highest number goes first; 0 stays
-    wraps: bool = False  # sentences: folded over several lines where there is no room; the last column always is
+    wraps: bool = False  # text that may be folded over several lines; the last column always is
 
 
 Cells = Mapping[Column, Sequence[str]]
@@ -54,7 +54,7 @@ Cells = Mapping[Column, Sequence[str]]
 
 @dataclass(frozen=True)
 class Layout:
-    """The columns that are shown, with their widths; texts of `below` longer than `most` stand below their rows."""
+    """The shown columns with their widths; texts of `below` longer than `most` are printed below their rows."""
 
     widths: dict[Column, int]
     below: Column | None = None
@@ -62,7 +62,7 @@ class Layout:
 
 
 def cell_width(text: str) -> int:
-    """Columns of a terminal that a text takes."""
+    """Return the number of terminal columns that a text takes."""
     if text.isascii():
         return len(text)
     wide = sum(unicodedata.east_asian_width(char) in ("W", "F") for char in text)
@@ -70,9 +70,9 @@ def cell_width(text: str) -> int:
 
 
 def layout(cells: Cells, width: int) -> Layout:
-    """Empty columns go, then spare ones, until those that fold have room for some words.
+    """Choose the columns: drop empty ones, then optional ones, until the text columns have room for some words.
 
-    A long last text stands below its row where it has no room in it; all of them do where no words have room.
+    A long last text is printed below its row if its column is too narrow; all of them are if no words fit.
     """
     kept = [column for column, texts in cells.items() if not texts or any(text not in ("", "-") for text in texts)]
     kept = kept or list(cells)
@@ -105,7 +105,7 @@ def _natural(column: Column, cells: Cells) -> int:
 
 
 def _least(column: Column, cells: Cells) -> int:
-    """What a column of sentences needs: some words, and its longest one."""
+    """Return the minimum width of a text column: some words, and its longest piece."""
     longest = max((cell_width(piece) for text in cells[column] for piece in _PIECES.findall(text)), default=0)
     return min(_natural(column, cells), max(WORDS, cell_width(column.title), min(longest, _PIECE)))
 
@@ -117,7 +117,7 @@ def _needed(columns: Sequence[Column], cells: Cells, *, last_folds: bool) -> int
 
 
 def _shared_out(columns: Sequence[Column], cells: Cells, width: int, *, last_folds: bool) -> dict[Column, int]:
-    """Natural widths where they fit; else columns that fold share what the others leave."""
+    """Return natural widths if they fit; otherwise text columns share the space that the others leave."""
     folding = _folding(columns, last_folds)
     widths = {column: _natural(column, cells) for column in columns}
     spare = width - len(_GAP) * (len(columns) - 1) - sum(widths.values())
@@ -127,13 +127,13 @@ def _shared_out(columns: Sequence[Column], cells: Cells, width: int, *, last_fol
         given = max(_least(column, cells), widths[column] + spare)
         spare += widths[column] - given
         widths[column] = given
-    return widths  # narrower than names and words are: lines are too long then, and what they say can be copied
+    return widths  # if even the minimum does not fit, lines are too long, but can be copied
 
 
 def table_lines(
     columns: Sequence[Column], rows: Sequence[Mapping[Column, str]], width: int, paint: Callable[[str, str], str]
 ) -> list[str]:
-    """The lines of a table; `paint` colours a piece of a cell by the whole text of that cell (empty: a title)."""
+    """Return the lines of a table. `paint` colours a piece of a cell by the whole text of the cell (empty: a title)."""
     cells = {column: [row[column] for row in rows] for column in columns}
     plan = layout(cells, width)
     lines = _row_lines(plan, {column: column.title for column in plan.widths}, lambda piece, _: paint(piece, ""))
@@ -161,7 +161,7 @@ def _row_lines(plan: Layout, texts: Mapping[Column, str], paint: Callable[[str, 
 
 
 def wrapped(text: str, width: int, hang: int = 0) -> list[str]:
-    """One line of text as lines that fit; the others are indented like the first one, after its `hang` characters."""
+    """Fold one line of text; further lines are indented like the first one plus its `hang` characters."""
     edge = len(text) - len(text.lstrip()) + hang
     if cell_width(text) <= width or edge > width // 2:
         return [text]
@@ -170,12 +170,12 @@ def wrapped(text: str, width: int, hang: int = 0) -> list[str]:
 
 
 def folded_text(text: str, width: int) -> list[str]:
-    """The text in lines of at most `width`, or of one longer word; commands are kept whole where they fit."""
+    """Fold a text into lines of at most `width`, or of one longer word. Commands are kept whole if they fit."""
     if cell_width(text) <= width:
         return [text] if text else []
     lines: list[str] = []
-    here = 0  # where the line that is being filled begins
-    end = 0  # where the last piece ends that fits on it
+    here = 0  # start of the current line
+    end = 0  # end of the last piece that fits on it
     for start, stop in _pieces(text, width):
         if cell_width(text[here:stop]) > width and end > here:
             lines.append(text[here:end].rstrip())
@@ -185,7 +185,7 @@ def folded_text(text: str, width: int) -> list[str]:
 
 
 def _pieces(text: str, width: int) -> list[tuple[int, int]]:
-    """The pieces that may not be broken, by their places: commands that fit, and words."""
+    """Return the spans of unbreakable pieces: commands that fit, and words."""
     found = []
     for match in _PIECES.finditer(text):
         if cell_width(match[0]) <= min(width, _PIECE):

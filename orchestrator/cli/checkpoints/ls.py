@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 @click.option("--note", default="", help="Why you keep it.")
 @click.pass_obj
 def pin(screen: Screen, target: str, note: str) -> None:
-    """Keep a checkpoint, whatever retention says, until `orch ckpt unpin`."""
+    """Keep a checkpoint regardless of retention, until `orch ckpt unpin`."""
     from checkpointing.retention import garbage
 
     copies = find(target, screen.warn)

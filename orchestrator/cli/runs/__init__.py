@@ -1,1 +1,1 @@
-"""Verbs about runs: submit, status, show, wait, cancel, resume."""
+"""Verbs for runs: submit, status, show, wait, cancel, resume."""

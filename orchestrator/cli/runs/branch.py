@@ -34,9 +34,9 @@ from trainer.contract.user_code.record_code import with_packages
 def branch(
     screen: Screen, store: Store, words: str, preset: str | None, overrides: tuple[str, ...]
 ) -> tuple[Composed, dict[str, Any]]:
-    """The config of the new run, which is the other run's where no `preset` is named, and what it begins with.
+    """Return the config of the new run (without `preset`, the other run's), and its initial checkpoint.
 
-    Raises NotFound, ConfigError, CheckpointInvalid, and Precondition where the checkpoint does not fit.
+    Raises NotFound, ConfigError, CheckpointInvalid, and Precondition if the checkpoint does not fit.
     """
     chosen = find_one(words, screen.warn)
     before = config_of(chosen, words)
@@ -64,13 +64,13 @@ def branch(
         raise Precondition(what, where="train.steps", hint=f"type train.steps={2 * step}")
     source = f"{chosen.run or chosen.path}@{chosen.step}"
     begins = {"checkpoint": chosen.path, "source": source, "step": chosen.step, "optimizer": True}
-    # What the positions depend on cannot differ: such changes were refused above.
+    # The settings that determine the positions cannot differ; such changes were refused above.
     skipped = _skipped_by_source(chosen)
     return composed, {**begins, "skipped": skipped} if skipped else begins
 
 
 def _skipped_by_source(chosen: Target) -> list[dict[str, Any]]:
-    """The batches that the checkpoint's run has skipped."""
+    """Return the batches that the checkpoint's run has skipped. Raises Precondition if they cannot be read."""
     assert chosen.run_dir is not None
     try:
         return [asdict(skip) for skip in skipped_batches.read_all(chosen.run_dir)]
@@ -83,7 +83,7 @@ def _skipped_by_source(chosen: Target) -> list[dict[str, Any]]:
 
 
 def config_of(chosen: Target, words: str) -> dict[str, Any]:
-    """The config that its run had when it was saved; the code is the copy that was trained, where there is one."""
+    """Return the config that the checkpoint's run had then, with the code path of the trained copy, if one exists."""
     file = chosen.run_config_file
     if chosen.run_dir is None or file is None or not chosen.shared or not Path(chosen.path).is_dir():
         hint = "copy it into a shared folder, or use `orch ckpt export`, then `orch ckpt import`"
@@ -96,7 +96,7 @@ def config_of(chosen: Target, words: str) -> dict[str, Any]:
 
 
 def _saved_config(chosen: Target, file: Path) -> dict[str, Any]:
-    """From the run's folder; where its file is gone or damaged, from the registry."""
+    """Read the config from the run's folder; from the registry if the file is missing or damaged."""
     try:
         return dict(read_json(file))
     except (OSError, ValueError, TypeError) as error:
@@ -115,7 +115,7 @@ def _saved_config(chosen: Target, file: Path) -> dict[str, Any]:
 
 
 def require_trusted(screen: Screen, store: Store, chosen: Target) -> Run | None:
-    """Refuse what is known to be damaged, warn of what is doubted; the run it belongs to, if this registry has it."""
+    """Refuse a damaged checkpoint, warn of a suspect one; return its run, or None if this registry does not have it."""
     if chosen.run_dir is None:
         return None
     place = LocalStorage(Path(chosen.path).parent)
@@ -127,7 +127,7 @@ def require_trusted(screen: Screen, store: Store, chosen: Target) -> Run | None:
     try:
         run = store.run(chosen.run or chosen.run_dir.name)
     except NotFound:
-        return None  # of another registry
+        return None  # in another registry
     if run.run_dir != str(chosen.run_dir.path):
         return None
     row = {row.name: row for row in store.checkpoints(run.name)}.get(chosen.name)
@@ -139,10 +139,10 @@ def require_trusted(screen: Screen, store: Store, chosen: Target) -> Run | None:
 
 
 def _warn_of_differences(screen: Screen, store: Store, run: Run, config: RunConfig) -> None:
-    """Code or software that differs now from what the run was trained with."""
+    """Warn of code or software that differs from the run's training."""
     now = current_identity(run, build(RunConfig, store.config(run.config_digest)))
     if not config.cluster.python and (record := CodeRecord.from_identity(now)) is not None:
-        # The new run has the packages of this interpreter, wherever the other one had its own.
+        # The new run uses this interpreter's packages, whichever ones the other run had.
         now["code"]["files"] = with_packages(record, config, {}).to_json()
     for change in identity_changes(trained_identity(run), now):
         if change.term.rule is not Rule.HARMLESS:
@@ -153,9 +153,9 @@ def _warn_of_differences(screen: Screen, store: Store, run: Run, config: RunConf
 def branch_weights(
     screen: Screen, words: str, preset: str | None, overrides: tuple[str, ...], *, write: bool
 ) -> Iterator[tuple[Composed, dict[str, Any]]]:
-    """The config of the new run, and what it begins with: a checkpoint that is there inside, if `write`.
+    """Yield the config of the new run and its initial weights, in a checkpoint that exists within the block if `write`.
 
-    Only the model has to fit: optimizer, place in the data and generators are new. Raises NotFound, ConfigError,
+    The model must fit; optimizer, data position and random generators are new. Raises NotFound, ConfigError,
     CheckpointInvalid, Precondition.
     """
     chosen = find_one(words, screen.warn)

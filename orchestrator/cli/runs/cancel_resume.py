@@ -1,4 +1,4 @@
-"""`orch cancel` and `orch resume`: a person's requests, written down for the controller to answer."""
+"""`orch cancel` and `orch resume`: user requests, recorded for the controller to answer."""
 
 import time
 from collections.abc import Callable
@@ -24,9 +24,9 @@ from trainer.contract.config_sections.scheduler_kinds import traits
 
 NO_CONTROLLER = click.option("--no-controller", is_flag=True, help="Start no controller; act once from here.")
 ANSWER_TIMEOUT = 30.0
-"""Seconds for which a command waits for the controller's answer before it says how to look later."""
+"""Seconds to wait for the controller's answer before showing how to look later."""
 QUIET = 2.0
-"""Seconds of waiting about which nothing is said."""
+"""Seconds of waiting before a message is shown."""
 
 
 @click.command(cls=Verb)
@@ -62,7 +62,7 @@ def resume(screen: Screen, words: tuple[str, ...], no_controller: bool, here: bo
 
 
 def _check_overrides(overrides: tuple[str, ...]) -> None:
-    """What no run could be given, whatever its state; raises ConfigError."""
+    """Raise ConfigError for overrides that are invalid for any run."""
     if overrides:
         from orchestrator.config.layers import from_overrides  # yaml: only where a configuration changes
 
@@ -70,14 +70,14 @@ def _check_overrides(overrides: tuple[str, ...]) -> None:
 
 
 def _warn_of_edited_config(screen: Screen, run: str) -> None:
-    """Before it goes on without what somebody may have meant by editing its folder."""
-    with suppress(OrchError):  # what is wrong with the name is told by who needs it
+    """Warn if the config in the run's folder was edited, since a resume ignores such edits."""
+    with suppress(OrchError):  # a wrong name is reported by the request itself
         warn_of_edited_config(screen, one_row(run))
 
 
 @dataclass(frozen=True)
 class Change:
-    """What `orch resume` is to change of a run, and which differences a person accepts."""
+    """Changes that `orch resume` makes to a run, and the differences that the user accepts."""
 
     overrides: tuple[str, ...] = ()
     accepted: tuple[str, ...] = ()
@@ -94,9 +94,9 @@ def _request_each(
     here: bool = False,
     change: Change | None = None,
 ) -> int:
-    """Write one request for each run, let the controller act, and say what it answered.
+    """Record one request per run, let the controller act, and print its answers.
 
-    Several runs: the ones that can be asked are asked, and the exit code tells of the first that could not.
+    With several runs, a refused request does not stop the others; the exit code is that of the first refusal.
     """
     asked: list[dict[str, Any]] = []
     screen.if_interrupted = lambda: _interrupted(verb, asked)
@@ -128,16 +128,16 @@ def _request_each(
 
 
 def any_silent(screen: Screen, asked: list[dict[str, Any]], here: dict[str, str]) -> bool:
-    """Whether requests wait because their scheduler does not answer, which is told once for each scheduler.
+    """Return whether requests wait for a scheduler that does not answer; warns once per scheduler.
 
-    `here` is what kinds of schedulers said to a pass of this process.
+    `here` has the errors that schedulers gave to a controller pass of this process, by kind.
     """
     waits = {(item["kind"], item["where"].scheduler) for item in asked if not item["answer"] and _is_answerable(item)}
     return any([warn_of_silence(screen, kind, key, here.get(kind, "")) for kind, key in sorted(waits)])
 
 
 def _needs_controller(item: dict[str, Any]) -> bool:
-    """Whether somebody has to act: on the request, or for a run that goes on while no controller runs."""
+    """Return whether a controller must act: on the request, or for a live run without a controller."""
     return bool(item["where"].reached and (item["ask"] or (item["state"] in LIVE_RUNS and not item["where"].lives)))
 
 
@@ -153,7 +153,7 @@ def _interrupted(verb: str, asked: list[dict[str, Any]]) -> str:
 
 
 def _is_answerable(item: dict[str, Any]) -> bool:
-    """Whether somebody is there to answer: a controller that lives, or one that can be started here."""
+    """Return whether a controller is alive or can be started here, to answer the request."""
     return bool(item["where"].reached or item["where"].lives)
 
 
@@ -203,7 +203,7 @@ def _request(store: Any, verb: str, name: str, target: RunState, here: bool, cha
 
 
 def _require_cluster(verb: str, run: Run, key: str, attempts: list[Any]) -> None:
-    """Raise what keeps everybody from acting on a run that stands still, of which no cluster is known."""
+    """Raise SlurmUnreachable or Precondition for a stopped run of an unknown cluster that no controller can serve."""
     if not key:
         raise SlurmUnreachable(
             f"{run.cluster} does not answer, and it is not known which cluster has the jobs of {run.name}",
@@ -219,9 +219,9 @@ def _require_cluster(verb: str, run: Run, key: str, attempts: list[Any]) -> None
 
 
 def _require_folder(run: Run, attempts: list[Any], registry: Path) -> None:
-    """Raise Precondition where the run's folder is not there, or has lost its `run.json`, or another registry uses it.
+    """Raise Precondition if the run's folder is missing, has lost its `run.json`, or is used by another registry.
 
-    The folder of a run that was never submitted may still have to be made.
+    The folder of a live run that was never submitted may not exist yet.
     """
     from orchestrator.controller.reconciler.ownership import never_submitted
     from orchestrator.controller.run_dirs.other_registry import refuse_other_registry
@@ -246,7 +246,7 @@ def _already_live(run: Run, item: dict[str, Any], change: Change | None) -> dict
 
 
 def _changed(store: Any, run: Run, change: Change) -> dict[str, Any]:
-    """What the request says of a changed configuration, which is stored; raises what the contract refuses."""
+    """Store the changed configuration and return its part of the request. Raises if the resume contract refuses it."""
     from orchestrator.submission.resume_request import resume_request  # omegaconf: only here
 
     return resume_request(store, run, change.overrides, change.accepted, change.note)
@@ -259,7 +259,7 @@ def _may_have_job(attempts: list[Any]) -> bool:
 
 
 def _key_here(kind: str, *, must: bool) -> str:
-    """The scheduler that this host reaches, to go on with a run there; empty, or an error, while it is silent."""
+    """Return the key of the scheduler that this host reaches; if it is silent: empty, or SlurmUnreachable if `must`."""
     from orchestrator.scheduler.available_schedulers import instance_of
 
     found = instance_of(kind)
@@ -273,9 +273,9 @@ def _key_here(kind: str, *, must: bool) -> str:
 
 
 def await_answers(screen: Screen, store: Any, asked: list[dict[str, Any]], no_controller: bool) -> None:
-    """Fill in what the controller answered to each `ask`, and the run's state; comes back without it after a while.
+    """Fill in the controller's answer to each `ask` and the run's state; returns without them after ANSWER_TIMEOUT.
 
-    Whoever waits for more than a moment is told for what.
+    After QUIET seconds it shows what it waits for.
     """
     began = time.monotonic()
     with screen.ticker() as ticker:
@@ -290,7 +290,7 @@ def await_answers(screen: Screen, store: Any, asked: list[dict[str, Any]], no_co
 
 
 def _answered(store: Any, asked: list[dict[str, Any]]) -> bool:
-    """Whether all of them are answered by now, which is written down in each."""
+    """Record the available answers in the items; return whether all are answered."""
     if not all(item["answer"] for item in asked):
         answers = {ask.id: ask for ask in store.user_requests(pending=False)}
         for item in asked:

@@ -1,4 +1,4 @@
-"""Changes of a run's code and configuration, and edited files that have no effect."""
+"""Changes of a run's code and configuration, and edits of files without effect."""
 
 import json
 import re
@@ -28,7 +28,7 @@ _DIGEST = re.compile(r"\b[0-9a-f]{32,64}\b")
 
 
 def code_words(code: dict[str, Any], notices: Sequence[Notice]) -> str:
-    """Describe the code in an identity, with the digest of the files that trained last, else of the submitted files."""
+    """Describe the code in an identity, with the digest of the files that trained last or else were submitted."""
     ours = code.get("orch")
     words = [f"orch {ours.get('version')} {short_digests(ours.get('sha256'))}"] if isinstance(ours, dict) else []
     words += map(_place_words, code.get("user") or [])
@@ -54,8 +54,8 @@ def short_digests(value: Any) -> str:
 
 
 def config_changes(store: "Store", run: Run, attempts: Sequence[Attempt]) -> list[dict[str, Any]]:
-    """Each changed key with the first attempt that has it; the last one may not have begun yet."""
-    # An attempt that an older orch has begun has no config of its own.
+    """Return each changed key with the first attempt that has it; the last attempt may not have begun yet."""
+    # Attempts begun by an older orch have no config of their own.
     digests = [(attempt.number, attempt.base_digest or run.config_digest) for attempt in attempts]
     digests.append((len(attempts) + 1, run.config_digest))
     return [
@@ -72,13 +72,13 @@ def config_changes(store: "Store", run: Run, attempts: Sequence[Attempt]) -> lis
 
 
 READ_WITHIN = 2.0
-"""Seconds for reading the folder: one that hangs holds up nobody who asks for the state of a run."""
+"""Seconds to wait for the folder. A hung file system must not block a status query."""
 _TOLD = 3
-"""Changed keys that are told one by one."""
+"""Maximum number of changed keys listed one by one."""
 
 
 def warn_of_edited_config(screen: Screen, row: dict[str, Any]) -> None:
-    """Say what of the run's config.json is not in the registry, and how to have it; `row` is its status row."""
+    """Warn of edits in the run's config.json that have no effect, with the command to type; `row` is the status row."""
     edited = _edited(RunDir(Path(row["run_dir"])))
     if edited is None:
         return
@@ -91,20 +91,20 @@ def warn_of_edited_config(screen: Screen, row: dict[str, Any]) -> None:
 
 
 def _command(row: dict[str, Any], change: str) -> str:
-    """The command that takes a changed configuration."""
+    """Return the command that applies a changed configuration."""
     run, saved = row["run"], row["last_checkpoint"]
     if row["state"] == RunState.SUCCEEDED and saved is not None:
-        return f"orch submit --from {run} {change}"  # its newest checkpoint by then: this one may be replaced
+        return f"orch submit --from {run} {change}"  # its newest checkpoint at that time; this one may be replaced
     resume = f"orch resume {run} {change}"
     return f"`orch cancel {run}`, then `{resume}`" if row["state"] in LIVE_RUNS else resume
 
 
 def _edited(folder: RunDir) -> tuple[Path, Any, str] | None:
-    """The run's config file when it is not what was submitted, its content (None: unreadable), the submitted digest."""
+    """Return the config file if it was edited, its content (None: unreadable) and the submitted digest; else None."""
     found: list[tuple[Path, Any, str]] = []
 
     def read() -> None:
-        from trainer.contract.config import digest_of  # dataclasses of all of a job: only for who names a run
+        from trainer.contract.config import digest_of  # dataclasses of a whole job: only for commands that name a run
 
         try:
             submitted = str(read_json(folder.run)["config_digest"])
@@ -125,8 +125,8 @@ def _edited(folder: RunDir) -> tuple[Path, Any, str] | None:
 
 
 def _asked(content: Any, submitted: str, current: str) -> str | None:
-    """What to type for the edited values, as overrides; empty where that is not clear, None where they are in force."""
-    from orchestrator.config.compose import diff  # omegaconf: only where something was edited
+    """Return overrides for the edited values; empty if they are not clear, None if all are in force."""
+    from orchestrator.config.compose import diff  # omegaconf: only after an edit
 
     if not isinstance(content, dict):
         return ""
@@ -135,7 +135,7 @@ def _asked(content: Any, submitted: str, current: str) -> str | None:
             known, now = store.config(submitted), store.config(current)
     except NotFound:
         return ""
-    # What `orch resume RUN KEY=VALUE` has set since is no edit, nor is an edit that it has repeated.
+    # Changes made by `orch resume RUN KEY=VALUE` are not edits; edits that it repeated are already in force.
     content = in_present_keys(content)
     wanted = {key: after for key, (_, after) in diff(known, content).items()}
     missing = {key: after for key, (before, after) in diff(now, content).items() if key in wanted}

@@ -26,16 +26,16 @@ from trainer.contract.events import Event
 
 LOOK_EVERY = 0.5
 TICK_EVERY = 2.0
-"""Seconds between two passes of our own, where no controller lives."""
+"""Seconds between our own controller passes while no controller is alive."""
 
 _WAITING = frozenset({RunState.CREATED, RunState.QUEUED, RunState.RECOVERING})
-"""States in which nothing trains yet, or just now: the reason says why."""
+"""States in which nothing trains now; the reason explains why."""
 
 
 def wait_until_end(screen: Screen, run: str, *, timeout: float | None = None, follow: bool = False) -> dict[str, Any]:
-    """Wait until the run has ended or is held; returns its status row.
+    """Wait until the run has ended or is held; return its status row.
 
-    Raises WaitTimeout. Ctrl-C ends the watching only.
+    Raises WaitTimeout. Ctrl-C stops the watching, not the run.
     """
     with following(screen, run, follow=follow) as follower:
         return follower.until(is_over, timeout)
@@ -43,14 +43,14 @@ def wait_until_end(screen: Screen, run: str, *, timeout: float | None = None, fo
 
 @contextmanager
 def following(screen: Screen, run: str, *, follow: bool = True) -> "Iterator[RunFollower]":
-    """Follows one run; Ctrl-C ends the watching only, and says what goes on."""
+    """Yield a follower of one run. Ctrl-C stops the watching, not the run, and prints the run's state."""
     screen.if_interrupted = lambda: detached(run)
     with screen.ticker() as ticker:
         yield RunFollower(screen, ticker, run, follow)
 
 
 def detached(run: str) -> str:
-    """What Ctrl-C leaves of a run that was watched: what is true now, and what to type."""
+    """Return the message after Ctrl-C on a watched run: its state, and the commands to type."""
     row = one_row(run)
     if is_over(row):
         return f"interrupted: {run} is {row['state']}\n  orch show {run}"
@@ -62,12 +62,12 @@ def detached(run: str) -> str:
 
 
 def is_over(row: dict[str, Any]) -> bool:
-    """Whether nothing more happens to a run by itself."""
+    """Return whether the run has ended or is held."""
     return row["state"] in ENDED_RUNS or row["state"] == RunState.HELD
 
 
 class RunFollower:
-    """Follows one run for one person; `events` are all that were seen, where they are followed."""
+    """Watcher of one run; `events` has every event seen so far, if they are followed."""
 
     def __init__(self, screen: Screen, ticker: Ticker, run: str, follow: bool) -> None:
         self._screen, self._ticker, self._run, self._follow = screen, ticker, run, follow
@@ -75,16 +75,16 @@ class RunFollower:
         self._describer = EventDescriber()
         self._next_tick = 0.0
         self._unreachable, self._acts = "", False
-        self._reasons: set[str] = set()  # for which it has waited, as far as they were told
+        self._reasons: set[str] = set()  # waiting reasons already shown
         self.events: list[Event] = []
 
     def skip_existing(self) -> None:
-        """What has happened so far is neither told nor kept."""
+        """Skip the events so far; they are neither printed nor kept."""
         self._feed = EventFeed(Path(one_row(self._run)["run_dir"]))
         self._feed.skip_existing()
 
     def until(self, enough: Callable[[dict[str, Any]], bool], timeout: float | None) -> dict[str, Any]:
-        """The first status row for which it is enough; raises WaitTimeout."""
+        """Return the first status row that satisfies `enough`. Raises WaitTimeout."""
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
             row = one_row(self._run)
@@ -117,15 +117,15 @@ class RunFollower:
         self._ticker.update(progress_line(self._run, row["state"], row["total_steps"], self._feed.latest, **known))
 
     def _say_why_it_waits(self, row: dict[str, Any]) -> None:
-        """Each reason once, in full."""
+        """Print each reason once, in full."""
         if row["state"] in _WAITING and row["reason"] and row["reason"] not in self._reasons:
             self._reasons.add(row["reason"])
             self._ticker.print_above(f"{self._screen.when(row['updated_at'])}  {row['reason']}")
 
     def _drive(self, row: dict[str, Any]) -> None:
-        """Act in the place of a controller that does not live: waiting must not be for ever.
+        """Run a controller pass if no controller is alive, so that the wait can end.
 
-        Raises Precondition when nobody can from this host.
+        Raises Precondition if that is impossible from this host.
         """
         if time.monotonic() < self._next_tick or run_folder.controller_lives(time.time(), row["scheduler"]):
             return
@@ -133,22 +133,22 @@ class RunFollower:
         if not self._acts:
             self._acts = True
             self._ticker.print_above(f"no controller runs: this command acts in its place until it ends; {START}")
-        from orchestrator.controller import service  # sqlalchemy: only where nobody else drives
+        from orchestrator.controller import service  # sqlalchemy: only without a controller
 
         try:
-            # Beside a stalled controller the passes between two looks watch its lease until it may be taken.
+            # With a stalled controller, repeated passes watch its lease until it can be taken over.
             report = service.tick_once(registry_path(), row["cluster"], patience=0.0)
             silent = " and ".join(report.unreachable) if report is not None else ""
             if silent and silent != self._unreachable:
                 self._screen.note(f"{silent} does not answer; nothing is assumed, asking again")
             self._unreachable = silent
         except Fenced:
-            pass  # a controller has come to life meanwhile, and acts
+            pass  # a controller has become active meanwhile
         self._next_tick = time.monotonic() + TICK_EVERY
 
 
 def end_error(row: dict[str, Any]) -> RunFailed | RunCancelled | None:
-    """What the end of a run means to the one who waited: None, or what to raise, with what to type."""
+    """Return the error for the run's final state, with the command to type; None if it succeeded."""
     run, state = row["run"], row["state"]
     if state == RunState.SUCCEEDED:
         return None
@@ -156,7 +156,7 @@ def end_error(row: dict[str, Any]) -> RunFailed | RunCancelled | None:
     if state == RunState.CANCELLED:
         return RunCancelled(why, where=row["run_dir"], hint=after_end(row))
     looks = f"look:  {'   '.join(look_closer(row))}"
-    cured = f"orch resume {run} " in row["reason"]  # with what has to change: without that it comes back
+    cured = f"orch resume {run} " in row["reason"]  # the reason has the required change, without which it fails again
     return RunFailed(why, where=row["run_dir"], hint=looks if cured else f"{looks}   {after_end(row)}")
 
 
@@ -233,7 +233,7 @@ def _follow(screen: Screen, reader: Timeline, printer: "_Printer", run: str) -> 
 
 
 def to_json(moment: Moment) -> dict[str, Any]:
-    """A moment as programs see it."""
+    """Return a moment as plain JSON data."""
     return {
         "time": iso(moment.time), "attempt": moment.attempt, "generation": moment.generation, "source": moment.source,
         "kind": moment.kind, "text": moment.text or None, "data": moment.data,
@@ -241,7 +241,7 @@ def to_json(moment: Moment) -> dict[str, Any]:
 
 
 class _Printer:
-    """Lines for people, wrapped below their text; tab-separated values in a pipe."""
+    """Printer of moments: wrapped lines on a terminal, tab-separated values in a pipe."""
 
     def __init__(self, screen: Screen, everything: bool) -> None:
         self._screen, self._everything = screen, everything

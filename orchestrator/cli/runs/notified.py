@@ -1,15 +1,15 @@
-"""What people see of notifications: whom a run could not tell, and what was told last."""
+"""Notifications in status output: undelivered messages, and the newest message."""
 
 from typing import Any
 
 from orchestrator.cli.terminal.render import Screen, iso
 
 SHOWN = 3
-"""Runs that a warning names."""
+"""Maximum number of runs that a warning names."""
 
 
 def warn_of_untold(screen: Screen, rows: list[dict[str, Any]]) -> None:
-    """One line for all runs of which a message has not reached everybody."""
+    """Print one warning for all runs with a message that not all channels have delivered."""
     untold = {row["run"]: why for row in rows if (why := _trouble(row))}
     if len(untold) == 1:
         screen.warn("not_notified", "".join(f"{run}: {why}" for run, why in untold.items()))
@@ -22,13 +22,13 @@ def warn_of_untold(screen: Screen, rows: list[dict[str, Any]]) -> None:
 def _trouble(row: dict[str, Any]) -> str:
     if not row["notified"].get("newest"):
         return ""
-    from orchestrator.notifications.channels import Notified  # only where something was sent
+    from orchestrator.notifications.channels import Notified  # only if a message was sent
 
     return Notified.of(row["notified"]).trouble
 
 
 def notified_json(row: dict[str, Any]) -> dict[str, Any] | None:
-    """The newest message of a run as programs see it; None where none was sent."""
+    """Return the newest message of a run as plain JSON data; None if none was sent."""
     told = row["notified"].get("newest")
     if not told:
         return None
@@ -37,6 +37,6 @@ def notified_json(row: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def notified_words(row: dict[str, Any]) -> str:
-    """The newest message, if it has reached somebody, for the head of `orch show`."""
+    """Describe the newest message for the head of `orch show`; empty until a channel has delivered it."""
     told = row["notified"].get("newest") or {}
     return f"that it is {told['state']}, by {', '.join(told['delivered'])}" if told.get("delivered") else ""

@@ -1,4 +1,4 @@
-"""Reading a live run's directory again and again: JSON files that are being replaced, and files that grow."""
+"""Repeated reading of a live run's directory: JSON files that are replaced, and files that grow."""
 
 import json
 import os
@@ -15,16 +15,16 @@ from trainer.contract.logs.line_file import read_new_lines
 from trainer.contract.run_dir import AttemptDir, RunDir
 
 TAIL = 64 * 1024
-"""Bytes at the end of a file in which its newest lines are."""
+"""Bytes read at the end of a file for its newest lines."""
 RECENT_STEPS = 100
-"""Steps over which speed and trend of a run are looked at."""
+"""Number of newest steps for the speed and trend of a run."""
 _RANK_ZERO = "rank-00000"
 _MAIN_FILES = ("coordinator.jsonl", "rank-00000.jsonl")
-"""Event files in which most is told: opened at every poll, since on NFS only an open asks the server for the size."""
+"""Event files with most of the events; opened at every poll, since on NFS only an open updates the size."""
 
 
 def json_object(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; empty for one that is being replaced, was never written, or holds something else."""
+    """Return the object in a JSON file; empty if the file is missing, unreadable or holds something else."""
     try:
         found = read_json(path)
     except (OSError, ValueError):
@@ -33,7 +33,7 @@ def json_object(path: Path) -> dict[str, Any]:
 
 
 def newest_heartbeat(attempt: AttemptDir) -> Heartbeat | None:
-    """The coordinator's newest word; None where there is none that can be read."""
+    """Return the coordinator's newest heartbeat; None if none can be read."""
     try:
         return Heartbeat.read(attempt.heartbeat)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
@@ -41,7 +41,7 @@ def newest_heartbeat(attempt: AttemptDir) -> Heartbeat | None:
 
 
 def file_size(path: Path) -> int:
-    """Its bytes; 0 while there is no such file."""
+    """Return the size in bytes; 0 while the file does not exist."""
     try:
         return path.stat().st_size
     except FileNotFoundError:
@@ -49,33 +49,33 @@ def file_size(path: Path) -> int:
 
 
 def tail_offset(path: Path) -> int:
-    """Where to begin for the newest lines alone; the first of them may be torn."""
+    """Return the offset at which to read only the newest lines; the first of them may be torn."""
     return max(0, file_size(path) - TAIL)
 
 
 class OpenAttempts:
-    """Attempts that may still tell something: one that a later one follows is read once more, then left alone."""
+    """Attempts that may still write; an attempt with a successor is read once more, then skipped."""
 
     def __init__(self, place: RunDir, *, newest: bool = False) -> None:
-        """`newest`: all but the newest attempt are left alone from the beginning."""
+        """`newest`: skip all but the newest attempt from the beginning."""
         self._place = place
         attempts = place.all_attempts() if newest else []
         self._oldest = self._begun = attempts[-1].number if attempts else 0
 
     def attempts(self) -> list[AttemptDir]:
-        """Those to be read now, oldest first."""
+        """Return the attempts to read now, oldest first."""
         found = [attempt for attempt in self._place.all_attempts() if attempt.number >= self._oldest]
         self._oldest = self._begun
         return found
 
     def mark_written(self, attempt: AttemptDir) -> None:
-        """This one has written something: those before it are over."""
+        """Record that this attempt has written, so that earlier ones are over."""
         self._begun = max(self._begun, attempt.number)
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepMetrics:
-    """Where training stands; loss is as it was written (nan and inf as words)."""
+    """Metrics of a step. `loss` is as written (nan and inf as words)."""
 
     attempt: int
     generation: int
@@ -86,21 +86,21 @@ class StepMetrics:
     seconds: float | None = None  # of the step itself
     mfu: float | None = None
     shares: Mapping[str, float] = field(default_factory=dict)
-    """Where the step's time went on rank 0, as shares of it: its own work by section, and `waiting`."""
+    """Shares of the step's time on rank 0: its own work by section, and `waiting`."""
 
 
 class EventFeed:
-    """Reads on where it stopped: every event once, and the newest metric."""
+    """Incremental reader of a run: every event once, and the newest metrics."""
 
     def __init__(self, run_dir: Path, *, recent_only: bool = False) -> None:
-        """`recent_only`: only the newest attempt, of it only rank 0, and only the ends of long files."""
+        """`recent_only`: read only the newest attempt, of its ranks only rank 0, and only the ends of long files."""
         self._place, self._recent_only = RunDir(run_dir), recent_only
         self._open_attempts = OpenAttempts(self._place, newest=recent_only)
         self._events: dict[Path, int] = {}
-        self._rank_zero: set[Path] = set()  # files in which it has written something
+        self._rank_zero: set[Path] = set()  # files in which rank 0 has written
         self._metrics: dict[Path, int] = {}
         self.recent: deque[StepMetrics] = deque(maxlen=RECENT_STEPS)
-        """The newest steps, in the order they were trained."""
+        """The newest steps, in training order."""
 
     @property
     def latest(self) -> StepMetrics | None:
@@ -108,7 +108,7 @@ class EventFeed:
         return self.recent[-1] if self.recent else None
 
     def skip_existing(self) -> None:
-        """What is there by now is never told; `latest` is brought up to date."""
+        """Skip the existing events, and update `latest`."""
         self._open_attempts = OpenAttempts(self._place, newest=True)
         for attempt in self._open_attempts.attempts():
             for path in self._files(attempt):
@@ -116,7 +116,7 @@ class EventFeed:
             self._read_metrics(attempt)
 
     def poll(self) -> list[Event]:
-        """Events that are new since the last call, by their time; `latest` is brought up to date."""
+        """Return the new events since the last call, sorted by time, and update `latest`."""
         fresh: list[Event] = []
         for attempt in self._open_attempts.attempts():
             found = self._fresh_events(attempt)
@@ -158,7 +158,7 @@ class EventFeed:
 
 
 def _metrics_of_line(line: bytes) -> StepMetrics | None:
-    """One line of steps.jsonl; None for a torn one."""
+    """Parse a line of steps.jsonl; None for a torn one."""
     try:
         fields = json.loads(line)
         return StepMetrics(
@@ -171,7 +171,7 @@ def _metrics_of_line(line: bytes) -> StepMetrics | None:
 
 
 def shares_of_step(fields: Mapping[str, Any]) -> dict[str, float]:
-    """Where the time of a step went, from its line in steps.jsonl; empty for one of an older orch."""
+    """Return the shares of a step's time from its line in steps.jsonl; empty for a line of an older orch."""
     if "work" not in fields or not fields["seconds"]:
         return {}
     parts = {**fields["work"], "waiting": fields["waiting"], "saving": fields.get("stall", 0.0)}
@@ -179,17 +179,17 @@ def shares_of_step(fields: Mapping[str, Any]) -> dict[str, float]:
 
 
 class StepLines:
-    """Lines of steps.jsonl in the order they were trained, each read once."""
+    """Lines of steps.jsonl in training order, each read once."""
 
     def __init__(self, place: RunDir, *, recent_only: bool = False) -> None:
-        """`recent_only`: only the newest lines that are there by now, and all that come."""
+        """`recent_only`: only the newest existing lines, and all later ones."""
         self._open_attempts = OpenAttempts(place, newest=recent_only)
         self._lines: list[dict[str, Any]] = []
         newest = place.all_attempts()[-1:] if recent_only else []
         self._offsets = {attempt.metrics: tail_offset(attempt.metrics) for attempt in newest}
 
     def read(self) -> list[dict[str, Any]]:
-        """All lines so far."""
+        """Return all lines so far."""
         for attempt in self._open_attempts.attempts():
             path = attempt.metrics
             lines, self._offsets[path] = read_new_lines(path, self._offsets.get(path, 0))
@@ -200,7 +200,7 @@ class StepLines:
 
 
 def _fields_of_line(line: bytes) -> dict[str, Any] | None:
-    """None for what was torn by a kill in mid-write."""
+    """Parse a line of steps.jsonl; None for a torn one."""
     try:
         fields = json.loads(line)
     except ValueError:

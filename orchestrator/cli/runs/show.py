@@ -47,7 +47,7 @@ from trainer.contract.run_dir import RunDir
 @click.option("--history", is_flag=True, help="Print every change of state with its reason.")
 @click.pass_obj
 def show(screen: Screen, run: str, history: bool) -> None:
-    """Show one run in full: attempts, decisions, incidents, checkpoints, restore tests of them, code, data."""
+    """Show one run in full: attempts, decisions, incidents, checkpoints, their restore tests, code, data."""
     with open_store(readonly=True) as store:
         found = store.run(run)
         attempts, generations = store.attempts(found.name), store.generations(found.name)
@@ -91,7 +91,7 @@ def _document(
     run: Run, row: dict[str, Any], attempts: list[Attempt], generations: list[Generation],
     kept: list[dict[str, Any]], transitions: list[Transition],
 ) -> dict[str, Any]:  # fmt: skip
-    """What `orch show --json` promises, and more at the end."""
+    """Return the promised keys of `orch show --json`, followed by further ones."""
     identity = run.identity
     return {
         **public([row])[0],
@@ -119,7 +119,7 @@ FAILURE_KEYS = ("kind", "reason", "rank", "node", "evidence")
 
 
 def attempt_json(attempt: Attempt, generations: list[Generation]) -> dict[str, Any]:
-    """One attempt as programs see it."""
+    """Return an attempt as plain JSON data."""
     return {
         "attempt": attempt.number,
         "state": str(attempt.state),
@@ -157,7 +157,7 @@ def _failure(failure: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 def _pins(run: Run) -> dict[str, str]:
-    """The notes of pinned checkpoints by their names; none while the run's folder is not visible."""
+    """Return the notes of pinned checkpoints by name; empty while the run's folder is not visible."""
     from checkpointing.retention.garbage import read_pins
     from checkpointing.storage.backends import LocalStorage
 
@@ -168,7 +168,7 @@ def _pins(run: Run) -> dict[str, str]:
 
 
 def _kept(checkpoints: list[Checkpoint], copies: list[Copy], pins: dict[str, str]) -> list[dict[str, Any]]:
-    """What still exists somewhere: a checkpoint that is gone from its first tier lives on in its copies."""
+    """Return the checkpoints that still exist, if only as copies."""
     places: dict[str, list[Copy]] = {}
     for copy in copies:
         places.setdefault(copy.name, []).append(copy)
@@ -185,12 +185,12 @@ def _kept(checkpoints: list[Checkpoint], copies: list[Copy], pins: dict[str, str
 
 
 def copy_json(copy: Copy) -> dict[str, Any]:
-    """A copy in a further tier as programs see it."""
+    """Return a copy in a further tier as plain JSON data."""
     return {"tier": copy.tier, "path": copy.path, "bytes": copy.bytes, "copied_at": iso(copy.copied_at)}
 
 
 def checkpoint_json(checkpoint: Checkpoint) -> dict[str, Any]:
-    """One checkpoint as programs see it."""
+    """Return a checkpoint as plain JSON data."""
     return {
         "step": checkpoint.step, "trust": str(checkpoint.trust), "bytes": checkpoint.bytes, "path": checkpoint.path,
         "attempt": checkpoint.attempt, "name": checkpoint.name, "committed_at": iso(checkpoint.committed_at),
@@ -224,7 +224,7 @@ def _head(
 
 
 def _compared_with(run: Run) -> str:
-    """The command that shows in which keys this run differs from the newest earlier one of its name, if it does."""
+    """Return the command that compares this run with the newest earlier one of its name; empty if they are equal."""
     from orchestrator.registry import fast_queries
 
     slug = run.name.rpartition("-")[0]
@@ -235,7 +235,7 @@ def _compared_with(run: Run) -> str:
 
 
 def _beginning(imported: Any) -> str:
-    """Where a run began that did not begin with nothing."""
+    """Describe the imported beginning of a run; empty if it began from scratch."""
     if not isinstance(imported, dict):
         return ""
     how = "and its optimizer state" if imported.get("optimizer") else "with a fresh optimizer"
@@ -245,7 +245,7 @@ def _beginning(imported: Any) -> str:
 
 
 def _words(fields: Any) -> str:
-    """The values of an identity that fit a line; packages, variables and diffs are for --json."""
+    """Return the values of an identity that fit a line; packages, variables and diffs are only in --json."""
     if not isinstance(fields, dict):
         return short_digests(fields)
     return "  ".join(f"{key} {short_digests(value)}" for key, value in fields.items() if _fits(value))
@@ -258,9 +258,9 @@ def _fits(value: Any) -> bool:
 def attempt_table(
     screen: Screen, attempts: list[Attempt], generations: list[Generation], said: str = ""
 ) -> None:  # fmt: skip
-    """Every attempt, and under it its generations.
+    """Print every attempt, and below it its generations.
 
-    A reason is not repeated that stands in the row of its attempt, or, for the newest attempt, was `said` above.
+    A reason is omitted if the row of its attempt has it, or for the newest attempt, `said` (printed above).
     """
     rows = []
     for attempt in attempts:
@@ -276,7 +276,7 @@ def attempt_table(
 
 
 def _short_time(screen: Screen, moment: float | None) -> str:
-    """Without the year, which `orch events` and --json have."""
+    """Return the time without the year, which `orch events` and --json include."""
     return screen.when(moment)[5:] if moment is not None else ""
 
 
@@ -319,7 +319,7 @@ def _attempt_row(attempt: Attempt, said: str) -> dict[str, Any]:
 
 
 def _generation_row(item: Generation, attempt: Attempt) -> dict[str, Any]:
-    # A job that is taken away may not come to report the end of its ranks.
+    # A killed job may end before it reports the end of its ranks.
     unreported = item.ended_at is None and attempt.ended_at is not None
     end = attempt.ended_at if unreported else item.ended_at
     return {
@@ -338,7 +338,7 @@ def _generation_row(item: Generation, attempt: Attempt) -> dict[str, Any]:
 
 
 def _end_of(item: Generation, unreported: bool) -> str:
-    """What ended a generation, in words."""
+    """Describe the end of a generation."""
     if item.failure:
         return f"{item.failure['reason']}{drill_words(item.failure)}"
     return "with its attempt" if unreported else item.reason

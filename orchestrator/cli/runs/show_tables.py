@@ -21,7 +21,7 @@ Found = dict[str, list[Row]]
 
 
 def incidents_json(run: Run, notices: Sequence[Notice], generations: Sequence[Generation]) -> Found:
-    """Lists by what was noticed, oldest first, as programs see them."""
+    """Return notices as lists of plain JSON data by kind, oldest first."""
     by_kind: dict[str, list[Notice]] = {}
     for notice in notices:
         by_kind.setdefault(notice.kind, []).append(notice)
@@ -44,7 +44,7 @@ def incidents_json(run: Run, notices: Sequence[Notice], generations: Sequence[Ge
 
 
 def _unfit(notice: Notice) -> Row:
-    """By the node's name: what the event calls `node` is a place in the job."""
+    """Return the row with the node's name; the event's `node` is an index in the job."""
     return {**_when(notice), "node": notice.data.get("name"), "reason": notice.data.get("reason")}
 
 
@@ -68,7 +68,7 @@ def _incident(run: Run, notice: Notice, generations: Sequence[Generation]) -> Ro
 
 
 def _done(notice: Notice, generations: Sequence[Generation]) -> str:
-    """What came of it, in the words of the generation that it ended."""
+    """Return the outcome of an incident: the reason with which its generation ended."""
     if notice.data.get("withdrawn"):
         return "nothing: it went on by itself"
     place = (notice.attempt, notice.generation)
@@ -77,7 +77,7 @@ def _done(notice: Notice, generations: Sequence[Generation]) -> str:
 
 
 def incident_tables(screen: Screen, found: Found) -> None:
-    """One table for each kind of thing that was noticed; nothing where nothing was."""
+    """Print one table for each kind of notice that occurred."""
     for title, key, columns in TABLES:
         if found[key]:
             screen.say(f"\n{title}")
@@ -85,7 +85,7 @@ def incident_tables(screen: Screen, found: Found) -> None:
 
 
 def _flat(screen: Screen, row: Row) -> Row:
-    """What people read, made of several values."""
+    """Return the row with combined columns for display."""
     there = row.get("evidence_there")
     folder = "/".join(Path(row["evidence"]).parts[-4:]) if row.get("evidence") else "none"
     culprits = row.get("culprits") or ()
@@ -153,7 +153,7 @@ UNDER_WAY = "under way"
 
 
 def proven_of(tests: Sequence[RestoreTest], checkpoints: Sequence[Checkpoint], copies: Sequence[Copy]) -> Proven | None:
-    """The newest proven checkpoint among those that are kept somewhere."""
+    """Return the newest proven checkpoint that still exists."""
     copied = {copy.name for copy in copies}
     gone = {item.name for item in checkpoints if item.trust is Trust.DELETED and item.name not in copied}
     known = [item for item in checkpoints if item.trust is not Trust.CORRUPT and item.name not in gone]
@@ -161,7 +161,7 @@ def proven_of(tests: Sequence[RestoreTest], checkpoints: Sequence[Checkpoint], c
 
 
 def restore_tests_json(tests: Sequence[RestoreTest], proven: Proven | None, own: RestoreTest | None) -> Row:
-    """Tests of a run's checkpoints, newest first; what they prove; and the test that the run itself is."""
+    """Return tests of a run's checkpoints, newest first, the proven checkpoint, and the test that the run itself is."""
     return {
         "restore_tests": [told(test) for test in reversed(tests)],
         "proven": {**asdict(proven), "ended_at": iso(proven.ended_at)} if proven else None,
@@ -170,7 +170,7 @@ def restore_tests_json(tests: Sequence[RestoreTest], proven: Proven | None, own:
 
 
 def say_restore_tests(screen: Screen, run: str, tests: Sequence[RestoreTest], proven: Proven | None) -> None:
-    """The newest tests of a run's checkpoints, and what they prove."""
+    """Print the newest tests of a run's checkpoints and the proven checkpoint."""
     if tests:
         screen.say("\nrestore tests")
         screen.table(TESTS, [_row(test, time.time()) for test in tests[: -SHOWN - 1 : -1]], aligned=True)
@@ -214,7 +214,7 @@ TESTS = [
 
 
 def own_lines(test: RestoreTest) -> dict[str, str]:
-    """What a run that is a restore test says of itself in its head."""
+    """Return the head lines of a run that is a restore test."""
     return {
         "tests": f"step {count(test.step)} of {test.run} on {test.layout}   {test.checkpoint}",
         "verdict": f"{test.verdict or UNDER_WAY}" + (f"   {test.reason}" if test.reason else ""),
@@ -222,7 +222,7 @@ def own_lines(test: RestoreTest) -> dict[str, str]:
 
 
 def compared_table(screen: Screen, test: RestoreTest) -> None:
-    """The steps that a restore test has trained, each beside the run's own."""
+    """Print the steps that a restore test trained beside the run's own."""
     recorded = test.evidence.get("run_steps") or {}
     rows = [_compared(step, recorded.get(str(step["step"])) or []) for step in test.evidence.get("steps") or ()]
     if rows:
@@ -231,13 +231,13 @@ def compared_table(screen: Screen, test: RestoreTest) -> None:
 
 
 def _compared(step: Mapping[str, Any], recorded: Sequence[Mapping[str, Any]]) -> Row:
-    """A step with the most alike of the run's own: a run may have trained it more than once."""
+    """Return a step beside the run's closest record of it, since the run may have trained it more than once."""
     nearest = min(recorded, key=lambda own: _distance(own.get("loss"), step.get("loss")), default={})
     return {**step, **{f"run_{name}": value for name, value in nearest.items()}}
 
 
 def _distance(one: Any, other: Any) -> float:
-    """How far apart two losses are; words (nan, inf) are alike, or as far as can be."""
+    """Return the distance of two losses. With words (nan, inf) it is 0 if they are equal, otherwise infinity."""
     numbers = isinstance(one, (int, float)) and isinstance(other, (int, float))
     found = abs(one - other) if numbers else 0.0 if one == other else float("inf")
     return found if found == found else float("inf")

@@ -40,46 +40,46 @@ from orchestrator.registry.records import Lease
 from orchestrator.states import LIVE_RUNS, RunState
 
 Row = Mapping[str, Any]
-"""A run as `orch status` reads it."""
+"""A run's row as `orch status` reads it."""
 
 _WITHOUT_LOG = frozenset({
     "submit_rejected", "submit_deferred", "submission_lost", "cancelled", "preempted", "time_limit", "job_lost",
 })  # fmt: skip
-"""Failures that no rank and no agent wrote about: their reason says all that is known."""
+"""Failures without logs of ranks or agents; their reason is all that is known."""
 
 
 def has_first_error(failure: Mapping[str, Any] | None) -> bool:
-    """Whether `orch logs RUN --rank first-error` tells more of a run whose newest attempt failed so."""
+    """Return whether `orch logs RUN --rank first-error` adds to this failure of the newest attempt."""
     return failure is not None and failure["kind"] not in _WITHOUT_LOG
 
 
 def look_closer(row: Row) -> list[str]:
-    """Commands that say why a run ended as it did."""
+    """Return the commands that show why a run ended."""
     run = row["run"]
     more = f"orch logs {run} --rank first-error" if has_first_error(row["failure"]) else f"orch events {run}"
     return [f"orch show {run}", more]
 
 
 def go_on(row: Row) -> str:
-    """The command that continues a run, or repeats a restore test; empty where nothing does, or it goes on already."""
+    """Return the command that continues a run or repeats a restore test; empty for a live run or if none exists."""
     run, test = row["run"], row["test_of"]
     if row["state"] in LIVE_RUNS:
         return ""
     if test is not None:
         return restore_test_again(test)
     if row["state"] == RunState.SUCCEEDED:
-        # The end of a user's own program is its own.
+        # A user's own program decides itself when it ends.
         return f"orch resume {run} train.steps={2 * row['total_steps']}" if row["total_steps"] else ""
     return f"orch resume {run}"
 
 
 def restore_test_again(order: Mapping[str, Any]) -> str:
-    """The command for another test like the one of this order, which `Run.identity` has."""
+    """Return the command for another test with the settings of this order from `Run.identity`."""
     return f"orch ckpt restore-test {order['run']}@{order['step']} --layout {order['layout']}"
 
 
 def after_end(row: Row) -> str:
-    """A hint for what needs a job, of a run that has none any more."""
+    """Return a hint for a command that needs a live job, for a run without one."""
     command = go_on(row)
     if row["state"] == RunState.SUCCEEDED and row["test_of"] is None:
         more = f"   train on:  {command}" if command else ""
@@ -92,9 +92,9 @@ KEYS = (
     "last_checkpoint", "reason", "updated_at", "last_lines", "slurm_cluster", "restore_test",
     "tags", "eta_s",
 )  # fmt: skip
-"""What `orch status --json` promises of every run; the golden test holds it."""
+"""Promised keys of a run in `orch status --json`, checked by the golden test."""
 RECENT = 7 * 86400.0
-"""Seconds for which a run that has ended needs somebody."""
+"""Seconds for which a failed run or a bad restore test is listed as needing attention."""
 
 
 @click.command(cls=Verb)
@@ -141,7 +141,7 @@ def status(
 
 
 def overview(screen: Screen) -> None:
-    """`orch` alone: what runs, and what needs you."""
+    """Print live runs and runs that need attention, for `orch` without a verb."""
     rows = _rows((), 200, frozenset({*LIVE_RUNS, RunState.HELD, RunState.FAILED}))
     warn_of_untold(screen, rows)
     running = [row for row in rows if row["state"] in LIVE_RUNS]
@@ -171,7 +171,7 @@ def overview(screen: Screen) -> None:
 
 
 def _say_need(screen: Screen, why: str, *commands: str) -> None:
-    """What needs somebody, and what to type that the reason does not say already."""
+    """Print a reason for attention, and the commands that the reason does not already include."""
     screen.say(f"needs you: {shortened(plain(why))}", hang=11)
     named = [command for command in commands if command not in why]
     beside = "   ".join(named)
@@ -180,18 +180,18 @@ def _say_need(screen: Screen, why: str, *commands: str) -> None:
 
 
 def _waiting_for_ever(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Runs whose job Slurm will never start as it is."""
+    """Return the runs with a queued job that Slurm will never start in its present form."""
     queued = [row for row in rows if row["state"] == RunState.QUEUED]
     if not queued:
         return []
-    # Brings the scheduler's parts: only where a job waits.
+    # Imports scheduler modules, so only if a job is queued.
     from orchestrator.scheduler.slurm.refusals import STAYS
 
     return [row for row in queued if STAYS in row["reason"]]
 
 
 def _found_bad(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Runs whose newest tested checkpoint is bad, among `rows` and those of which it was found lately."""
+    """Return the runs whose newest tested checkpoint is bad, among `rows` and recent findings."""
     from orchestrator.registry import fast_queries
 
     since = time.time() - RECENT
@@ -231,24 +231,24 @@ def _rows(
 
 
 def rows_with_tags(tags: tuple[str, ...]) -> list[dict[str, Any]]:
-    """The rows of all runs that have all of these tags, newest first."""
+    """Return the rows of all runs with all of these tags, newest first."""
     return _rows((), None, None, checked(tags))
 
 
 def one_row(name: str) -> dict[str, Any]:
-    """The row of one run, by its name, a unique beginning of it, or `@last`; raises NotFound with near names."""
+    """Return the row of a run by name, unique beginning of a name, or `@last`. Raises NotFound with similar names."""
     from orchestrator.registry import fast_queries
 
     require_registry(registry_path())
     rows = fast_queries.newest(registry_path(), 1) if name == "@last" else fast_queries.named(registry_path(), [name])
     if not rows:
-        with open_store(readonly=True) as store:  # the slow way, for beginnings of names and for near names
+        with open_store(readonly=True) as store:  # slower: needed for beginnings of names and for similar names
             rows = fast_queries.named(registry_path(), [store.run(name).name])
     return _with_ages(rows[0])
 
 
 def _with_ages(row: dict[str, Any]) -> dict[str, Any]:
-    """The row with the ages of what it shows, in seconds."""
+    """Return the row with ages in seconds."""
     now = time.time()
     last = row["last_checkpoint"]
     if last is not None:
@@ -263,8 +263,9 @@ _START_SECONDS = 600.0
 
 
 def _eta(row: dict[str, Any], now: float) -> float | None:
-    """Seconds until the last step at the speed of the newest generation; None where it does not train, no end is
-    known, or most of its time may be its start.
+    """Return the seconds until the last step at the speed of the newest generation.
+
+    None if the run is not training, has no known end, or may have spent most of its time starting.
     """
     since, left = row["speed_since"], row["total_steps"] - row["step"]
     if row["state"] != RunState.RUNNING or since is None or left <= 0 or row["step"] <= since["step"]:
@@ -277,7 +278,7 @@ def _eta(row: dict[str, Any], now: float) -> float | None:
 
 
 def public(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What every program sees of a run, in the order and with the keys that are promised."""
+    """Return the promised keys of each run, in the promised order."""
     return [
         {**{key: row[key] for key in KEYS}, "updated_at": iso(row["updated_at"])}
         | {"restore_test": row["restore_test"] and _test_json(row["restore_test"])}
@@ -306,14 +307,14 @@ def _warn_of_rows(screen: Screen, rows: list[dict[str, Any]]) -> None:
 
 
 def bad_test_words(row: dict[str, Any]) -> str:
-    """What a restore test has found of the newest checkpoint of a run that was tested."""
+    """Describe the bad restore test of a run's newest tested checkpoint."""
     test = row["bad_test"]
     what = f"{row['run']}: restore test of step {count(test['step'])} on {test['layout']}: {test['verdict']}"
     return f"{what}, {test['reason']}" if test["reason"] else what
 
 
 def warn_of_bad_tests(screen: Screen, rows: list[dict[str, Any]]) -> None:
-    """One line for each run whose newest tested checkpoint is bad."""
+    """Print one warning for each run whose newest tested checkpoint is bad."""
     for row in rows:
         if row["bad_test"]:
             words = f"{bad_test_words(row)}; orch restore-tests history {row['run']}"
@@ -321,30 +322,30 @@ def warn_of_bad_tests(screen: Screen, rows: list[dict[str, Any]]) -> None:
 
 
 def status_table(screen: Screen, rows: list[dict[str, Any]], *, aligned: bool = False) -> None:
-    """The table of `orch status`."""
+    """Print the table of `orch status`."""
     several = len({row["slurm_cluster"] for row in rows}) > 1
     table = [*TABLE[:-1], SLURM_CLUSTER, TABLE[-1]] if several else TABLE
     screen.table(table if screen.terminal or aligned else TSV, [_flat(row) for row in rows], aligned=aligned)
 
 
 def say_last_lines(screen: Screen, run: str, failure: dict[str, Any] | None) -> None:
-    """What the rank that failed first wrote last, of a run of a user's own program."""
+    """Print the last lines of the rank that failed first, for a run of a user's own program."""
     lines = (failure or {}).get("lines", ())
     if failure is None or not lines or screen.json:
         return
-    say = screen.say if screen.terminal else screen.note  # a table for programs is not followed by anything
+    say = screen.say if screen.terminal else screen.note  # on stdout, nothing follows a table for programs
     say(f"\nlast lines of rank {failure.get('rank')} of {run}, on {failure.get('node')}:")
     for line in lines:
         say(f"  {plain(str(line))}")
 
 
 def _flat(row: dict[str, Any]) -> dict[str, Any]:
-    """Columns that people read, made of several values."""
+    """Return the row with combined columns for display."""
     last = row["last_checkpoint"]
     restarts = f"{row['attempts']}" + (f".{row['generations']}" if row["generations"] else "")
     return {
         **row,
-        "step": row["step"] or None if not row["total_steps"] else row["step"],  # of a command it may not be known
+        "step": row["step"] or None if not row["total_steps"] else row["step"],  # a command's step may be unknown
         "total_steps": row["total_steps"] or None,
         "progress": progress(row["step"], row["total_steps"]),
         "saved": f"{count(last['step'])} {last['trust']}" if last else "-",
@@ -391,11 +392,11 @@ TSV = [
     Column("ETA_S", "eta_s"),
 ]
 SLURM_CLUSTER = Column("CLUSTER", "slurm_cluster", lambda name: name or "local", drop_order=9)
-"""Shown to people where the runs are not all of one cluster."""
+"""Column shown if the runs are on several clusters."""
 
 
 def warn_without_controller(screen: Screen, rows: list[dict[str, Any]]) -> None:
-    """Every cluster with live runs whose controller stalls or is gone: others' controllers leave those runs alone."""
+    """Warn of every cluster with live runs but a stalled or missing controller; other controllers skip those runs."""
     live = {row["scheduler"]: row["cluster"] for row in rows if row["state"] in LIVE_RUNS}
     for scheduler, kind in sorted(live.items()):
         state = controller_state(time.time(), scheduler)
@@ -424,7 +425,7 @@ def _footer(rows: list[dict[str, Any]]) -> str:
 
 
 def _controller(lease: Lease, now: float, named: bool) -> str:
-    """Whether the holder of a lease lives, and when it looked."""
+    """Describe whether the holder of a lease is alive, and when it last looked."""
     of = f" of {lease.scheduler}" if named and lease.scheduler else ""
     looked = f"looked {span(now - lease.ticked_at)} ago" if lease.ticked_at else "has not looked yet"
     state = displayed_state(lease, now)

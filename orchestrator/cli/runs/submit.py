@@ -1,4 +1,4 @@
-"""`orch submit`: from a configuration to a job that is queued, and to a controller that sees it through."""
+"""`orch submit`: from a configuration to a queued job and a controller for it."""
 
 import json
 import os
@@ -29,14 +29,14 @@ from orchestrator.scheduler.available_schedulers import FACTORIES
 from orchestrator.states import ENDED_RUNS, RunState
 
 JOB_WITHIN = 30.0
-"""Seconds for which submit waits for the job's id; the controller goes on trying afterwards."""
+"""Seconds that submit waits for the job's id; the controller keeps trying afterwards."""
 TAKEN_OVER_WITHIN = 75.0
-"""Seconds more while the controller gives no sign of life: a lease lasts a minute, then its successor launches."""
+"""Further seconds while the controller is stalled: its lease lasts a minute, then a successor launches the job."""
 JOB_WITHIN_ALONE = 150.0
-"""Without a controller: an unanswered sbatch takes 60 s of look-ups before it may be repeated."""
+"""Seconds without a controller: after an unanswered sbatch come 60 s of look-ups before it may be repeated."""
 LOOK_EVERY = 0.1
 CHECK_CONTROLLER_EVERY = 3.0
-"""Seconds after which submit sees to it again that a controller lives."""
+"""Seconds between submit's checks that a controller is alive."""
 
 
 @click.command(cls=Verb)
@@ -98,7 +98,7 @@ def submit(
 
 
 def _wait(screen: Screen, launched: dict[str, Any], *, follow: bool) -> int:
-    """Wait for the run's end, and say what it was; the exit code."""
+    """Wait for the end of the run, print its state and return the exit code."""
     row = wait_until_end(screen, launched["run"], follow=follow)
     trouble = end_error(row)
     if screen.json:
@@ -115,7 +115,7 @@ def _beginning(
     screen: Screen, source: str | None, overrides: tuple[str, ...], begin: str | None, *, weights_only: bool,
     write: bool,
 ) -> Iterator[tuple[Any, dict[str, Any] | None]]:  # fmt: skip
-    """The config of the run, and what it begins with, which is there inside if `write`."""
+    """Yield the config of the run and its initial checkpoint, which exists within the block if `write`."""
     if begin is not None and weights_only:
         from orchestrator.cli.runs.branch import branch_weights  # sqlalchemy, omegaconf
 
@@ -133,7 +133,7 @@ def _beginning(
         raise ConfigError("CONFIG is missing", hint="`orch submit tiny-gpt`, or `orch submit FILE.yaml`")
     composed = _composed(source, overrides)
     if not write:
-        from orchestrator.submission import user_code  # ast: whoever submits does so when the run is made
+        from orchestrator.submission import user_code  # ast: a real submit checks it on creating the run
 
         user_code.check(composed.config)
     yield composed, None
@@ -141,7 +141,7 @@ def _beginning(
 
 @contextmanager
 def offered_import(begin: str | None, source: str | None, words: Sequence[str]) -> Iterator[None]:
-    """Where `--from` names exported weights, the error says what imports them, with the same settings."""
+    """If `--from` names exported weights, add the command that imports them, with the same settings, to the error."""
     from orchestrator.cli.checkpoints.target import ExportGiven
 
     try:
@@ -154,7 +154,7 @@ def offered_import(begin: str | None, source: str | None, words: Sequence[str]) 
 
 
 def _import_options(begin: str, source: str, words: Sequence[str]) -> list[str]:
-    """Of what was typed for a submit, what an import takes too."""
+    """Return the words of a submit command that `orch ckpt import` accepts, too."""
     kept, rest = [], list(words)
     while rest:
         word = rest.pop(0)
@@ -175,7 +175,7 @@ _FOR_IMPORT = ("--weights-only", "--no-controller", "--dry-run", "--json")
 
 
 def _composed(source: str, overrides: tuple[str, ...]) -> Any:
-    """The configuration of that name; raises NotFound, for a run's name with what goes on with that run."""
+    """Return the configuration. Raises NotFound; for a run's name, with the commands that continue that run."""
     from orchestrator.config.compose import compose  # omegaconf: only for the verbs that read configurations
 
     try:
@@ -197,7 +197,7 @@ def launch(
     imported: dict[str, Any] | None = None,
     tags: tuple[str, ...] = (),
 ) -> dict[str, Any]:
-    """Write the run down, see to it that somebody launches it, and wait for its job; the data of `orch submit`."""
+    """Record the run, ensure that a controller launches it, and wait for its job; return the data of `orch submit`."""
     from orchestrator.scheduler.available_schedulers import resolve
     from orchestrator.submission import create_run as launching
     from orchestrator.submission import user_code
@@ -250,7 +250,7 @@ def launch(
 
 
 def _begin(run: Run) -> None:
-    """A controller for the new run; the run is there, whether or not this machine has room for one more process."""
+    """Start a controller for the recorded run. Raises Precondition if this machine cannot start a process."""
     from orchestrator.controller import service
 
     try:
@@ -264,7 +264,7 @@ def _begin(run: Run) -> None:
 
 
 def _ask_slurm(screen: Screen, composed: Any, cluster: str | None) -> None:
-    """Raises SubmitRejected for a job that Slurm would not take: no run is made that could only be held."""
+    """Raise SubmitRejected for a job that Slurm would refuse, before creating a run that could only be held."""
     from orchestrator.scheduler.available_schedulers import kinds, resolve
     from orchestrator.submission.create_run import check_script, check_with_scheduler
 
@@ -275,7 +275,7 @@ def _ask_slurm(screen: Screen, composed: Any, cluster: str | None) -> None:
 
 
 def _no_job_yet(row: dict[str, Any]) -> str:
-    """Why the run has no job, as far as its controller has said; whether this shell says which Slurm is meant."""
+    """Explain why the run has no job, by its controller, and whether SLURM_CONF is not set here."""
     from orchestrator.registry import fast_queries
 
     why = row["reason"] or silence_of(fast_queries.lease(registry_path(), row["scheduler"] or None))
@@ -288,9 +288,9 @@ _UNSET = "; SLURM_CONF is not set here: where it must be, set it, then `orch con
 
 
 def _await_job(screen: Screen, run: str, kind: str, *, no_controller: bool) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """The run's row once its first job is known, or it has stopped before, or the patience is spent.
+    """Return the run's row once it has a job or has ended, or after the timeout.
 
-    With it the schedulers that gave this process no answer in the end.
+    Also returns the schedulers that did not answer this process's last pass.
     """
     from orchestrator.registry import fast_queries  # sqlite3: not for `orch --help`
 
@@ -306,7 +306,7 @@ def _await_job(screen: Screen, run: str, kind: str, *, no_controller: bool) -> t
         if row["job_id"] is not None or row["state"] in ENDED_RUNS or row["state"] == RunState.HELD:
             return row, silent
         now = time.monotonic()
-        # A lease that nobody has renewed meanwhile: its holder stalls, and a successor waits until it expires.
+        # An unrenewed lease means that its holder stalls, and a successor waits until it expires.
         if now >= deadline and (no_controller or now >= latest or fast_queries.lease(registry_path(), key) != before):
             return row, silent
         if not no_controller and now >= check_at:
@@ -316,7 +316,7 @@ def _await_job(screen: Screen, run: str, kind: str, *, no_controller: bool) -> t
 
 
 def _ensure_controller(kind: str) -> None:
-    """What held the lease may have been a single pass that has ended since, and the daemon beside it has gone."""
+    """Start a controller if none is alive; an earlier holder of the lease may have been a single pass that ended."""
     from orchestrator.controller import service
 
     service.ensure_running(registry_path(), kind)
@@ -347,7 +347,7 @@ def _tell(screen: Screen, launched: dict[str, Any]) -> None:
 
 
 def preview(screen: Screen, composed: Any, cluster: str | None, *, only_script: bool) -> None:
-    """What would be submitted: the resolved config with origins and the sbatch text. Nothing is written."""
+    """Print the resolved config with origins and the sbatch script. Writes nothing."""
     from orchestrator.submission.secret_values import submitted  # omegaconf
 
     submitted(composed, os.environ)  # refused as by a submit
@@ -370,7 +370,7 @@ def preview(screen: Screen, composed: Any, cluster: str | None, *, only_script: 
 
 
 def _kind(screen: Screen, wanted: str) -> str:
-    """Where the run would go; a script for Slurm can be looked at on a machine without Slurm."""
+    """Return the kind of scheduler; a Slurm script can be previewed on a machine without Slurm."""
     from orchestrator.scheduler.available_schedulers import kinds, resolve
 
     kind = resolve(wanted)
@@ -380,7 +380,7 @@ def _kind(screen: Screen, wanted: str) -> str:
 
 
 def _script(composed: Any, kind: str) -> str | None:
-    """The sbatch text of the first attempt, with placeholders where a submitted run has its number and nonce."""
+    """Return the sbatch script of the first attempt, with placeholders for the run's number and nonce."""
     from orchestrator.submission.create_run import first_job
 
     script = FACTORIES[kind].script

@@ -1,4 +1,4 @@
-"""`orch tag`, and tags as they are typed elsewhere (`orch submit -t`, `orch status -t`)."""
+"""`orch tag`, and the parsing of tags for `orch submit -t` and `orch status -t`."""
 
 import re
 from collections.abc import Iterable
@@ -13,11 +13,11 @@ from orchestrator.home import registry_path
 
 _TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/=@-]{0,62}")
 _TAKEN_AWAY = re.compile(r"-(?![qvh]$)[A-Za-z0-9].*")
-"""`-baseline`, but not `-q`, `-v` and `-h`, which every verb takes."""
+"""Matches `-baseline`, but not `-q`, `-v` and `-h`, which every verb takes."""
 
 
 def checked(words: Iterable[str]) -> tuple[str, ...]:
-    """Tags in order, each once; raises ConfigError for what cannot be one."""
+    """Return the tags, sorted and unique. Raises ConfigError for an invalid one."""
     tags = tuple(sorted(set(words)))
     for word in tags:
         if not _TAG.fullmatch(word):
@@ -30,7 +30,7 @@ def checked(words: Iterable[str]) -> tuple[str, ...]:
 
 
 def unknown_tags(tags: Iterable[str]) -> list[tuple[str, str]]:
-    """Of each of these tags that no run has, that it is so, and which tags there are, the nearest first."""
+    """Return for each unused tag a message and a hint with similar or existing tags."""
     from orchestrator.near_words import did_you_mean_of, nearest  # only for a mistake
     from orchestrator.registry import fast_queries
 
@@ -47,10 +47,10 @@ _SHOWN = 12
 
 
 class _TagVerb(Verb):
-    """A verb of which words may begin with a minus sign."""
+    """A verb whose arguments may begin with a minus sign."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """`-baseline` is the tag that is removed, not a row of options; `~` begins no tag."""
+        """Parse `-baseline` as a tag to remove instead of short options, by way of `~`, which no tag begins with."""
         return super().parse_args(ctx, [f"~{word[1:]}" if _TAKEN_AWAY.fullmatch(word) else word for word in args])
 
 
@@ -77,7 +77,7 @@ def tag(screen: Screen, run: str, words: tuple[str, ...], remove: bool) -> None:
 
 
 def _sorted_out(words: tuple[str, ...], remove: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The tags to add and those to remove, by their signs."""
+    """Return the tags to add and the tags to remove, by their signs."""
     away = [word for word in words if word.startswith("~") or (remove and not word.startswith("+"))]
     added = [word.removeprefix("+") for word in words if word not in away]
     return checked(added), checked(word.removeprefix("~") for word in away)

@@ -22,9 +22,9 @@ from trainer.contract.failures.save_trouble import short_reason
 def progress_line(
     run: str, state: str, total: int, latest: StepMetrics | None, *, step: int = 0, loss: float | str | None = None
 ) -> str:
-    """`tiny-gpt-3  RUNNING  step 120/200 60%  loss 2.1130  81000 tokens/s  attempt 1 generation 2`.
+    """Return `tiny-gpt-3  RUNNING  step 120/200 60%  loss 2.1130  81000 tokens/s  attempt 1 generation 2`.
 
-    Without a metric, `step` and `loss` are what is known otherwise, as of a user's own program.
+    `step` and `loss` are used without a metric, as for a user's own program.
     """
     if latest is None:
         said = f"  step {progress(step, total)}" if step else ""
@@ -36,21 +36,21 @@ def progress_line(
 
 
 def describe_event(event: Event) -> str | None:
-    """What an event means to somebody who watches; None for what they need not see."""
+    """Describe an event with its attempt and generation; None for minor events."""
     text = event_sentence(event)
     where = f"attempt {event.attempt}" + (f" generation {event.generation}" if event.generation else "")
     return f"{where}: {text}" if text else None
 
 
 class EventDescriber:
-    """Describes events to somebody who watches; of saves that fail again and again for one reason only the first."""
+    """Describer of events that mentions only the first of repeated save failures with the same reason."""
 
     def __init__(self) -> None:
         self._told: dict[str, set[tuple[str, str]]] = {}  # by tier: kinds of event, and reasons
-        self._untold: dict[str, int] = {}  # by tier: saves
+        self._untold: dict[str, int] = {}  # by tier: number of saves
 
     def describe(self, event: Event) -> str | None:
-        """What an event means; None for what they need not see."""
+        """Describe an event; None for minor or repeated ones."""
         text = describe_event(event)
         if text is None:
             return None
@@ -77,7 +77,7 @@ class EventDescriber:
 
 
 def event_sentence(event: Event) -> str | None:
-    """The same without the attempt and generation that it happened in."""
+    """Describe an event without its attempt and generation; None for minor events."""
     words = _DESCRIPTIONS.get(event.kind)
     try:
         return words(event.data) or None if words is not None else None
@@ -88,7 +88,7 @@ def event_sentence(event: Event) -> str | None:
 def _exited(data: dict[str, Any]) -> str:
     code, signal = data.get("exit_code"), data.get("signal")
     if not signal and code in (ExitCode.FINISHED, ExitCode.STOPPED_AFTER_SAVE, ExitCode.RETRY):
-        return ""  # RETRY is what peers of a dead rank end with
+        return ""  # peers of a dead rank exit with RETRY
     how = data.get("reason") or (f"killed by signal {signal}" if signal else f"exit code {code}")
     return f"rank {data['rank']} on {data.get('node')} ended: {how}"
 
@@ -137,7 +137,7 @@ def _drill(data: dict[str, Any]) -> str:
 
 
 def _at_step(data: dict[str, Any]) -> str:
-    """Of a command the step may not be known."""
+    """Return the step; empty for a command without a known step."""
     return "" if data.get("step") is None else f" at step {data['step']}"
 
 
@@ -150,13 +150,13 @@ def _s(data: dict[str, Any]) -> str:
 
 
 def _of(data: dict[str, Any]) -> str:
-    """In which tier, where there is more than one."""
+    """Return the tier if there is more than one."""
     tier = data.get("tier")
     return "" if not tier else " in memory" if tier == MEMORY else f" in {tier}"
 
 
 def _source(data: dict[str, Any]) -> str:
-    """What a restart in place has loaded needs no disk; where else it lay is worth telling on a disk of the node."""
+    """Return `memory, ` for a restart in place, which loads from memory; empty for a tier on disk."""
     return "memory, " if data.get("tier") == MEMORY else ""
 
 
@@ -174,7 +174,7 @@ def _agreed(data: dict[str, Any]) -> str:
 
 
 def _held(data: dict[str, Any]) -> str:
-    """What a rank holds of the model's states; an older release has not said it."""
+    """Describe the model states that rank 0 holds; empty for events of older releases."""
     if not (held := data.get("held")):
         return ""
     parts = (f"{size(held[name])} of {words}" for name, words in _STATES.items())
@@ -186,7 +186,7 @@ _FAILURES = (EventKind.CHECKPOINT_FAILED, EventKind.CHECKPOINT_RETRIED)
 _SUCCESSES = (EventKind.CHECKPOINT_COMMITTED, EventKind.CHECKPOINT_FLUSHED)
 _STATES = {"parameters": "parameters", "gradients": "gradients", "optimizer": "optimizer state"}
 _STOPS = {"cancel": ": somebody asked for it", "time_limit": ": the time limit is near"}
-"""What ranks are told of a stop; that a signal came tells them no reason."""
+"""Reasons of a stop that the ranks know; a signal gives them none."""
 _DESCRIPTIONS: dict[str, Callable[[dict[str, Any]], str]] = {
     EventKind.ATTEMPT_STARTED: lambda d: f"started, job {d['job_id']} on {','.join(d['nodes'])}, {d['world']} ranks",
     EventKind.AGENT_LOST: lambda d: f"lost the agent of {d['name']}: {d['reason']}",
@@ -234,16 +234,16 @@ _DESCRIPTIONS: dict[str, Callable[[dict[str, Any]], str]] = {
 
 _AGO = re.compile(r"(\d+(?:\.\d+)?)([smhd])")
 _TOGETHER = 1.0
-"""Seconds within which the time of day of one pass of the controller may differ."""
+"""Seconds by which the times within one controller pass may differ."""
 _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Moment:
-    """One thing that happened; `text` is empty for what only `--all` shows, `key` its identity within the run."""
+    """Entry of the timeline. `text` is empty for entries that only `--all` shows; `key` is its identity in the run."""
 
     time: float
-    source: str  # of an event its writer; else controller, person
+    source: str  # for an event its writer; otherwise controller or person
     kind: str
     text: str
     key: tuple[Any, ...]
@@ -253,26 +253,26 @@ class Moment:
 
     @property
     def place(self) -> str:
-        """Attempt and generation as `orch show` numbers them; empty for what happened to the run as a whole."""
+        """Attempt and generation as numbered by `orch show`; empty for the run as a whole."""
         if self.attempt is None:
             return ""
         return f"{self.attempt}.{self.generation}" if self.generation else str(self.attempt)
 
     @property
     def words(self) -> str:
-        """The sentence, or else the kind with what is known of it."""
+        """The sentence, or else the kind with its data."""
         return self.text or " ".join([self.kind, *(f"{key}={value}" for key, value in self.data.items())])
 
 
 class Timeline:
-    """Reads on where it stopped: every moment once."""
+    """Incremental reader of a run's moments, each returned once."""
 
     def __init__(self, run: str, run_dir: Path) -> None:
         self._run, self._feed = run, EventFeed(run_dir)
         self._seen: set[tuple[Any, ...]] = set()
 
     def poll(self) -> list[Moment]:
-        """What is new since the last call, by its time."""
+        """Return the new moments since the last call, sorted by time."""
         fresh = [*self._recorded(), *map(of_event, self._feed.poll())]
         return sorted(fresh, key=lambda moment: moment.time)
 
@@ -287,7 +287,7 @@ class Timeline:
 
 
 def of_event(event: Event) -> Moment:
-    """What a job wrote."""
+    """Convert an event of a job."""
     return Moment(
         time=event.time, source=event.source, kind=event.kind, text=event_sentence(event) or "", attempt=event.attempt,
         generation=event.generation, data=event.data, key=(event.attempt, event.source, event.generation, event.seq),
@@ -295,7 +295,7 @@ def of_event(event: Event) -> Moment:
 
 
 def of_registry(transitions: Sequence[Transition], attempts: Sequence[Attempt]) -> Iterator[Moment]:
-    """Changes of state in the order in which they were recorded, and after an attempt's end what was decided."""
+    """Yield state changes in recorded order, and the decision after each end of an attempt."""
     by_number = {str(attempt.number): attempt for attempt in attempts}
     decided = ""
     for index, move in enumerate(transitions):
@@ -310,7 +310,7 @@ def of_registry(transitions: Sequence[Transition], attempts: Sequence[Attempt]) 
 
 
 def in_recorded_order(moments: Iterable[Moment]) -> Iterator[Moment]:
-    """What was written down together may bear times that differ by a moment; a clock that was set back counts."""
+    """Make the times of moments recorded together monotonic. Larger steps back (a clock that was reset) are kept."""
     latest = 0.0
     for moment in moments:
         latest = max(latest, moment.time) if latest - moment.time < _TOGETHER else moment.time
@@ -318,7 +318,7 @@ def in_recorded_order(moments: Iterable[Moment]) -> Iterator[Moment]:
 
 
 def _of_transition(index: int, move: Transition, attempt: Attempt | None, decided: str) -> Moment:
-    """`decided`: the newest decision, whose words the run's own reason repeats."""
+    """Convert a transition. `decided` is the newest decision, whose text the run's reason repeats."""
     reason = move.reason
     if move.kind == "run" and decided and reason.startswith(decided):
         reason = reason.removeprefix(decided).lstrip("; ")
@@ -327,7 +327,7 @@ def _of_transition(index: int, move: Transition, attempt: Attempt | None, decide
     subject = {"run": "the run", "attempt": "the attempt"}.get(move.kind, f"{move.kind} {move.subject}")
     change = f"is {move.after}" if not move.before else f"{move.before} -> {move.after}"
     text = f"{subject} {change}" + (f": {reason}" if reason else "")
-    # An event of the job tells of a new checkpoint; that retention deletes older ones is no news.
+    # New checkpoints are covered by the job's events, and deletions by retention are routine.
     told = move.kind == "checkpoint" and (not move.before or move.after == "DELETED")
     fields = {key: getattr(move, key) for key in ("kind", "subject", "before", "after", "reason")}
     return Moment(
@@ -337,7 +337,7 @@ def _of_transition(index: int, move: Transition, attempt: Attempt | None, decide
 
 
 def of_requests(requests: Iterable[UserRequest]) -> Iterator[Moment]:
-    """What people asked for, and what the controller answered."""
+    """Yield user requests and the controller's answers."""
     for one in requests:
         data = {"verb": one.verb, "args": one.args}
         words = f"asked: orch {one.verb}"
@@ -351,17 +351,17 @@ def of_requests(requests: Iterable[UserRequest]) -> Iterator[Moment]:
 
 
 class Repetition:
-    """Leaves out of a sentence the reasons that were printed for the same attempt before."""
+    """Filter for reasons that were already printed for the same attempt."""
 
     SHORTEST = 12
-    """Characters of a reason that is worth leaving out."""
+    """Minimum length of a reason that is left out."""
 
     def __init__(self) -> None:
         self._attempt: int | None = None
         self._said: list[str] = []
 
     def without(self, moment: Moment) -> str:
-        """The words of a moment; its own reasons count as said from now on."""
+        """Return the text of a moment without reasons already printed, and remember its own reasons."""
         if moment.attempt not in (None, self._attempt):
             self._attempt, self._said = moment.attempt, []
         text = moment.words
@@ -375,7 +375,7 @@ class Repetition:
 
 
 def since(text: str, now: float) -> float:
-    """The moment that `--since` names (`90s`, `10m`, `2h`, `1d`, or an ISO time, local without a zone).
+    """Return the time given by `--since` (`90s`, `10m`, `2h`, `1d`, or an ISO time, local without a zone).
 
     Raises ConfigError.
     """

@@ -14,7 +14,7 @@ from trainer.contract.logs.line_file import read_new_lines
 from trainer.contract.run_dir import AttemptDir, RunDir
 
 _LINE_BYTES = 4096
-"""More than a line of steps.jsonl is long, unless a workload has dozens of metrics: then fewer steps are looked at."""
+"""Upper bound of a line in steps.jsonl. A workload with dozens of metrics has longer ones, so fewer steps are read."""
 _LEAST_SHARE = 0.005
 _LEAST_SECONDS = 0.001
 _COMMUNICATION = {
@@ -27,12 +27,12 @@ _SECTIONS = ("data", "forward", "backward", "optimizer")
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingFigures:
-    """Medians over the newest `steps` of one generation; None for what nobody knows.
+    """Medians over the newest `steps` of one generation; None for unknown figures.
 
-    `shares` of a step's time and `memory` (peaks in bytes) are those of rank 0, where these lines are written; so is
-    `exposed`, the shares of communication that nothing hides, which are parts of `waiting`. `ranks`
-    compares all ranks, by figure: least, median, most, and whose that is. `traffic` is bytes of a step's collectives by
-    dimension of the mesh. `experts`: tokens of an expert beside the mean of its layer: least, median, most, and whose.
+    `shares` of a step's time and `memory` (peaks in bytes) are those of rank 0, which writes these lines. So is
+    `exposed`, the shares of communication that is not overlapped, which are parts of `waiting`. `ranks` compares all
+    ranks by figure: least, median, most, and the rank with the most. `traffic` is the bytes of a step's collectives by
+    mesh dimension. `experts` is tokens per expert relative to the layer's mean: least, median, most, and the expert.
     """
 
     steps: int
@@ -48,7 +48,7 @@ class TrainingFigures:
 
 
 def training_figures(lines: Sequence[Mapping[str, Any]], world_size: int) -> TrainingFigures | None:
-    """Those of lines of steps.jsonl, oldest first; None without any."""
+    """Return the figures of lines of steps.jsonl, oldest first; None without lines."""
     if not lines:
         return None
     newest = lines[-1].get("generation")
@@ -70,7 +70,7 @@ def training_figures(lines: Sequence[Mapping[str, Any]], world_size: int) -> Tra
 
 
 def figures_of_run(place: RunDir) -> TrainingFigures | None:
-    """Those of the newest attempt that has trained; None where there is none, or its files cannot be read."""
+    """Return the figures of the newest attempt that has trained; None without one or if its files cannot be read."""
     try:
         for attempt in reversed(place.all_attempts()):
             if lines := _newest_lines(attempt):
@@ -81,12 +81,12 @@ def figures_of_run(place: RunDir) -> TrainingFigures | None:
 
 
 def figures_json(figures: TrainingFigures | None) -> dict[str, Any] | None:
-    """As programs see them."""
+    """Return the figures as plain JSON data."""
     return None if figures is None else asdict(figures)
 
 
 def figures_words(figures: TrainingFigures | None) -> dict[str, str]:
-    """The lines of `orch show`, by what stands before them; shares below half a percent are left out."""
+    """Return the lines of `orch show` by their labels, without shares below half a percent."""
     if figures is None:
         return {}
     speed = figures.tokens_per_s_per_rank
@@ -109,9 +109,9 @@ def figures_words(figures: TrainingFigures | None) -> dict[str, str]:
 
 
 def _exposed(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Shares of a step, by the kind of communication; a line has the seconds of the step before.
+    """Return shares of a step by kind of communication; each line has the communication of the step before it.
 
-    Empty of lines of older releases.
+    Empty for lines of older releases.
     """
     pairs = [(before["seconds"], line["exposed"]) for before, line in pairwise(lines) if line.get("exposed")]
     known = [{**exposed, "": seconds} for seconds, exposed in pairs if seconds]
@@ -120,20 +120,20 @@ def _exposed(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def _waits(name: str, exposed: Mapping[str, float]) -> str:
-    """Of `waiting`: the parts that are known."""
+    """Return the known parts of `waiting`; empty for other names."""
     told = [f"{words} {100 * exposed[kind]:.0f} %" for kind, words in _COMMUNICATION.items() if kind in exposed]
     return f" ({', '.join(told)})" if name == "waiting" and told else ""
 
 
 def _slowest(ranks: Mapping[str, Mapping[str, float]]) -> str:
-    """The rank with the most work in each section that matters, and how much more than the median that is."""
+    """Describe the rank with the most work in each relevant section, relative to the median."""
     told = {name: one for name, one in ranks.items() if name in _SECTIONS and one["median"] >= _LEAST_SECONDS}
     parts = [f"{name} rank {one['rank']:.0f} ({one['most'] / one['median']:.2f} x)" for name, one in told.items()]
     return f"slowest, beside the median of all: {', '.join(parts)}" if parts else ""
 
 
 def _bubble(ranks: Mapping[str, Mapping[str, float]]) -> str:
-    """How much of a step ranks of a pipeline wait for other stages; empty without one."""
+    """Describe the share of a step that pipeline ranks wait for other stages; empty without a pipeline."""
     if (found := ranks.get("bubble")) is None:
         return ""
     shares = f"{100 * found['least']:.0f} to {100 * found['most']:.0f} %"
@@ -145,7 +145,7 @@ def _traffic(traffic: Mapping[str, int]) -> list[str]:
 
 
 def _experts(experts: Mapping[str, float]) -> str:
-    """How unevenly tokens are spread: the most that an expert has, and the least."""
+    """Describe the imbalance of tokens between experts."""
     if not experts:
         return ""
     whose = f"expert {experts['expert']:.0f} of layer {experts['layer']:.0f}"
@@ -153,7 +153,7 @@ def _experts(experts: Mapping[str, float]) -> str:
 
 
 def _newest(lines: Sequence[Mapping[str, Any]], key: str) -> dict[str, Any]:
-    """What the newest line that has it says; lines of older releases have none."""
+    """Return the value of the newest line that has it; empty for lines of older releases."""
     return next((dict(line[key]) for line in reversed(lines) if line.get(key)), {})
 
 
@@ -164,7 +164,7 @@ def _newest_lines(attempt: AttemptDir) -> list[dict[str, Any]]:
 
 
 def _fields(line: bytes) -> dict[str, Any] | None:
-    """None for what was torn by a kill, or begins before the part that is read."""
+    """Parse a line; None if it was torn by a kill or begins before the part that is read."""
     try:
         found = json.loads(line)
     except ValueError:

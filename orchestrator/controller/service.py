@@ -78,7 +78,7 @@ class Health:
 
 
 def status(store_path: Path, scheduler: str | None = None) -> Health:
-    """Return the current or last holder of the lease for a scheduler, or for any; read-only, without the ORM."""
+    """Return the health of the present or last controller of a scheduler (None: of any); reads without the ORM."""
     return _health(fast_queries.lease(store_path, scheduler))
 
 

@@ -168,6 +168,5 @@ def _is_due(told: Told, now: float) -> bool:
 
 
 def _targets(config: NotifyConfig) -> dict[str, Any]:
-    """Return the targets by channel."""
     found = {WEBHOOK: config.webhook, MAIL: list(config.addresses), COMMAND: list(config.command)}
     return {way: where for way, where in found.items() if where}

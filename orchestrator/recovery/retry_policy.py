@@ -182,7 +182,7 @@ def decide(
     # A failure that no retry can fix ends here, with Slurm's or the program's own message.
     if TRAITS[failure.kind].budget is Budget.PERSON:
         return _without_return(failure, run) if _never_saved(failure, history) else _final(failure, run)
-    # An intended end proves nothing about the cluster.
+    # An end that orch or a person caused on purpose proves nothing about the cluster.
     if reason := _on_purpose(history[-1], failure):
         return Decision(action=Action.RETRY, reason=reason, not_before=now, exclude=exclude)
     # Without progress the next job cannot be expected to need less memory.

@@ -22,7 +22,7 @@ _BAD, _FINISHED = "('SUSPECT', 'CORRUPT')", "('RESTORED', 'SUSPECT', 'CORRUPT')"
 
 _SAVED_AT = "SELECT coalesce(max(committed_at), 0) FROM checkpoints WHERE run = {0}.run AND name = {0}.checkpoint"
 _TESTED_AT = f"({_SAVED_AT}), {{0}}.step, {{0}}.ended_at"
-"""Sort key of a run's tests: the test of the newer checkpoint first, then the newer test."""
+"""Rank of a run's tests: a newer checkpoint supersedes an older one, then a newer test an older one."""
 
 _NEWEST = f"""
 SELECT run.name AS run, run.state, run.reason, run.cluster, run.run_dir, run.config_digest, run.step,

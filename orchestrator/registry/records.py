@@ -224,7 +224,7 @@ class Lease:
     """Lease of a controller, which may act under this epoch."""
 
     epoch: int
-    holder: str  # host:pid:start time
+    holder: str  # host/space:pid:start time (controller.leasing.lease.Holder)
     renewed_at: float
     expires_at: float
     ticked_at: float = 0.0

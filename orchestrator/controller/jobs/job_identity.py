@@ -32,7 +32,7 @@ class JobRecord:
     nonce: str
     name: str
     run_dir: str = ""  # empty if unknown
-    job_id: str | None = None  # adopted
+    job_id: str | None = None  # of the adopted job
     submit_time: str | None = None  # of the adopted job, as Slurm reported it then
     submissions: tuple[Submission, ...] = ()
     fresh: str | None = None  # id that sbatch returned just now

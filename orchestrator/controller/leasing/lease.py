@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from orchestrator.registry.store import Store
 
 LEASE_TTL = 60.0
-"""Seconds without renewal after which a controller counts as stalled and its lease may be taken, even on the same host.
-"""
+"""Seconds without renewal until a controller counts as stalled and its lease may be taken, even on its own host."""
 ONCE = "+once"
 """Suffix of the name of a holder that makes a single pass."""
 

@@ -58,7 +58,7 @@ AMBIGUOUS_FOR = 60.0
 """Seconds of answered, empty look-ups after a submission before the job counts as absent."""
 
 SUBMIT_WITHIN = 180.0
-"""Seconds for operations that are slow even in good health: Slurm's commands beside the files, and full tiers."""
+"""Seconds for file work that may be slow in good health: with Slurm's commands, or on tiers full of checkpoints."""
 
 EXCLUDED_HINT = "may not be used (`orch nodes ls`; `orch nodes release NODE` ends that)"
 """Hint for a rejected job that had nodes to avoid."""

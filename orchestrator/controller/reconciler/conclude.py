@@ -104,7 +104,7 @@ def _note_nodes(actor: Actor, run: Run, attempt: Attempt, failure: Failure | Non
 
 
 def apply(actor: Actor, run: Run, decision: Decision, now: float) -> None:
-    """Move the run to the state of a decision; if a person is needed, the reason includes the command to type."""
+    """Move the run to the state that a decision requires; if a person is needed, the reason has the command to type."""
     reason = decision.reason
     cured = f"orch resume {run.name} " in reason  # the reason already includes the change to make
     if decision.action in (Action.HOLD, Action.FAIL) and not (cured or is_restore_test(run)):
@@ -172,7 +172,7 @@ def _steps_known(view: RunView) -> bool:
 
 
 def _saved_after(store: Store, view: RunView) -> dict[int, float]:
-    """Return by attempt the longest time from a generation's start to a checkpoint; empty unless the run is a command.
+    """Return by attempt the maximum seconds from a generation's start to a checkpoint; empty unless it is a command.
 
     Steps of other runs always grow. A checkpoint that the next attempt found at its start does not count, because its
     time of writing is unknown.
@@ -231,7 +231,7 @@ def _past(attempt: Attempt, failure: Failure | None, now: float, trained: bool, 
 
 
 def _ran_for(attempt: Attempt, ended: float) -> float:
-    """Return the seconds from start to end. If the node's clock was behind, count from the submission at most."""
+    """Return the seconds from start to end; from the submission if the node's clock was behind."""
     if attempt.started_at is None:
         return 0.0
     return ended - max(attempt.started_at, attempt.submitted_at or attempt.started_at)

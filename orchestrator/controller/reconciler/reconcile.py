@@ -401,7 +401,7 @@ class Controller:
         return self._intent(self._again(view), snapshot)
 
     def _fenced(self, job: JobStatus) -> bool:
-        """Return whether a job cannot be removed but its attempt's GO is gone; waiting for it could last forever."""
+        """Return whether a job is stuck while it leaves, so that only the fence protects the run from it."""
         if job.state not in LEAVING_STATES:
             self.observed.forget(f"stuck:{job.job_id}")
             return False

@@ -181,7 +181,7 @@ def _make(final: RunDir, run: Run, first: Attempt, config: dict[str, Any]) -> No
 
 
 def _sweep_abandoned(root: Path) -> None:
-    """Remove old drafts of any run whose makers were killed; such a machine may never make a folder here again."""
+    """Remove abandoned drafts of any run; a killed maker's machine may never make a folder here again."""
     for path in root.iterdir():
         with suppress(OSError):
             if _DRAFT.fullmatch(path.name) and time.time() - path.lstat().st_mtime > _ABANDONED:

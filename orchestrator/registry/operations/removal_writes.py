@@ -36,7 +36,7 @@ class Removal(StrEnum):
 
     NONE = ""
     BEGUN = "begun"  # nothing of it may be resumed or tested any more
-    SET_ASIDE = "set aside"  # its folder has been renamed, and the rest of it has that name
+    SET_ASIDE = "set aside"  # its folder has been renamed; its remains have the new name
 
 
 class RemovalWrites(StoreOperations):

@@ -10,7 +10,7 @@ STATE_ELSEWHERE = (
     "or do not repeat"
 )
 _SUMS_ONLY = frozenset({"threads", "cpu", "cpu_model", "kernel_settings"})
-"""Facts of the software that change nothing but the order of sums, as another layout does."""
+"""Software facts that, like another layout, only change the order of sums."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,10 +52,11 @@ def why_not_compared(now: Conditions) -> str:
 def why_no_verdict(now: Conditions) -> str:
     """Return why a difference proves nothing about the checkpoint; empty if it proves a fault.
 
-    Bytes and values have been found as they were saved. A difference beyond that proves a fault if layout, code, data,
-    software and deterministic kernels are equal, and the program is known to go on from a checkpoint with equal steps:
-    the built-in workload, or one that promises it and has done so. It also does where the bound was measured: for dense
-    float32 models of the built-in workload that differ in layout alone.
+    Bytes and values were already found to be as saved. A further difference proves a fault if layout, code, data,
+    software and deterministic kernels are equal, and the program is known to continue from a checkpoint with equal
+    steps: it is the built-in workload, or promises equality and has shown it. A difference beyond the bounds also
+    proves a fault where they were measured: for dense float32 models of the built-in workload that differ only in
+    layout.
     """
     if now.differs:
         return f"{', '.join(sorted(now.differs))} differ from what the run was trained with"

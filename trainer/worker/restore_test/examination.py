@@ -11,7 +11,7 @@ from trainer.worker.saved_state.checkpoint_contents import expected
 
 
 def audit(order: RestoreTest, storage: Storage, share: AuditShare) -> Report:
-    """Verify this rank's share of the checkpoint at the level of the order; raises OSError unless it is there."""
+    """Verify this rank's share of the checkpoint at the order's level; raises OSError unless it exists."""
     require_there(order, storage)
     if order.level not in AUDITS:
         return verify_in(storage, order.checkpoint, order.level, choose=share.take_chunks)
@@ -25,7 +25,7 @@ def find_fault(order: RestoreTest, storage: Storage, report: Report) -> str:
     """
     faults = [fault for fault in report.faults if fault.is_damage]
     if report.faults:
-        require_there(order, storage)  # a file system that went away looks like files that are gone
+        require_there(order, storage)  # a vanished file system looks like missing files
         if not faults:
             raise OSError(f"{order.place}/{order.checkpoint}: {report.faults[0]}")
         more = len(faults) - 1
@@ -43,12 +43,12 @@ def require_there(order: RestoreTest, storage: Storage) -> None:
         if order.checkpoint in storage.list(""):
             files = storage.list(order.checkpoint)
             if len(files) > 1 and "DELETED" not in files:
-                return  # COMMIT alone is gone: that is damage
+                return  # only COMMIT is missing: that is damage
         raise OSError(f"{order.place}/{order.checkpoint} is not there: deleted, or not visible on this node") from error
 
 
 def saving_attempt(order: RestoreTest) -> int:
-    """Return the attempt that saved the checkpoint; 0 for the checkpoint that the run began with."""
+    """Return the attempt that saved the checkpoint; 0 if the run started from it."""
     parts = parse_name(order.checkpoint)
     return parts.attempt if parts is not None and order.config_digest else 0
 

@@ -14,7 +14,7 @@ from trainer.contract.user_code.code_record import CodeRecord, changed_files, ch
 
 COMPARED = ("loss", "grad_norm", "lr")
 BOUNDED_STEPS = 5
-"""So many steps are compared where bits may differ: differences grow faster and faster."""
+"""Most steps compared if bits may differ, because differences grow faster and faster."""
 
 OTHER_SOFTWARE = "other_software"
 """Key of a recorded step that was trained with other versions, another device, other threads, or other code."""
@@ -25,19 +25,19 @@ BOUNDS = {
     "bfloat16": {"loss": 3e-4, "grad_norm": 3e-2},
     "float16": {"loss": 3e-4, "grad_norm": 3e-2},
 }
-"""Largest relative differences of the first step on another layout or machine, by `train.dtype`; n times as much of the
+"""Largest relative differences of the first step on another layout or machine, by `train.dtype`; n times as much at the
 n-th step, since differences grow.
 
-Three times or more what healthy checkpoints have shown on 1 to 8 ranks, mostly ten: see docs/restore-tests.md.
-"""
+At least three times, mostly ten times the differences of healthy checkpoints on 1 to 8 ranks: see
+docs/restore-tests.md."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """`compared` steps that both have trained; `difference` is the first number that does not agree, in words.
+    """Result of a comparison: `compared` steps trained by both, and the first `difference` in words.
 
-    `why_no_verdict`: why that difference proves nothing, as far as the recorded steps show it. `largest` is the largest
-    relative difference that was seen.
+    `why_no_verdict`: why that difference proves nothing, as far as the recorded steps show. `largest` is the largest
+    relative difference found.
     """
 
     compared: int
@@ -49,10 +49,10 @@ class Comparison:
 def recorded_steps(
     run: RunDir, steps: Collection[int], digest: str, saved_by: int = 0, code: CodeRecord | None = None
 ) -> dict[int, list[dict[str, float]]]:
-    """What the run's attempts with the config `digest` have recorded of these steps, every repetition of them.
+    """Return the records of these steps, with repetitions, from the run's attempts with the config `digest`.
 
-    What a finished run has computed of the step after its last one is among them. Steps that were trained with other
-    software than attempt `saved_by` had, or with other code than `code`, carry the key OTHER_SOFTWARE. Raises OSError.
+    They include the step after the last one, which a finished run computes as a probe. Steps trained with other
+    software than attempt `saved_by`, or other code than `code`, carry the key OTHER_SOFTWARE. Raises OSError.
     """
     found: dict[int, list[dict[str, float]]] = {step: [] for step in steps}
     other = False
@@ -60,7 +60,7 @@ def recorded_steps(
         other = other or _changed_software(attempt, saved_by)
         if digest and config_digest(run.config_of(attempt.number)) != digest:
             if attempt.number > saved_by:
-                break  # another learning rate: neither its steps nor those that go on from it say anything
+                break  # another config: its steps and all later ones are not comparable
             continue
         marked = {OTHER_SOFTWARE: 1.0} if other or has_other_code(attempt, code) else {}
         for line in (*_lines(attempt.metrics, steps), *_probes(attempt)):
@@ -71,7 +71,7 @@ def recorded_steps(
 
 
 def _changed_software(attempt: AttemptDir, saved_by: int) -> bool:
-    """Whether the attempt went on from a checkpoint that was made with other software, after `saved_by` had begun."""
+    """Return whether the attempt resumed a checkpoint of other software, after `saved_by` had begun."""
     if attempt.number < saved_by or not attempt.events.is_dir():
         return False
     events = [event for path in sorted(attempt.events.glob("ranks-*.jsonl")) for event in read_events(path)[0]]
@@ -80,9 +80,9 @@ def _changed_software(attempt: AttemptDir, saved_by: int) -> bool:
 
 
 def has_other_code(attempt: AttemptDir, code: CodeRecord | None) -> bool:
-    """Whether the attempt trained with other code than `code`, or with packages that are not known to be the same.
+    """Return whether the attempt trained with other code than `code`, or with packages not known to be the same.
 
-    Unknown code is taken to be the same.
+    Unknown code is assumed to be the same.
     """
     if code is None:
         return False
@@ -93,7 +93,7 @@ def has_other_code(attempt: AttemptDir, code: CodeRecord | None) -> bool:
 
 
 def other_packages(run: RunDir, saved_by: int, code: CodeRecord | None) -> list[str]:
-    """Describe the packages that differ from those of the attempt that saved, or of the newest. Raises OSError."""
+    """Describe the packages that differ from those of the saving attempt, or else the newest. Raises OSError."""
     attempts = [attempt for attempt in run.all_attempts() if attempt.number == saved_by] or run.all_attempts()[-1:]
     if code is None or code.packages is None or not attempts:
         return []
@@ -104,7 +104,7 @@ def other_packages(run: RunDir, saved_by: int, code: CodeRecord | None) -> list[
 
 
 def _lines(path: Path, steps: Collection[int]) -> Iterator[dict[str, Any]]:
-    """The lines of these steps; the last one of a file may be torn."""
+    """Yield the lines of these steps; the last line of a file may be incomplete."""
     wanted = [f'"step":{step},'.encode() for step in steps]
     try:
         with path.open("rb") as stream:
@@ -134,10 +134,10 @@ def compare(
     *,
     exact: bool,
 ) -> Comparison:
-    """Hold the test's steps to the run's own: bit for bit if `exact` and the run's had the same software. Pure.
+    """Compare the test's steps with the run's: bit for bit if `exact` and the run had the same software. Pure.
 
-    `bounds` are those of the first step on anything else. A run may have trained a step more than once: one repetition
-    that agrees is enough.
+    In other cases `bounds` apply, which are for the first step. A run may have trained a step more than once: one
+    repetition that agrees is enough.
     """
     compared, largest, first = 0, 0.0, min(mine, default=0)
     for step, values in sorted(mine.items()):
@@ -161,7 +161,7 @@ def compare(
 
 
 def find_difference(step: int, values: Mapping[str, float], other: Mapping[str, Any]) -> str:
-    """Return the first number that has other bits than before, in words; empty if none has."""
+    """Return the first number whose bits differ, in words; empty if all are equal."""
     known = {name: number(other[name]) for name in COMPARED if name in other}
     return _disagreement(step, values, known, {}, "it was")[0]
 
@@ -183,11 +183,11 @@ def _disagreement(
 
 
 TINY = 1e-9
-"""Below it a number counts as zero: relative to nothing, every difference is large."""
+"""Smallest magnitude for relative differences, so that numbers near zero do not exaggerate them."""
 
 
 def relative(one: float, other: float) -> float:
-    """The relative difference; 0 for equal bits, infinite where one of them is no number."""
+    """Return the relative difference; 0 for equal bits, infinite if one of them is NaN."""
     if one == other or repr(one) == repr(other):
         return 0.0
     size = abs(one - other) / max(abs(one), abs(other), TINY)

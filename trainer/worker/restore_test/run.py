@@ -1,4 +1,4 @@
-"""The course of a restore test on every rank: examine, restore, train, compare, write the verdict."""
+"""Steps of a restore test on every rank: examine, restore, train, compare, write the verdict."""
 
 import json
 import time
@@ -78,7 +78,7 @@ class ComparedCheckpoint(ReadOnlyCheckpoint):
         complete: tuple[str, ...] = (),
     ) -> Restored:
         def make_targets(extra: dict[str, Any]) -> Mapping[str, Tensor]:
-            """A rank that refuses the checkpoint must not leave the others in the exchange that follows."""
+            """Make the tensors; if a rank refuses the checkpoint, all raise, so none waits in the next exchange."""
             made, reason = dict[str, Tensor](), ""
             try:
                 made = dict(tensors(extra) if callable(tensors) else tensors)
@@ -96,7 +96,7 @@ class ComparedCheckpoint(ReadOnlyCheckpoint):
 
 
 class RestoreTestRun:
-    """One test on one rank; all ranks call `run` and get the same result."""
+    """A test on one rank; all ranks call `run` and get the same result."""
 
     def __init__(
         self,
@@ -118,11 +118,11 @@ class RestoreTestRun:
         self._software: dict[str, Any] = {}
 
     def other_software(self, step: int, changes: dict[str, Any], ranks: dict[str, int]) -> None:
-        """Remember the software of the checkpoint that differs from the present one on any rank; the same on all."""
+        """Store the checkpoint's software that differs from the present one on any rank; equal on all ranks."""
         self._software = changes
 
     def run(self, state: TrainState, train: Callable[[int], ExitCode]) -> ExitCode:
-        """Carry the order out: FINISHED with a verdict, STOPPED_AFTER_SAVE without one.
+        """Execute the order: FINISHED with a verdict, STOPPED_AFTER_SAVE without one.
 
         `train` trains up to a step. Errors that prove nothing about the checkpoint are raised: an unreadable place, a
         lost peer.
@@ -216,7 +216,7 @@ class RestoreTestRun:
         return recorded_steps(RunDir(Path(order.run_dir)), steps, order.steps_digest, saving_attempt(order), code)
 
     def _words_of_other(self) -> str:
-        """Name what the run's steps were trained with that this test does not have."""
+        """Describe the software of the run's steps that this test lacks."""
         order = self._order
         mine = CodeRecord.read(self._attempt.code)
         packages = other_packages(RunDir(Path(order.run_dir)), saving_attempt(order), mine)
@@ -269,7 +269,7 @@ class RestoreTestRun:
         return Outcome.RESTORED, f"restored on {ranks}; {found['same']}"
 
     def _conclude(self, outcome: Outcome, reason: str) -> ExitCode:
-        """Write the verdict on rank 0, first into the test's own folder. A test without a verdict has not ended."""
+        """Write the verdict on rank 0, first to the test's own folder. A test without a verdict has not ended."""
         verdict = RestoreVerdict(outcome=outcome, reason=reason, evidence=self._evidence)
 
         def write() -> dict[str, Any]:

@@ -1,1 +1,1 @@
-"""What a rank reports while it runs: progress ticks, its own work, metric lines, flight records, stderr."""
+"""Reports of a running rank: progress ticks, work times, metric lines, flight records, stderr."""

@@ -22,21 +22,21 @@ from trainer.worker.reporting.stderr_best_effort import write_stderr
 
 _DEFAULTS = {
     "TORCH_FR_BUFFER_SIZE": "2000",
-    # torch's own stacks of each collective cost time, need Python's lock to be shown, and are not read here.
+    # torch's own stacks of each collective cost time, need the GIL to be shown, and are not used here.
     "TORCH_INCLUDE_STACK_TRACE": "0",
-    "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",  # should NCCL's watchdog come first, it leaves a record before it kills
-    "TORCH_NCCL_ENABLE_TIMING": "1",  # else a record does not distinguish a collective that began from one in the queue
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",  # if NCCL's watchdog acts first, it leaves a record before it kills
+    "TORCH_NCCL_ENABLE_TIMING": "1",  # otherwise a record does not distinguish started from queued collectives
 }
 _MAX_ENTRIES = 500
-"""Newest entries in what a dying rank leaves: about 200 KiB."""
+"""Newest entries kept from a dying rank's record: about 200 KiB."""
 
 
 @contextmanager
 def recording(spec: RankSpec) -> Iterator[None]:
-    """Enter before the first process group is made, for torch reads the environment there."""
+    """Record collectives inside; enter before the first process group is made, when torch reads the environment."""
     for name, value in _DEFAULTS.items():
         os.environ.setdefault(name, value)
-    # Where NCCL's own watchdog would write: beside ours, and not in a folder that the job's end takes away.
+    # Output of NCCL's own watchdog: next to ours, not in a folder deleted at the job's end.
     beside = RunDir(Path(spec.run_dir)).attempt(spec.attempt).watchdog_flight(spec.generation)
     os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(beside))
     if spec.stacks_fd >= 0:
@@ -50,12 +50,12 @@ def recording(spec: RankSpec) -> Iterator[None]:
                 server.shutdown()
         if spec.stacks_fd >= 0:
             faulthandler.unregister(STACKS)
-            # The signal may be on its way; without a handler it would kill.
+            # The signal may still be pending, and would kill the rank without a handler.
             signal.signal(STACKS, signal.SIG_IGN)
 
 
 def write_groups(spec: RankSpec) -> None:
-    """Write which ranks each process group has, since gloo's records do not say: call when the groups are made."""
+    """Write the ranks of each process group, which gloo's records lack; call once the groups exist."""
     if not spec.flight or not dist.is_initialized():
         return
     try:
@@ -65,21 +65,19 @@ def write_groups(spec: RankSpec) -> None:
 
 
 def dump(spec: RankSpec, error: BaseException) -> str | None:
-    """Keep the flight record of a rank that `error` ends; returns the file, or None. Never raises."""
+    """Save the flight record of a rank that `error` ends; return the file, or None. Never raises."""
     path = RunDir(Path(spec.run_dir)).attempt(spec.attempt).last_flights(spec.node_name, spec.generation)
     try:
         if not dist.is_initialized():
             return None
-        # A collective that failed counts as over in the record: say that the newest one is not.
+        # The record shows a failed collective as finished; `failed` marks that the newest one is not.
         record = {
             **_newest(_dump_fr_trace_json()),
             "rank": spec.rank,
             "failed": is_secondary_failure(error),
             "groups": _groups(),
         }
-        if dump_nccl := getattr(
-            torch._C._distributed_c10d, "_dump_nccl_trace_json", None
-        ):  # only builds for GPUs have it
+        if dump_nccl := getattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", None):  # only in builds for GPUs
             record["device"] = _newest(dump_nccl())
         file = LineFile(path)
         try:
@@ -106,7 +104,7 @@ def _groups() -> Mapping[str, Any]:
 
 
 def _serve(path: str) -> _WorkerServer | None:
-    """torch's own server, in C++: it answers while the training thread hangs and while Python's lock is held."""
+    """Start torch's C++ server, which answers even while the training thread hangs or the GIL is held."""
     with suppress(FileNotFoundError):
         os.unlink(path)
     try:
@@ -119,7 +117,7 @@ def _serve(path: str) -> _WorkerServer | None:
 
 @contextmanager
 def _stderr_silenced() -> Iterator[None]:
-    """Away with what C++ writes to stderr meanwhile: a warning that the server begins, or ends, as it should."""
+    """Suppress C++ output to stderr inside: warnings about the normal start and end of the server."""
     kept, devnull = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     try:
         os.dup2(devnull, 2)

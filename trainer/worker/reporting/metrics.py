@@ -30,9 +30,9 @@ from trainer.worker.reporting.traffic import TrafficMeter
 
 
 def expert_loads(step: int, loads: Sequence[float], layers: int) -> dict[str, Any]:
-    """Tokens of each expert beside the mean of its layer: the least, the median, the most, and whose that is.
+    """Return tokens per expert relative to the mean of its layer: minimum, median, maximum, and the maximum's expert.
 
-    `loads`: of all ranks, for one layer after the other. Empty but at every EVERYth step of the run.
+    `loads`: totals over all ranks, layer by layer. Empty except at every EVERYth step of the run.
     """
     if step % EVERY or not loads or not sum(loads):
         return {}
@@ -50,9 +50,9 @@ def expert_loads(step: int, loads: Sequence[float], layers: int) -> dict[str, An
 
 
 def held_states(model: nn.Module, optimizer: torch.optim.Optimizer, parallel: ParallelConfig) -> dict[str, Any]:
-    """Bytes of parameters, gradients (as they are when the optimizer steps) and optimizer state; call after a step.
+    """Return bytes of parameters, gradients (as when the optimizer steps) and optimizer state; call after a step.
 
-    `on_host`: which of them `parallel.fsdp.offload` keeps in host memory.
+    `on_host`: the ones that `parallel.fsdp.offload` keeps in host memory.
     """
     weights = list(model.parameters())
     state = (value for held in optimizer.state.values() for value in held.values() if isinstance(value, torch.Tensor))
@@ -73,7 +73,7 @@ _NOTHING: Mapping[str, float] = MappingProxyType({})
 
 
 class StepFigures:
-    """Makes the part of a line of steps.jsonl that says what a step has cost."""
+    """Builder of the cost figures in a line of steps.jsonl."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class StepFigures:
         self._comparison, self._seconds_before = comparison, 0.0
 
     def step_ended(self) -> None:
-        """Call when the collectives of a step have been given to torch."""
+        """Record the end of a step; call when its collectives have been given to torch."""
         if (found := self._meter.step_ended()) is not None:
             self._bytes, self._tells_bytes = found, True
 
@@ -99,12 +99,13 @@ class StepFigures:
         self, step: int, seconds: float, stall: float, sections: Mapping[str, float],
         exposed: Mapping[str, float] = _NOTHING,
     ) -> dict[str, Any]:  # fmt: skip
-        """`seconds` of the step, of which saves took `stall`; `sections`: this rank's own work in each of them.
+        """Return the figures of a step of `seconds`, of which saves took `stall`.
 
-        `exposed`: seconds of communication that nothing hid, measured in the step before: in `reductions`, and in a
-        pipeline in `receives` and `sends` between stages; `receives` as a share of that step are told as `bubble`. What
-        is left of this step is `waiting`: in these, in collectives within the passes, and for the host. All ranks call
-        it for the same steps: some compare the ranks.
+        `sections`: this rank's own work in each section. `exposed`: seconds of communication not hidden by work,
+        measured in the previous step: in `reductions`, and in a pipeline in `receives` and `sends` between stages;
+        `receives` as a share of that step is reported as `bubble`. The rest of this step is `waiting`: for these, for
+        collectives within the passes, and for the host. All ranks call it for the same steps, because some steps
+        compare the ranks.
         """
         work = {name: round(value, 6) for name, value in sections.items()}
         waiting, memory = max(0.0, seconds - stall - sum(sections.values())), self._memory()
@@ -122,7 +123,7 @@ class StepFigures:
         return told
 
     def _memory(self) -> dict[str, int]:
-        """Peaks since the rank began, in bytes; `resident` is that of the process."""
+        """Return peaks since the rank began, in bytes; `resident` is of the process."""
         if self._device.type == "cuda":
             return {
                 "allocated": torch.cuda.max_memory_allocated(self._device),
@@ -139,7 +140,7 @@ class StepFigures:
 
 
 def section_seconds(nanoseconds: Sequence[int]) -> dict[str, float]:
-    """Seconds by the name of the section."""
+    """Return seconds by section name."""
     return {phase.name.lower(): value * 1e-9 for phase, value in zip(SECTIONS, nanoseconds, strict=True)}
 
 
@@ -148,15 +149,15 @@ def _peak(device: torch.device, dtype: str) -> float | None:
 
 
 BATCH_SECONDS = 1.0
-"""Lines that come within so long after a write are written together."""
+"""Lines that arrive within this time after a write are written together."""
 MOST_CHARACTERS = 16 << 20
-"""So much waits at most for a file that hangs; what comes then is lost."""
+"""Most characters that wait for a hanging file; further lines are lost."""
 
 
 class LinesBehind:
-    """Appends lines in order, within BATCH_SECONDS while the file answers; only `flush` and `close` wait for it.
+    """Appends lines in order, within BATCH_SECONDS while the file responds; only `flush` and `close` wait for it.
 
-    `open_file` is called by that thread, at the first line; `lost` hears why lines could not be written.
+    The writer thread calls `open_file` at the first line, and `lost` with the reason when lines cannot be written.
     """
 
     def __init__(
@@ -166,12 +167,12 @@ class LinesBehind:
         self._lines: list[str] = []
         self._characters = 0
         self._writing = self._hurry = self._closed = self._full = False
-        self._gathers = False  # nobody need wake the thread for a line
+        self._gathers = False  # while gathering, lines need not wake the thread
         self._news = threading.Condition()
         threading.Thread(target=self._run, name="orch-lines", daemon=True).start()
 
     def append(self, line: str) -> None:
-        """Have `line` written; returns at once."""
+        """Queue `line` for writing and return at once."""
         with self._news:
             full = self._characters + len(line) > MOST_CHARACTERS
             told, self._full = self._full, full
@@ -184,14 +185,14 @@ class LinesBehind:
             self._lost("too much waits for a file that hangs; what follows is lost too, until it answers")
 
     def flush(self, seconds: float) -> bool:
-        """Have all that was appended written now, and wait for that so long at most; whether it is."""
+        """Write all appended lines now and wait at most `seconds`; return whether it is done."""
         with self._news:
             self._hurry = True
             self._news.notify_all()
             return self._news.wait_for(lambda: not (self._lines or self._writing), seconds)
 
     def close(self, seconds: float = 5.0) -> None:
-        """Flush, then let the thread close the file when it has written the rest."""
+        """Flush, then let the thread close the file once it has written the rest."""
         if not self.flush(seconds):
             self._lost("its file hangs at the end")
         with self._news:
@@ -209,7 +210,7 @@ class LinesBehind:
             with self._news:
                 self._writing = False
                 self._news.notify_all()
-                # Many lines a second share a write; one now and then is written at once.
+                # Many lines per second share a write; an occasional line is written at once.
                 self._gathers = True
                 self._news.wait_for(lambda: self._hurry or self._closed, self._batch_seconds)
                 self._gathers = False
@@ -217,7 +218,7 @@ class LinesBehind:
             file.close()
 
     def _next(self) -> list[str]:
-        """What waits, once there is any; nothing after the end."""
+        """Wait for lines and return all of them; empty after the end."""
         with self._news:
             self._news.wait_for(lambda: self._lines or self._closed)
             lines, self._lines, self._characters = self._lines, [], 0
@@ -231,7 +232,7 @@ def _report_steps(why: str) -> None:
 
 
 class BestEffortLines:
-    """JSON lines whose loss is reported on stderr and ends nothing: a full disk must not kill a rank that computes."""
+    """JSON lines whose loss is only reported on stderr: a full disk must not kill a training rank."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._file = path, LineFile(path)
@@ -247,19 +248,19 @@ class BestEffortLines:
 
 
 WORK_LOG = "ORCH_WORK_LOG"
-"""Environment variable: every rank writes a line for every step, at once. For tests, and for whoever doubts a run: on
-many ranks it is too much for a shared file system."""
+"""Environment variable: every rank immediately writes a line for every step. For tests and for checking a run; with
+many ranks it overloads a shared file system."""
 SETTLE_SECONDS = 1.0
-"""How long a save waits for the lines of the steps before it to be written."""
+"""Longest wait of a save for the lines of earlier steps, in seconds."""
 
 
 class Journal:
-    """One rank's records in its attempt's folder; safe to call from the checkpointer's thread too."""
+    """Records of one rank in its attempt's folder; also safe to call from the checkpointer's thread."""
 
     def __init__(
         self, attempt: AttemptDir, spec: RankSpec, on_saves: Callable[[str, int], None] = lambda trouble, size: None
     ) -> None:
-        """`on_saves` hears whenever saves fail, why and of how many bytes, or work again (an empty text)."""
+        """`on_saves` is called with reason and bytes when saves fail, and with an empty text when they work again."""
         self._spec, self._on_saves, self._trouble = spec, on_saves, SaveTrouble()
         self._work = BestEffortLines(attempt.work_log(spec.node_name)) if os.environ.get(WORK_LOG) else None
         self._steps = LinesBehind(lambda: LineFile(attempt.metrics), _report_steps) if spec.rank == 0 else None
@@ -269,21 +270,21 @@ class Journal:
         self._events = EventLog(attempt.rank_events(spec.node_name), f"rank-{spec.rank:05d}", spec.attempt)
         self._events.generation = spec.generation
         self._stalls: dict[int, float] = {}
-        self._stalls_lock = threading.Lock()  # training adds to them while the saver's thread removes
+        self._stalls_lock = threading.Lock()  # training adds while the saver's thread removes
 
     def _stamp(self) -> dict[str, Any]:
         return {"time": time.time(), "attempt": self._spec.attempt, "generation": self._spec.generation}
 
     def event(self, kind: EventKind, /, **data: Any) -> None:
-        """Write an event; like every line here, it is lost when the disk is full."""
+        """Write an event; like every line here, it is lost if the disk is full."""
         try:
             self._events.write(kind, **data)
         except OSError as error:
             write_stderr(f"orch: event {kind} {data} is lost: {error}")
 
     def checkpoint(self, kind: str, data: dict[str, Any]) -> None:
-        """Write an event of the checkpointer, which repeats it when this raises OSError."""
-        if self._trouble.note(kind, data):  # first: the disk that took no checkpoint may take no event
+        """Write an event of the checkpointer, which repeats it if this raises OSError."""
+        if self._trouble.note(kind, data):  # first: a disk that is full for checkpoints may be full for events
             self._on_saves(self._trouble.text, self._trouble.size)
         if kind == EventKind.CHECKPOINT_COMMITTED:
             with self._stalls_lock:
@@ -292,46 +293,49 @@ class Journal:
         self._events.write(EventKind(kind), **data)
 
     def stalled(self, step: int, seconds: float) -> None:
-        """Training waited `seconds` for the save of `step`; the event of its commit has the sum."""
+        """Record that training waited `seconds` for the save of `step`; the event of its commit has the sum."""
         with self._stalls_lock:
             self._stalls[step] = self._stalls.get(step, 0.0) + seconds
 
     def save_interval(self, steps: int, seconds: float, reason: str) -> None:
-        """Saves are `steps` apart from now on."""
+        """Record a new interval between saves, in steps."""
         self.event(EventKind.CHECKPOINT_CADENCE, steps=steps, seconds=seconds, reason=reason)
 
     def worked(self, step: int) -> None:
-        """This rank has trained `step`: where WORK_LOG is set, a line shows that no step was trained twice at once."""
+        """Record that this rank has trained `step`, if WORK_LOG is set.
+
+        The lines prove that no step was trained twice at once.
+        """
         spec = self._spec
         if self._work is not None:
             told = {"rank": spec.rank, "node": spec.node_name, "pid": os.getpid(), "step": step}
             self._work.write({**self._stamp(), **told})
 
     def step(self, step: int, **values: Any) -> None:
-        """One metric line; only rank 0 writes them."""
+        """Write one metric line; only on rank 0."""
         if self._steps is not None:
             self._steps.append(dump_line({**self._stamp(), "world": self._spec.world_size, "step": step, **values}))
 
     def settle(self) -> None:
-        """Have the lines of all steps so far written: a restart from the save that follows repeats none of them.
+        """Write the lines of all steps so far, so that a restart from the following save repeats none of them.
 
-        Waits for SETTLE_SECONDS at most, and no more once the file has not answered in time.
+        Waits at most SETTLE_SECONDS, and not again after the file has failed to respond in time.
         """
         if self._steps is not None:
             self._settles = self._steps.flush(SETTLE_SECONDS if self._settles else 0.0)
 
     def validated(self, step: int, seconds: float, metrics: Mapping[str, float]) -> None:
-        """One line and one event; only rank 0 writes them."""
+        """Write one line and one event; only on rank 0."""
         if self._spec.rank != 0:
             return
         found = {"step": step, "seconds": seconds, "metrics": dict(metrics)}
-        lines = BestEffortLines(self._validation)  # there is a file only where somebody validates
+        lines = BestEffortLines(self._validation)  # the file exists only if the run validates
         lines.write({**self._stamp(), **found})
         lines.close()
         self.event(EventKind.VALIDATED, **found)
 
     def final(self, **values: Any) -> None:
-        """`metrics/final.json`: what the finished run ended with."""
+        """Write `metrics/final.json`, the final values of a finished run."""
         write_durably(self._final, dump_line({"schema": "orch.final/1", **self._stamp(), **values}).encode())
 
     def close(self) -> None:

@@ -29,7 +29,7 @@ SECONDS = 0.5
 
 
 class Ticker:
-    """Ticks from `start` to `stop`; a daemon, so that it never holds up the end of a rank."""
+    """Thread that ticks from `start` to `stop`; a daemon, so that it never delays a rank's exit."""
 
     def __init__(self, cell: ProgressCell, seconds: float = SECONDS) -> None:
         self._cell, self._seconds = cell, seconds
@@ -51,7 +51,7 @@ class Ticker:
 
 
 class ProgressLog:
-    """Writes a line now and then; every restart says where it goes on, because its log goes on too."""
+    """Periodic progress lines. Every restart notes its step, because the log continues."""
 
     def __init__(
         self, every: int | str, total: int, tokens_per_step: float | None = None, *,
@@ -71,20 +71,20 @@ class ProgressLog:
         return bool(self._steps or self._seconds)
 
     def begin(self, step: int) -> None:
-        """Training goes on after this step."""
+        """Start or resume training after this step."""
         self._step = step
         if step:
             self._say(f"resumed from step {step}: later steps that stand above are trained again")
 
     def step(self, step: int, *, loss: float, lr: float, own: Mapping[str, float]) -> None:
-        """A step is done; one line stands for those since the last one."""
+        """Record a finished step; a line covers all steps since the previous line."""
         if not self._is_due(step):
             return
         now, trained = self._clock(), step - self._step
         seconds = (now - self._at) / max(1, trained)
         words = [f"step {step}/{self._total}", f"loss {loss:.4f}", f"lr {lr:.3g}"]
         words += _numbers(own)
-        if not self._first:  # the first step compiles and allocates, and is no measure of the others
+        if not self._first:  # the first step compiles and allocates, so it is not representative
             words.append(f"{seconds:.3g} s/step")
             words += [f"{self._tokens_per_step / seconds:.0f} tokens/s"] if self._tokens_per_step and seconds else []
             words += [f"ETA {span((self._total - step) * seconds)}"] if step < self._total else []
@@ -92,7 +92,7 @@ class ProgressLog:
         self._step, self._at, self._first = step, now, False
 
     def validated(self, step: int, seconds: float, numbers: Mapping[str, float]) -> None:
-        """The results of a validation after this step; its time is none of the steps'."""
+        """Write the results of a validation after this step; its time does not count as step time."""
         self._at += seconds
         self._say("  ".join([f"validation after step {step}:", *_numbers(numbers), f"({seconds:.1f} s)"]))
 
@@ -118,13 +118,13 @@ _SECTION = {phase: index for index, phase in enumerate(SECTIONS)} | {Phase.COMPI
 
 
 class PhaseTracker:
-    """Phases of one generation, from its first step on; costs a few microseconds a step."""
+    """Tracker of one generation's phases, from its first step on; costs a few microseconds per step."""
 
     def __init__(
         self, cell: ProgressCell, stopwatch: Stopwatch, *, compiles: bool = False,
         waits: "WaitMeter[Any] | None" = None,
     ) -> None:  # fmt: skip
-        """`compiles`: the first forward pass compiles the model. `waits`: None measures by the host's clock."""
+        """`compiles`: the first forward pass compiles the model. `waits`: None measures with the host's clock."""
         self._cell, self._stopwatch, self._compiles = cell, stopwatch, compiles
         self._messages = 0
         self._moment: Moment | None = None
@@ -134,14 +134,14 @@ class PhaseTracker:
         self._before = [0] * len(SECTIONS)
         self._last_total = [0] * len(SECTIONS)
         self.last_step = [0] * len(SECTIONS)
-        """Nanoseconds of own work in each of SECTIONS in the newest step; on a GPU, what was known by then."""
+        """Nanoseconds of own work in each of SECTIONS in the newest step; on a GPU, as far as known by then."""
         self.reductions = 0.0
-        """Seconds for which this rank waited in the collectives of a step, that before the newest one."""
+        """Seconds that this rank waited in collectives of the step before the newest one."""
         self._waits: WaitMeter[Any] = waits or WaitMeter(HostClock())
         self._first = True
 
     def enter(self, phase: Phase, moment: Moment | None = None) -> None:
-        """Go on to another phase; `moment`: of a pipeline, what this rank does in it."""
+        """Enter another phase; `moment`: this rank's activity in a pipeline phase."""
         if phase is Phase.FORWARD and self._compiles:
             phase, self._compiles = Phase.COMPILE, False
         self._phase, self._moment = phase, moment
@@ -151,7 +151,7 @@ class PhaseTracker:
         self._stopwatch.switch_to(self._section)
 
     def pass_of(self, phase: Phase, moment: Moment) -> Callable[[], None]:
-        """Goes on to this phase in a pass of a pipeline; in an evaluation all passes belong to that."""
+        """Return a callback that enters this phase in a pipeline pass; in an evaluation only the moment changes."""
         cell, stopwatch, counters, section = self._cell, self._stopwatch, self._counters, _SECTION[phase]
 
         def begin() -> None:
@@ -171,7 +171,7 @@ class PhaseTracker:
         return begin
 
     def wait_of(self, moment: Moment) -> Callable[[], None]:
-        """Goes on to something else within the phase, which is no work of the step: to wait for another stage."""
+        """Return a callback for a wait for another stage within the phase, which does not count as work."""
         begin_moment = partial(self._cell.begin_moment, moment)
         if not self._stopwatch.counts_waits:
             return begin_moment
@@ -183,17 +183,17 @@ class PhaseTracker:
         return begin
 
     def end_of_wait(self) -> Callable[[], None] | None:
-        """The message or the wait is over; what comes next begins with a moment of its own."""
+        """Return a callback for the end of a message or wait, or None; the next activity begins its own moment."""
         if not self._stopwatch.counts_waits:
             return None
         return lambda: self._stopwatch.switch_to(self._section)
 
     def begin_passes(self, stages: int) -> None:
-        """The passes of a step begin, on a rank with so many stages of a pipeline."""
+        """Begin the passes of a step on a rank with this many pipeline stages."""
         self._cell.begin_passes(stages)
 
     def sent_of(self, place: int, is_gradient: bool, micro_batch: int) -> Callable[[], None]:
-        """Records what has been sent, as `ProgressCell.record_sent`; nothing in an evaluation."""
+        """Return a callback that records a sent message, as `ProgressCell.record_sent`; no effect in an evaluation."""
         record = partial(self._cell.record_sent, place, is_gradient, micro_batch)
 
         def sent() -> None:
@@ -203,41 +203,41 @@ class PhaseTracker:
         return sent
 
     def message_begun(self) -> None:
-        """This rank has begun to send and to receive within a phase: shown at once, as gloo keeps no record of it."""
+        """Show at once that this rank has begun to send and receive in a phase, because gloo has no record."""
         self._messages += 1
         self._cell.update(collective=sum([count() for count in self._counters]))
 
     @contextmanager
     def waits_in_ring(self, source: int) -> Iterator[None]:
-        """Inside, this rank waits for a message of rank `source` of the world; then it goes on with what it did."""
+        """Show inside that this rank waits for a message of world rank `source`, then restore its previous moment."""
         self._cell.begin_moment(Moment(Activity.WAIT_IN_RING, source, -1))
         yield
         self._cell.begin_moment(self._moment)
 
     def pause(self) -> None:
-        """What follows is no work of the step: a wait for peers, or a message to them."""
+        """Stop counting work: a wait for peers, or a message to them, follows."""
         self._stopwatch.switch_to(None)
 
     def begin_wait(self) -> None:
-        """Pause for collectives with peers, which nothing hides; ends as a pause does, or with the next phase."""
+        """Pause for collectives that no work hides; ends like a pause, or with the next phase."""
         self.pause()
         self._waits.begin()
 
     def resume(self) -> None:
-        """Back to the section that was paused."""
+        """Resume the paused section."""
         self._waits.end()
         self._stopwatch.switch_to(self._section)
 
     def begin_slow_phase(self, phase: Phase) -> None:
-        """Leave the step for something slow that belongs to no section of it, from within a phase; also while aside."""
+        """Leave the step, within a phase, for a slow operation outside of its sections; may be nested."""
         self._slow_depth += 1
         if self._slow_depth == 1:
             self._cell.enter(phase, sum([count() for count in self._counters]))
-            if threading.get_ident() == self._thread:  # a thread of autograd has a clock of its own
+            if threading.get_ident() == self._thread:  # autograd threads have their own clocks
                 self.pause()
 
     def end_slow_phase(self) -> None:
-        """Go on where the step was left."""
+        """Return to the interrupted step."""
         self._slow_depth -= 1
         if self._slow_depth == 0:
             self._cell.enter(self._phase, sum([count() for count in self._counters]))
@@ -245,7 +245,7 @@ class PhaseTracker:
                 self.resume()
 
     def step_ended(self, step: int) -> None:
-        """`step` is over: record the own work so far, without the first step, which allocates and compiles."""
+        """Record own work up to the end of `step`, without the first step, which allocates and compiles."""
         self._section = None
         self._stopwatch.switch_to(None)
         self.reductions = self._waits.step_ended()
@@ -259,14 +259,14 @@ class PhaseTracker:
 
 
 def _counters() -> list[Callable[[], int]]:
-    """How many collectives each group of this rank has begun: a tenth of a microsecond each."""
+    """Return functions that count the collectives begun in each group of this rank: 0.1 microseconds each."""
     found = []
     world = c10d._world.default_pg
     groups: list[Any] = [group for group in c10d._world.pg_map if group is world or group.size() > 1]
     for group in groups:
         try:
             group._get_sequence_number_for_group()
-        except RuntimeError:  # a backend that does not count
+        except RuntimeError:  # backends without a counter
             continue
         found.append(group._get_sequence_number_for_group)
     return found
@@ -276,12 +276,12 @@ _current: list[PhaseTracker] = []
 
 
 def current_tracker() -> PhaseTracker | None:
-    """The tracker of this rank; None outside a rank, and before it trains."""
+    """Return the tracker of this rank; None outside a rank, and before it trains."""
     return _current[0] if _current else None
 
 
 def _report_compilations(tracker: PhaseTracker) -> None:
-    """A shape that is new may be compiled in any step, in the forward pass and in the backward pass."""
+    """Report compilations: a new shape may be compiled in any step, in the forward or the backward pass."""
     from torch._dynamo.callback import callback_handler
 
     callback_handler.register_start_callback(lambda _: tracker.begin_slow_phase(Phase.COMPILE))
@@ -289,11 +289,11 @@ def _report_compilations(tracker: PhaseTracker) -> None:
 
 
 def phase_tracker(cell: ProgressCell, model: nn.Module, device: torch.device) -> PhaseTracker:
-    """The phase tracker of a rank that trains `model` on `device`."""
+    """Return the phase tracker of a rank that trains `model` on `device`."""
     tracker = PhaseTracker(cell, stopwatch(device), compiles=is_compiled(model), waits=wait_meter(device))
     _current[:] = [tracker]
     if is_compiled(model):
         _report_compilations(tracker)
-    if device.type != "cpu":  # on the CPU a thread that waits does not run, and is not measured
+    if device.type != "cpu":  # on the CPU a waiting thread does not run, and is not measured
         exclude_fsdp_waits(model, tracker.pause, tracker.resume)
     return tracker

@@ -1,4 +1,4 @@
-"""How the figures of all ranks compare: the least, the median, the most, and whose that is, once in many steps."""
+"""Comparison of all ranks' figures every EVERY steps: minimum, median, maximum, and the maximum's rank."""
 
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median
@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 EVERY = 50
-"""Steps between two comparisons: each is one all-gather of a few numbers in host memory."""
+"""Steps between two comparisons; each is one all-gather of a few numbers in host memory."""
 Gather = Callable[[Sequence[float]], list[list[float]]]
 
 
@@ -16,13 +16,13 @@ class RankComparison:
     """Averages this rank's figures over EVERY steps and compares them with those of all ranks; collective."""
 
     def __init__(self, gather: Gather | None = None) -> None:
-        """`gather`: the rows of all ranks in their order; None: over torch's default group."""
+        """`gather` returns the rows of all ranks in order; None: over torch's default group."""
         self._gather = gather or _all_gather
         self._sums: dict[str, float] = {}
         self._steps = 0
 
     def add(self, step: int, seconds: Mapping[str, float], memory: Mapping[str, int]) -> dict[str, Any]:
-        """Add a step; all ranks add the same ones, with the same names. Empty but at every EVERYth step of the run.
+        """Add a step; all ranks add the same steps with the same names. Empty except at every EVERYth step of the run.
 
         `seconds` are averaged, `memory` are peaks in bytes.
         """

@@ -1,4 +1,4 @@
-"""Steps that a restart trains again, compared with what they were before it."""
+"""Steps that a restart trains again, compared with their earlier records."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -10,29 +10,29 @@ from trainer.contract.user_code.code_record import CodeRecord
 from trainer.worker.restore_test.recorded_steps import find_difference, has_other_code
 
 TAIL_BYTES = 1 << 20
-"""At most so much is read of a file of steps: thousands of lines."""
+"""Most bytes read of a file of steps: thousands of lines."""
 
 _EQUAL = ("position", "software")
-"""What must be equal in two lines for their numbers to be."""
+"""Values that must be equal in two lines for their numbers to be comparable."""
 
 Recorded = Mapping[int, Sequence[Mapping[str, Any]]]
-"""Lines of steps.jsonl by their step; a step may have been trained more than once."""
+"""Lines of steps.jsonl by step; a step may have been trained more than once."""
 
 
 class RetrainedSteps:
-    """Compares steps after a restart with those before it, and reports the first one that differs."""
+    """Compares steps after a restart with those before it, and reports the first difference."""
 
     def __init__(
         self, recorded: Recorded, world: int, explains: Callable[[int], bool], report: Callable[[int, str], object]
     ) -> None:
         """`explains(attempt)`: whether the code has changed since that attempt. `report` gets step and reason.
 
-        Lines of another number of ranks (`world`) or with other software are not compared.
+        Lines with another number of ranks (`world`) or other software are not compared.
         """
         self._recorded, self._world, self._explains, self._report = recorded, world, explains, report
 
     def step_ended(self, step: int, values: Mapping[str, Any]) -> None:
-        """Compare loss, gradient norm and learning rate, bit for bit; end where something else is not as it was."""
+        """Compare loss, gradient norm and learning rate bit for bit; end at the first step without an equal line."""
         if not self._recorded:
             return
         lines = [
@@ -48,9 +48,9 @@ class RetrainedSteps:
 
 
 def read_retrained(run: RunDir, attempt: int, restored: int) -> Recorded:
-    """Return what was recorded of the steps after `restored`, in this attempt or the newest one that has any.
+    """Return the recorded steps after `restored`, in this attempt or the newest one with any.
 
-    Nothing of attempts with another config.
+    Attempts with another config are not read.
     """
     digest = config_digest(run.config_of(attempt))
     for number in range(attempt, 0, -1):
@@ -66,13 +66,13 @@ def read_retrained(run: RunDir, attempt: int, restored: int) -> Recorded:
 
 
 def has_new_code(run: RunDir, before: int, now: int) -> bool:
-    """Whether attempt `now` trains with other code or packages than attempt `before` did."""
+    """Return whether attempt `now` trains with other code or packages than attempt `before` did."""
     first, last = run.attempt(before), run.attempt(now)
     return before != now and has_other_code(first, CodeRecord.read(last.code))
 
 
 def _last_lines(run: RunDir, number: int) -> list[dict[str, Any]]:
-    """Torn lines, such as the first one that is read, are left out."""
+    """Return the last lines, without incomplete ones such as the first."""
     lines = list[dict[str, Any]]()
     try:
         with run.attempt(number).metrics.open("rb") as stream:

@@ -1,4 +1,4 @@
-"""Which exceptions are secondary failures: what a rank raises only because a peer went away."""
+"""Secondary failures: exceptions that a rank raises only because a peer went away."""
 
 from torch.distributed import DistError
 
@@ -7,10 +7,10 @@ from trainer.worker.startup.rendezvous import PeerLost
 
 
 def is_secondary_failure(error: BaseException) -> bool:
-    """Whether `error` only says that a peer has died, so that the cause lies elsewhere."""
+    """Return whether `error` only reports a dead peer, so that the cause is elsewhere."""
     if isinstance(error, PeerLost):
         return True
-    # Only what torch's own collectives raise: a user's ConnectionResetError is a cause.
+    # Only errors of torch's own collectives: a user's ConnectionResetError is a cause.
     if not isinstance(error, DistError) and type(error) is not RuntimeError:
         return False
     return error_says(str(error), Meaning.PEER_GONE)

@@ -1,18 +1,18 @@
-"""Lines to stderr that never raise: the log of a rank may be on the disk that is full."""
+"""Writes to stderr that never raise: a rank's log may be on the full disk."""
 
 import contextlib
 import sys
 
 
 def write_stderr(text: str) -> None:
-    """Write one line to stderr, if that can be done."""
+    """Write one line to stderr, if possible."""
     with contextlib.suppress(OSError, ValueError):
         sys.stderr.write(f"{text.rstrip()}\n")
         sys.stderr.flush()
 
 
 def flush() -> None:
-    """Flush stdout and stderr, if that can be done."""
+    """Flush stdout and stderr, if possible."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()

@@ -1,4 +1,4 @@
-"""Bytes that the collectives of one step carry, by the dimension of the mesh: read once from the flight recorder."""
+"""Bytes in the collectives of one step by mesh dimension, read once from the flight recorder."""
 
 import json
 from collections import Counter
@@ -20,22 +20,22 @@ _SIZES = {
     "Double": 8, "Long": 8, "Float": 4, "Int": 4, "BFloat16": 2, "Half": 2, "Short": 2, "Byte": 1, "Char": 1, "Bool": 1,
 }  # fmt: skip
 _UNREADABLE = (KeyError, IndexError, TypeError, ValueError, RuntimeError)
-"""What a record of another torch raises: a figure must not end training."""
+"""Errors from records of other torch versions; a figure must not end training."""
 _MEASURED_STEP = 2
-"""Of a generation: the first one sets things up that no later one does."""
+"""Number within the generation; the first step includes set-up that later ones do not repeat."""
 
 
 class TrafficMeter:
-    """Measures the second step of a generation; what it finds holds for every step of the same shape."""
+    """Measures the second step of a generation; the result holds for every step of the same shape."""
 
     def __init__(
         self, groups: Mapping[str, str], dumps: Sequence[Callable[[], str | bytes]] | None = None,
         unrecorded: Mapping[str, Callable[[], int]] | None = None,
     ) -> None:  # fmt: skip
-        """`groups`: the dimension of each process group by its name; others, as those of saves, do not count.
+        """`groups`: mesh dimension by process group name; other groups, such as those of saves, do not count.
 
-        `dumps`: where records come from; None: torch's recorders of this rank. `unrecorded`: by dimension, the bytes
-        that have been sent since the beginning in messages of which there is no record.
+        `dumps`: sources of records; None: torch's recorders of this rank. `unrecorded`: by dimension, the total bytes
+        sent so far in messages without a record.
         """
         self._groups, self._dumps = groups, _recorders() if dumps is None else dumps
         self._unrecorded = unrecorded or {}
@@ -44,9 +44,9 @@ class TrafficMeter:
         self._sent: Counter[str] = Counter()
 
     def step_ended(self) -> dict[str, int] | None:
-        """Call at the end of every step: what was measured when it was the second one, else None.
+        """Call at the end of every step; return the measurement at the second step, else None.
 
-        Empty when the recorder's buffer does not hold the whole step.
+        Empty if the recorder's buffer does not hold the whole step.
         """
         self._steps += 1
         if self._steps > _MEASURED_STEP:
@@ -76,16 +76,16 @@ class TrafficMeter:
         found: Counter[str] = Counter()
         for entry in entries:
             dimension = self._groups.get(str(entry["process_group"][0]))
-            # What one rank receives another one has sent.
+            # A message received by one rank was sent by another.
             if dimension and ":recv" not in str(entry.get("profiling_name", "")):
                 found[dimension] += max(_bytes(entry, "input"), _bytes(entry, "output"))
         return found
 
 
 def groups_of(layout: Layout) -> dict[str, str]:
-    """The dimension of each process group by its name; one that spans all ranks is torch's default group.
+    """Return the mesh dimension by process group name; a group of all ranks is torch's default group.
 
-    What ranks that share sequences send of parameters and gradients counts as that of shards, or of replicas.
+    Parameters and gradients sent between ranks that share sequences count as those of shards or replicas.
     """
     own = [*([layout.cp] if layout.sequence_mesh else []), *([layout.expert_mesh] if layout.expert_mesh else [])]
     found = {key: name for mesh in (*own, layout.mesh) for key, name in _named(mesh).items()}
@@ -94,7 +94,7 @@ def groups_of(layout: Layout) -> dict[str, str]:
 
 
 def messages_of(model: nn.Module, device: torch.device) -> dict[str, Callable[[], int]]:
-    """Bytes of messages between stages, or ranks that share sequences; NCCL keeps records of those, and gloo none."""
+    """Return bytes of messages between stages or ranks that share sequences, which NCCL records but gloo does not."""
     if device.type != "cpu":
         return {}
     ring, pipeline = ring_of(model), pipeline_of(model)
@@ -113,7 +113,7 @@ def _named(mesh: DeviceMesh) -> dict[str, str]:
 
 
 def _recorders() -> list[Callable[[], str | bytes]]:
-    """That of gloo, and in builds for GPUs that of NCCL."""
+    """Return gloo's recorder, and NCCL's in builds for GPUs."""
     nccl = getattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", None)
     return [_dump_fr_trace_json] if nccl is None else [_dump_fr_trace_json, nccl]
 

@@ -16,17 +16,17 @@ Mark = TypeVar("Mark")
 
 
 class Clock(Protocol[Mark]):
-    """What marks points in the work of a device."""
+    """Clock that marks points in the work of a device."""
 
     def mark(self) -> Mark:
-        """This point."""
+        """Return a mark of this point."""
 
     def seconds(self, first: Mark, last: Mark) -> float:
-        """Between two points; may wait for the device to reach them."""
+        """Return the seconds between two points; may wait for the device to reach them."""
 
 
 class HostClock:
-    """Of a CPU, which has done everything that it was asked for."""
+    """CPU clock: work is complete when the call returns."""
 
     mark = staticmethod(time.perf_counter)
 
@@ -35,7 +35,7 @@ class HostClock:
 
 
 class StreamClock:
-    """Of a GPU's current stream: to wait for a receive holds up the stream and not the host."""
+    """Clock of a GPU's current stream, where waiting for a receive blocks the stream, not the host."""
 
     def mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
@@ -48,7 +48,7 @@ class StreamClock:
 
 
 class WaitMeter(Generic[Mark]):
-    """Adds up waits, step by step; a wait that has begun ends with the next `end`."""
+    """Sums waits, step by step; a started wait ends with the next `end`."""
 
     def __init__(self, clock: Clock[Mark]) -> None:
         self._clock = clock
@@ -57,25 +57,25 @@ class WaitMeter(Generic[Mark]):
         self._before: list[tuple[Mark, Mark]] = []
 
     def begin(self) -> None:
-        """What follows is a wait."""
+        """Begin a wait."""
         self.end()
         self._begun = self._clock.mark()
 
     def end(self) -> None:
-        """The wait is over, where one has begun."""
+        """End the wait, if one has begun."""
         if self._begun is not None:
             self._step.append((self._begun, self._clock.mark()))
             self._begun = None
 
     def step_ended(self) -> float:
-        """Seconds of the step before the one that ends now: by now a GPU, too, has come to its end."""
+        """Return seconds waited in the step before the ending one; a GPU has finished it by now."""
         self.end()
         ready, self._before, self._step = self._before, self._step, []
         return sum(self._clock.seconds(*wait) for wait in ready)
 
 
 def wait_meter(device: torch.device) -> "WaitMeter[float] | WaitMeter[torch.cuda.Event]":
-    """A meter with the clock of this kind of device."""
+    """Return a meter with the clock of this kind of device."""
     return WaitMeter(StreamClock()) if device.type == "cuda" else WaitMeter(HostClock())
 
 
@@ -83,22 +83,22 @@ _DATA = SECTIONS.index(Phase.DATA)
 
 
 class Stopwatch(Protocol):
-    """Adds up nanoseconds by section."""
+    """Sums nanoseconds by section."""
 
     counts_waits: bool
-    """Whether a wait for a message counts, unless the time belongs to no section meanwhile."""
+    """Whether a wait for a message counts as work unless the section is left meanwhile."""
 
     def switch_to(self, section: int | None) -> None:
-        """From now on the time belongs to this section, or to none."""
+        """Count time for this section, or for none, from now on."""
 
     def total(self) -> list[int]:
-        """Nanoseconds in each of `SECTIONS`, as far as they are known."""
+        """Return nanoseconds in each of `SECTIONS`, as far as known."""
 
 
 class CpuStopwatch:
-    """Of a rank on the CPU: the time its thread was running, a thread that waits in gloo does not run.
+    """Stopwatch of a rank on the CPU: its thread's running time, which excludes waits in gloo.
 
-    Loading data counts by the clock, because its work is done elsewhere, by disks and other processes.
+    Loading data counts by wall time, because disks and other processes do its work.
     """
 
     counts_waits = False
@@ -121,15 +121,15 @@ class CpuStopwatch:
 
 
 class CudaStopwatch:
-    """Of a rank on a GPU: time between events in its stream, read when they have come to pass, never waited for.
+    """Stopwatch of a rank on a GPU: time between events in its stream, read once they have completed, without waiting.
 
-    Not exercised on a GPU yet; its arithmetic is tested with events of a stand-in.
+    Not exercised on a GPU yet; its arithmetic is tested with fake events.
     """
 
     counts_waits = True
 
     def __init__(self, event: Callable[[], Any]) -> None:
-        """`event` makes one that can be timed: `torch.cuda.Event(enable_timing=True)`."""
+        """`event` creates a timing event: `torch.cuda.Event(enable_timing=True)`."""
         self._event = event
         self._total = [0] * len(SECTIONS)
         self._section: int | None = None
@@ -148,7 +148,7 @@ class CudaStopwatch:
             self._open.append((ended, begin, mark))
         if on_stream:
             self._begin = mark
-        # Data is loaded by the host: nothing in the stream says how long it took.
+        # The host loads data, so the stream does not show its time.
         if ended == _DATA:
             self._total[ended] += time.monotonic_ns() - self._clock
         self._clock = time.monotonic_ns()
@@ -161,15 +161,15 @@ class CudaStopwatch:
 
 
 def stopwatch(device: torch.device) -> Stopwatch:
-    """What fits the rank's device."""
+    """Return the stopwatch for the rank's device."""
     return CpuStopwatch() if device.type == "cpu" else CudaStopwatch(lambda: torch.cuda.Event(enable_timing=True))
 
 
 def exclude_fsdp_waits(model: nn.Module, pause: Callable[[], None], resume: Callable[[], None]) -> None:
-    """Have `pause` and `resume` called around every wait for parameters that FSDP gathers, and `pause` before its last.
+    """Call `pause` and `resume` around every wait for parameters that FSDP gathers, and `pause` before its last wait.
 
-    A stream waits for a collective as it does for a kernel: without this a slow peer would look like own work. FSDP's
-    hooks are there already, so that ours stand before them (prepended) and behind them (appended).
+    A stream waits for a collective as for a kernel, so a slow peer would otherwise look like own work. FSDP's hooks are
+    already installed, so ours run before them (prepended) and after them (appended).
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -180,7 +180,7 @@ def exclude_fsdp_waits(model: nn.Module, pause: Callable[[], None], resume: Call
 
 
 def _also_after_backward(pause: Callable[[], None]) -> Callable[[], None]:
-    """Once more at the end of the backward pass, before FSDP waits there for the gradients that it has scattered.
+    """Also pause at the end of the backward pass, before FSDP waits for the gradients that it has scattered.
 
     Callbacks run in the order in which they were queued, and FSDP queues its own in the hook that follows the first.
     """
@@ -197,7 +197,7 @@ def _ignoring_arguments(call: Callable[[], None]) -> Callable[..., None]:
 
 
 def _when_gradient_arrives(call: Callable[[], None]) -> Callable[..., None]:
-    """A forward hook: call when the gradient of the output is there, where the module's backward begins."""
+    """Return a forward hook that calls when the output's gradient arrives, where the module's backward begins."""
 
     def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
         if isinstance(output, torch.Tensor) and output.requires_grad:

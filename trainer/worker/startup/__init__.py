@@ -1,1 +1,1 @@
-"""What a rank does before its first step: imports, device, rendezvous, the benchmark of its node."""
+"""Work of a rank before its first step: imports, device, rendezvous, benchmark of its node."""

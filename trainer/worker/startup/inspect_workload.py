@@ -1,7 +1,7 @@
-"""Imports a workload before a run exists; reports its modules, and settings that it does not support.
+"""Import of a workload before a run exists; reports its modules, and settings that it does not support.
 
 `python -P -m trainer.worker.startup.inspect_workload ANSWER` reads the configuration as JSON from stdin. It writes JSON
-objects, a line each, to the descriptor ANSWER: `code`, then `refused` (reason and remedy), and `done`; or `failed`.
+objects, one per line, to the descriptor ANSWER: `code`, then `refused` (reason and remedy), and `done`; or `failed`.
 """
 
 import json
@@ -21,7 +21,7 @@ from trainer.worker.parallel.fsdp_units import CannotShard, chosen_units
 
 
 def main(arguments: list[str]) -> None:
-    """Import, look, and answer."""
+    """Import and inspect the workload, and write the answer."""
     with os.fdopen(int(arguments[0]), "w", encoding="utf-8") as answer:
         os.set_inheritable(answer.fileno(), False)
         config = build(JobConfig, json.load(sys.stdin))
@@ -54,7 +54,7 @@ def _missing_parallelize(kind: type[Any], config: JobConfig) -> list[str]:
 
 
 def _wrong_wrap(config: JobConfig) -> list[str]:
-    """Why `parallel.fsdp.wrap` names no part of the model; empty where it does, or where that needs real weights."""
+    """Return why `parallel.fsdp.wrap` matches no part of the model; empty if it does, or if that needs real weights."""
     wrap = config.parallel.fsdp.wrap
     if wrap == "auto" or wrap.isdecimal():
         return []
@@ -62,7 +62,7 @@ def _wrong_wrap(config: JobConfig) -> list[str]:
         with users_code("build_model()"), torch.device("meta"):
             model = workload.build(config).build_model()
     except workload.WorkloadError:
-        return []  # it may work where its data and devices are
+        return []  # it may work with its data and devices
     if not isinstance(model, nn.Module):
         return []
     try:

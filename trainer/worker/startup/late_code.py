@@ -1,4 +1,4 @@
-"""Completes the code record of an attempt by what its rank 0 has imported by its first step."""
+"""Completion of an attempt's code record with modules that rank 0 imported by its first step."""
 
 import sys
 from collections.abc import Collection
@@ -13,7 +13,7 @@ from trainer.worker.reporting.stderr_best_effort import write_stderr
 
 
 def record_late_code(attempt: AttemptDir, config: JobConfig, skip: Collection[str], journal: Journal) -> None:
-    """Add the user's modules to `attempt.code`, with an event if there are new ones, or if any has changed.
+    """Add the user's modules to `attempt.code`, with an event if any is new or has changed.
 
     `skip`: modules that this process had when it became a rank.
     """

@@ -1,4 +1,4 @@
-"""The benchmark of a rank's node and network before the first step: fixed work, under a second, never for long."""
+"""Benchmark of a rank's node and network before the first step: fixed work, usually under a second, time-limited."""
 
 import time
 from collections.abc import Callable
@@ -18,9 +18,9 @@ _EXCHANGE_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
 
 
 def measure(spec: RankSpec, config: JobConfig, control: socket, device: torch.device) -> None:
-    """Measure and report to the agent, where that is wanted: in the first generation, and on a new node.
+    """Measure and report to the agent if enabled: in the first generation, and on a new node.
 
-    Collective over the world when it has several ranks. The part on GPUs has not run on one yet.
+    Collective over the world if it has several ranks. The GPU part has not run on a GPU yet.
     """
     if not config.detection.preflight.on or not spec.fit:
         return
@@ -32,10 +32,10 @@ def measure(spec: RankSpec, config: JobConfig, control: socket, device: torch.de
 
 
 class _TimeBudget:
-    """What all ranks agree on before each try: whether there is time for one more.
+    """Agreement of all ranks before each try on whether time is left for it.
 
-    The slowest rank's time counts, so that none measures alone; agreeing holds back the others' next try until a slow
-    pair has done its own.
+    The slowest rank's time counts, so that no rank measures alone; the agreement delays the others' next try until a
+    slow pair has finished its own.
     """
 
     def __init__(self, began: float, seconds: float, device: torch.device) -> None:
@@ -43,7 +43,7 @@ class _TimeBudget:
         self._last, self._longest = time.monotonic(), 0.0
 
     def allows_another(self) -> bool:
-        """Collective. A try may take as long as the longest one so far."""
+        """Collective: return whether another try fits, assuming it may take as long as the longest so far."""
         now = time.monotonic()
         self._longest, self._last = max(self._longest, now - self._last), now
         until = torch.tensor([now - self._began + self._longest], dtype=torch.float64, device=self._device)
@@ -53,7 +53,7 @@ class _TimeBudget:
 
 
 def _exchanges(spec: RankSpec, budget: _TimeBudget, device: torch.device) -> list[tuple[int, float]]:
-    """Rank and seconds of all rounds that there is time for."""
+    """Return rank and seconds of all rounds that time allows."""
     pairs: list[tuple[int, float]] = []
     for partner in partners(spec.rank, spec.world_size, spec.local_world_size):
         if not budget.allows_another():
@@ -65,14 +65,14 @@ def _exchanges(spec: RankSpec, budget: _TimeBudget, device: torch.device) -> lis
 
 
 def partners(rank: int, world: int, local_world: int) -> list[int]:
-    """The partner of a rank in every round; -1: none. Both of a pair meet in the same round.
+    """Return the partner of a rank in every round, or -1; both of a pair meet in the same round.
 
-    The first rank of every node meets the nodes on both sides of its own in the ring of all nodes, so that of two that
-    are slow together the bad one is known. In the last round ranks meet a neighbour within their node.
+    The first rank of every node meets both neighbours of its node in the ring of nodes, which identifies the bad node
+    of a slow pair. In the last round ranks meet a neighbour within their node.
     """
     node, local = divmod(rank, local_world)
     nodes = world // local_world
-    rounds = 2 + nodes % 2  # an odd ring does not close in two
+    rounds = 2 + nodes % 2  # a ring of odd size needs a third round
     between = [_ring_neighbour(node, nodes, turn) if local == 0 else -1 for turn in range(rounds)]
     within = _ring_neighbour(local, local_world, 0)
     return [
@@ -82,13 +82,13 @@ def partners(rank: int, world: int, local_world: int) -> list[int]:
 
 
 def _ring_neighbour(one: int, count: int, turn: int) -> int:
-    """The other of a pair when a ring is cut into pairs from `turn` on; -1 for the one that is left over."""
+    """Return the other of a pair when a ring is split into pairs from `turn` on; -1 for the remaining member."""
     other = (one - turn) % count ^ 1
     return (other + turn) % count if other < count else -1
 
 
 def _matmul(device: torch.device) -> float:
-    """Floating-point operations a second in one matrix product."""
+    """Return floating-point operations per second of one matrix product."""
     side = _MATRIX_SIDE[device.type]
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     left, right = (torch.full((side, side), 0.5, dtype=dtype, device=device) for _ in range(2))
@@ -96,7 +96,7 @@ def _matmul(device: torch.device) -> float:
 
 
 def _memory(device: torch.device) -> float:
-    """Bytes read and written a second in one large copy."""
+    """Return bytes read and written per second in one large copy."""
     size = _COPY_BYTES[device.type]
     source = torch.zeros(size // 4, dtype=torch.float32, device=device)
     target = torch.empty_like(source)
@@ -104,7 +104,7 @@ def _memory(device: torch.device) -> float:
 
 
 def _clock_of(device: torch.device) -> Callable[[], float]:
-    """Of one thread on a CPU: its running time, so that it does not count when others have the core."""
+    """Return the clock: on a CPU with one thread its running time, which excludes other processes on the core."""
     return time.thread_time if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
 
 
@@ -115,7 +115,7 @@ def _best(
     clock: Callable[[], float] = time.perf_counter,
     go_on: Callable[[], bool] = lambda: True,
 ) -> float:
-    """Seconds of the fastest of a few; the first one warms up and counts only when there is no time for more."""
+    """Return the seconds of the fastest of a few tries; the warm-up counts only without time for more."""
     seconds = [_timed(work, device, clock)]
     for tried in range(_REPEATS):
         if not go_on():
@@ -135,10 +135,10 @@ def _timed(work: Callable[[], object], device: torch.device, clock: Callable[[],
 
 
 def _exchange(spec: RankSpec, partner: int, device: torch.device, budget: _TimeBudget) -> float:
-    """Seconds for both of a pair to send each other some data; a rank without a partner sends it to itself.
+    """Return the seconds for both of a pair to exchange data; a rank without a partner sends to itself.
 
-    WARNING: one collective for all, not messages between two: the analysis of a later hang
-    would count those as collectives that other ranks have skipped.
+    WARNING: one collective for all, not messages between two: the analysis of a later hang would count those as
+    collectives that other ranks have skipped.
     """
     ours = torch.zeros(_EXCHANGE_BYTES[device.type] // 4, dtype=torch.float32, device=device)
     theirs = torch.empty_like(ours)

@@ -1,4 +1,4 @@
-"""Imports in the fork server that forked ranks would repeat, and DataLoader workers' signals."""
+"""Imports in the fork server that forked ranks would repeat, and signals of DataLoader workers."""
 
 import importlib
 from collections.abc import Callable
@@ -13,8 +13,8 @@ from trainer.worker import workload
 def protect_data_loader_workers() -> None:
     """Make every worker forked from now on ignore these signals; it still ends with its DataLoader or its rank.
 
-    Each worker begins with torch's `_set_worker_signal_handlers`. They end the worker at a SIGTERM of any process but
-    its rank, and a lost worker ends the rank before it has saved.
+    Each worker begins with torch's `_set_worker_signal_handlers`. Its handlers end the worker at a SIGTERM from any
+    process except its rank, and a lost worker ends the rank before it has saved.
     """
     original = signal_handling._set_worker_signal_handlers  # type: ignore[attr-defined]
     if not isinstance(original, _Protected):
@@ -52,14 +52,15 @@ _LAZY_MODULES = (
 
 
 def import_lazy_parts() -> None:
-    """Import torch's parts that training needs; no tensor is made, because one parallel operation in a parent
-    process would hang every forked child.
+    """Import the parts of torch that training needs.
+
+    No tensor is made, because one parallel operation in a parent process would hang every forked child.
     """
     for name in _LAZY_MODULES:
         importlib.import_module(name)
 
 
 def import_workload(config: JobConfig) -> None:
-    """Import the module of the run's workload; raises what that raises."""
+    """Import the module of the run's workload; its exceptions are passed on."""
     if not config.command:
         workload.find(config.workload)

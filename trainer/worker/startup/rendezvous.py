@@ -19,20 +19,20 @@ from trainer.contract.ranks.rank_messages import RankSpec, place_variables, rece
 
 
 class NodeFault(RuntimeError):
-    """This node lacks what the job was promised; the same work may well succeed on another one."""
+    """This node lacks resources promised to the job; the same work may succeed on another one."""
 
 
 def is_node_fault(error: BaseException) -> bool:
-    """Whether `error` is one of broken hardware rather than of the training code."""
+    """Return whether `error` is a hardware fault, not an error of the training code."""
     return isinstance(error, NodeFault) or (
         isinstance(error, RuntimeError) and error_says(str(error), Meaning.HARDWARE)
     )
 
 
 def choose(cluster: ClusterShape, local_rank: int) -> torch.device:
-    """The GPU with the rank's local number, or the CPU when the job asked for no GPUs.
+    """Return the GPU with the rank's local number, or the CPU if the job asked for no GPUs.
 
-    All ranks of a node see the same GPUs; fewer than were asked for would put several ranks on one.
+    All ranks of a node see the same GPUs; with fewer than requested, several ranks would share one. Raises NodeFault.
     """
     wanted = cluster.gpus_per_node
     if not wanted:
@@ -48,47 +48,47 @@ def choose(cluster: ClusterShape, local_rank: int) -> torch.device:
 
 
 def backend(device: torch.device) -> str:
-    """Collectives of host memory always go through gloo, so that checkpoints can coordinate without a GPU."""
+    """Return the backend; host memory always uses gloo, so that checkpoints can coordinate without a GPU."""
     return "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
 
 
 def be_deterministic(threads: int) -> None:
-    """Fix what could change bits between two runs: thread count, kernel choice, scratch memory of cuBLAS.
+    """Fix settings that could change bits between two runs: thread count, kernel choice, scratch memory of cuBLAS.
 
-    Operations that have no deterministic kernel only warn, until `be_strict`.
+    Operations without a deterministic kernel only warn, until `be_strict`.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.set_num_threads(threads)
     torch.use_deterministic_algorithms(True, warn_only=True)
-    # Filling every fresh tensor costs a write of it; nothing here reads uninitialized memory.
+    # Filling every new tensor costs a write of it; nothing here reads uninitialized memory.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # a property
     torch.backends.cudnn.benchmark = False
 
 
 def be_strict() -> None:
-    """Raise where an operation has no deterministic kernel; attention's backward on GPUs takes its own only then."""
+    """Raise on operations without a deterministic kernel; attention's backward on GPUs uses its own only then."""
     torch.use_deterministic_algorithms(True, warn_only=False)
 
 
 def threads_per_rank(cluster: ClusterShape) -> int:
-    """From the configuration, not from the machine: another count sums in another order."""
+    """Return the threads per rank from the configuration, not the machine: another count changes the order of sums."""
     return max(1, cluster.cpus_per_task // cluster.ranks_per_node)
 
 
 _STORE_TIMEOUT = timedelta(minutes=5)
-_COLLECTIVE_TIMEOUT = timedelta(hours=2)  # the last resort: above what a legal slow phase of a peer may take
+_COLLECTIVE_TIMEOUT = timedelta(hours=2)  # last resort: longer than any legitimate slow phase of a peer
 
 
 KEY_BYTES = 32
-_BACKLOG = 4096  # connections that may wait: all ranks come at once
+_BACKLOG = 4096  # waiting connections: all ranks connect at once
 
 
 class PeerLost(RuntimeError):
-    """A peer or the agent went away before this rank could go on; the cause is elsewhere."""
+    """A peer or the agent went away before this rank could continue; the cause is elsewhere."""
 
 
 def torchrun_environment(spec: RankSpec) -> dict[str, str]:
-    """The variables that torchrun gives its workers, but for the address of the store."""
+    """Return the variables that torchrun gives its workers, except the address of the store."""
     return place_variables(
         rank=spec.rank,
         local_rank=spec.local_rank,
@@ -101,18 +101,18 @@ def torchrun_environment(spec: RankSpec) -> dict[str, str]:
 
 
 def choose_interface(interface: str, host: str) -> None:
-    """Tell gloo and NCCL which network to use, unless the user's environment already does."""
+    """Select the network of gloo and NCCL, unless the user's environment already does."""
     chosen = interface or interface_of(host)
     if chosen:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", chosen)
-        # "=": NCCL would take every interface whose name begins so.
+        # Without "=", NCCL would use every interface with this prefix.
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={chosen}")
 
 
 def interface_of(host: str) -> str:
-    """The interface that bears the address `host`; empty when it is not one of this machine.
+    """Return the interface with the address `host`; empty if it is not one of this machine.
 
-    Left to itself gloo takes the address of the host's own name, which many distributions make a loopback address.
+    By default gloo uses the address of the host's own name, which many distributions map to a loopback address.
     """
     for name, addresses in psutil.net_if_addrs().items():
         if any(address.address == host for address in addresses):
@@ -128,9 +128,9 @@ def _loopback(host: str) -> bool:
 
 
 def open_store(spec: RankSpec, control: socket.socket) -> tuple[TCPStore, bytes]:
-    """The store and the generation's key: rank 0 makes both, and agents pass them on to the others.
+    """Return the store and the generation's key: rank 0 makes both, and agents pass them on to the others.
 
-    The key goes the way of the store's address, from agent to agent, and neither into the store nor the environment.
+    The key travels with the store's address, from agent to agent, and is never in the store or the environment.
     """
     if spec.rank == 0:
         host, key = spec.host, secrets.token_bytes(KEY_BYTES)
@@ -145,11 +145,11 @@ def open_store(spec: RankSpec, control: socket.socket) -> tuple[TCPStore, bytes]
 
 
 def _host_store(host: str) -> TCPStore:
-    """A store that listens on this one address: left to itself torch listens on all interfaces."""
+    """Return a store that listens on this one address; by default torch listens on all interfaces."""
     family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
     with socket.create_server((host, 0), family=family, backlog=_BACKLOG) as listener:
         port: int = listener.getsockname()[1]
-        # The store takes the descriptor over, and closes it.
+        # The store takes over the descriptor, and closes it.
         descriptor = os.dup(listener.fileno())
     return TCPStore(
         host, port, is_master=True, wait_for_workers=False, timeout=_STORE_TIMEOUT, master_listen_fd=descriptor
@@ -164,8 +164,8 @@ def _receive_store(control: socket.socket) -> tuple[str, int, bytes]:
 
 
 def join(spec: RankSpec, control: socket.socket, device: torch.device) -> bytes:
-    """Make this process part of the world of its generation, whose key it returns; blocks until every rank is there."""
-    # gloo then connects two ranks when one first sends to the other: a ring needs two sockets of a rank, all pairs W.
+    """Join the world of this generation and return its key; blocks until every rank has joined."""
+    # gloo then connects two ranks at their first message: a ring needs two sockets per rank, all pairs W.
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     store, key = open_store(spec, control)
     dist.init_process_group(
@@ -180,7 +180,7 @@ def join(spec: RankSpec, control: socket.socket, device: torch.device) -> bytes:
 
 
 def leave() -> None:
-    """Take the world down; the work is done and saved, so a peer that left first is no failure."""
+    """Leave the world; the work is done and saved, so a peer that left first is not a failure."""
     try:
         dist.barrier()
         dist.destroy_process_group()

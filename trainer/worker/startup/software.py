@@ -17,23 +17,22 @@ _CPU_IDENTITY = frozenset({"vendor_id", "cpu family", "model", "model name", "CP
 _CPU_FLAGS = frozenset({"flags", "Features"})
 _ARITHMETIC = re.compile(r"(sse|ssse|avx|amx|fma|f16c|asimd|sve|sme|bf16|i8mm)")
 _KERNEL_SETTINGS = re.compile(r"(ONEDNN_|DNNL_|MKL_|ATEN_CPU_CAPABILITY$)")
-"""Variables by which MKL, oneDNN and torch choose the kernels of a CPU."""
+"""Variables with which MKL, oneDNN and torch choose CPU kernels."""
 _RECORDED_LATER = frozenset({"cpu_model", "kernel_settings"})
-"""Names that checkpoints of earlier releases lack, which is no difference.
+"""Names missing from checkpoints of earlier releases, which is not a difference.
 
-`text_hash` is not among them: earlier releases let every job draw its seed.
-"""
+`text_hash` is not among them: earlier releases used a random seed in every job."""
 
 
 def software(device: torch.device) -> dict[str, Any]:
-    """Versions, device and settings of this process, as plain JSON; it starts nothing on the device."""
+    """Return versions, device and settings of this process as plain JSON, without starting work on the device."""
     found: dict[str, Any] = {
         "python": platform.python_version(),
         "torch": str(torch.__version__),
         "cpu": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
         "threads": torch.get_num_threads(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "text_hash": f"{hash('orch') & 0xFFFFFFFF:08x}",  # equal where PYTHONHASHSEED was, by which texts are ordered
+        "text_hash": f"{hash('orch') & 0xFFFFFFFF:08x}",  # equal if PYTHONHASHSEED is, which affects the order of texts
     }
     if device.type == "cpu":
         found |= {"cpu_model": _cpu_model(), "kernel_settings": _kernel_settings()}
@@ -44,7 +43,7 @@ def software(device: torch.device) -> dict[str, Any]:
             "driver": _driver(),
             "cudnn": torch.backends.cudnn.version(),
             "nccl": ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else None,
-            # Reading allow_tf32 raises where somebody has set this one.
+            # Reading allow_tf32 raises if this one has been set.
             "matmul": getattr(torch.backends.cuda.matmul, "fp32_precision", None),
         }
     return found
@@ -68,7 +67,7 @@ def _kernel_settings() -> str:
 
 
 def _driver() -> str | None:
-    """The version of NVIDIA's kernel module; torch does not tell it."""
+    """Return the version of NVIDIA's kernel module, which torch does not report."""
     try:
         return _DRIVER.read_text().strip()
     except OSError:
@@ -76,7 +75,7 @@ def _driver() -> str | None:
 
 
 def differences(before: Any, now: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """What is not as it was: name -> [before, now]; nothing where it was not written down."""
+    """Return changes as name -> [before, now]; empty without an earlier record."""
     if not isinstance(before, Mapping):
         return {}
     names = {*before, *now} - (_RECORDED_LATER - {*before})
@@ -86,8 +85,8 @@ def differences(before: Any, now: Mapping[str, Any]) -> dict[str, list[Any]]:
 FIRST = "software"
 """Key in a checkpoint's facts: the software of rank 0."""
 RANKS = "rank_software"
-"""Key in a checkpoint's facts: `others`, the distinct sets that rank 0 does not have, and `ranks`, the number of each
-rank's set: 0 for rank 0's, n for `others[n - 1]`. Both are empty where all ranks have the same."""
+"""Key in a checkpoint's facts: `others`, the distinct sets that differ from rank 0's, and `ranks`, the number of each
+rank's set: 0 for rank 0's, n for `others[n - 1]`. Both are empty if all ranks are equal."""
 
 
 def software_facts(of_ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -103,12 +102,11 @@ def software_facts(of_ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def changed_software(
     saved: Mapping[str, Any], of_ranks: Sequence[Mapping[str, Any]]
 ) -> tuple[dict[str, list[Any]], dict[str, int]]:
-    """Return what any rank has otherwise than the rank of its number had, in a checkpoint with the facts `saved`.
+    """Return the software of any rank that differs from its predecessor's in a checkpoint with the facts `saved`.
 
-    The first value maps a name to [before, now] of the first rank that differs, the second one to the number of that
-    rank where it is not 0. Checkpoints of earlier releases have rank 0's software only. What other ranks have otherwise
-    than rank 0 has now was None before: it is not known to be the same. Ranks that the saving world did not have are
-    compared with its rank 0.
+    The first value maps a name to [before, now] of the first rank that differs, the second to that rank's number unless
+    it is 0. Checkpoints of earlier releases have only rank 0's software; a value that differs from rank 0's on another
+    rank then has None as before, because it is unknown. Ranks beyond the saving world are compared with its rank 0.
     """
     changes: dict[str, list[Any]] = {}
     ranks: dict[str, int] = {}

@@ -22,7 +22,7 @@ from trainer.contract.logs.line_file import read_new_lines
 
 PATIENCE = 300.0
 _FROM = 20
-"""Steps before the first that counts."""
+"""Warm-up steps before the first measured one."""
 _TURN_SECONDS = 2.0
 _BARE = {
     "OMP_NUM_THREADS": "1",

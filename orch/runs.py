@@ -39,7 +39,7 @@ class Run:
     attempts: int  # jobs so far
     generations: int  # starts of its ranks, in all attempts
     cluster: str  # slurm or local
-    job_id: str | None  # of its newest attempt
+    job_id: str | None  # of the newest attempt
     nodes: tuple[str, ...]
     last_checkpoint: LastCheckpoint | None
     updated_at: datetime

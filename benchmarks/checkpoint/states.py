@@ -93,7 +93,7 @@ LIMIT, OURS = "limit", "ours"
 """A limit that can be reached in several ways has several sides: `limit`, `limit, two threads`; the best counts."""
 
 Side = Callable[[], float]
-"""Performs its task once and returns its seconds, without set-up and clean-up."""
+"""Function that performs its task once and returns its seconds, without set-up and clean-up."""
 
 
 def interleaved(sides: Mapping[str, Side], rounds: int) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Comparison of every digest of a checkpoint, compared with reading the same bytes."""
+"""Verification of every digest of a checkpoint, compared with reading the same bytes."""
 
 import time
 

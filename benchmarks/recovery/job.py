@@ -21,7 +21,7 @@ _OURS = ("orch-controller", "orch-agent", "orch-forkserver", "orch-rank", "orch-
 
 
 class Job:
-    """A run from its submission on; leaving the block ends all of it."""
+    """A run from its submission on; leaving the block ends all of its processes."""
 
     def __init__(self, folder: Path, kind: str, preset: str, *settings: str, work_log: bool = True) -> None:
         """`work_log`: every rank writes a line for every step, which most measurements here need."""
@@ -58,7 +58,7 @@ class Job:
             raise RuntimeError(f"orch {' '.join(words)}: exit {done.returncode}: {done.stderr.strip()[-500:]}")
         return done.stdout
 
-    # -- its files
+    # -- files
 
     def path(self, relative: str) -> Path:
         return self._place.path / relative
@@ -104,7 +104,7 @@ class Job:
     def _newest_work(self, rank: int) -> dict[str, Any]:
         return [line for line in work_lines(self._place.all_attempts()[-1]) if line["rank"] == rank][-1]
 
-    # -- its processes
+    # -- processes
 
     def processes(self, *names: str) -> list[psutil.Process]:
         """Return the processes of this home whose title begins with one of `names`."""

@@ -36,7 +36,7 @@ class _Values:
     plain: dict[str, Any] = field(compare=False)
 
 
-@lru_cache(maxsize=64)  # a controller composes the same configs in every pass, and merging is most of the work
+@lru_cache(maxsize=64)  # a controller recomposes the same configs in every pass, and merging is most of the work
 def _merged(values: _Values) -> dict[str, Any]:
     from omegaconf import OmegaConf  # heavy
 

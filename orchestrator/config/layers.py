@@ -270,14 +270,14 @@ def _assignments(node: Node, kind: Any, path: keys.Path, where: str) -> Iterator
 
 
 def _section_meant(path: keys.Path, value: str) -> str:
-    """Return what to write instead of a scalar for a section; empty if unknown."""
+    """Return a suggested replacement of a scalar for a section; empty if unknown."""
     if _TARGET.fullmatch(value):
         return f"did you mean `workload: {{target: {value}}}`?"
     return _preset_meant(path, value)
 
 
 def _preset_meant(path: keys.Path, value: str) -> str:
-    """Return what to write instead of `cluster=NAME` or `model=NAME`; empty for a section without presets."""
+    """Return a suggested replacement of `cluster=NAME` or `model=NAME`; empty for a section without presets."""
     parts = [name for name in yaml_text.names() if name.startswith(f"{keys.dotted(path)}/")]
     if not parts:
         return ""

@@ -144,7 +144,7 @@ class Scheduler(Protocol):
         """
 
     def out_of_service(self, nodes: frozenset[str]) -> frozenset[str]:
-        """Return those of these nodes that get no jobs now: down, drained, under maintenance."""
+        """Return the nodes among these that get no jobs now: down, drained, under maintenance."""
 
     def cancel(self, job_id: str) -> None:
         """End a job; a repetition, or a job that has ended, is not an error."""

@@ -39,7 +39,7 @@ def comment_of(run: str, attempt: int, nonce: str) -> str:
 
 
 def tags(job: JobStatus) -> tuple[JobTag, ...]:
-    """Return all orch marks of the job, the most reliable first; that of its script only if it has no other.
+    """Return all orch marks of the job, the most reliable first; its script's mark counts only without others.
 
     Name and comment must begin with the mark: a user's job named `eval-` plus an orch name is not orch's.
     """

@@ -61,7 +61,7 @@ class Prepared:
     setup: tuple[str, ...]
     srun: tuple[str, ...]
     python: str
-    own_interpreter: bool  # runs orch too: it finds orch's packages in the same place
+    own_interpreter: bool  # the interpreter that runs orch, which finds its packages in the same place
 
 
 def prepare(spec: JobSpec, folder: Path | None = None) -> Prepared:

@@ -223,7 +223,7 @@ BUILT_IN = WorkloadConfig().target
 
 @dataclass(frozen=True, kw_only=True)
 class RunOrigin:
-    """Inputs of a new run besides its configuration."""
+    """Inputs of a new run in addition to its configuration."""
 
     imported: dict[str, Any] | None = None
     """Checkpoint that the run starts from."""

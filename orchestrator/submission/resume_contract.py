@@ -26,7 +26,7 @@ from trainer.contract.user_code.installed_packages import COMPUTING, normalized
 class Rule(StrEnum):
     """Effect of changing one key in a run that continues."""
 
-    HARMLESS = "harmless"  # the same numbers are computed
+    HARMLESS = "harmless"  # no effect on the computed numbers
     ACCEPT = "accept"  # training continues differently; the user must accept it
     REFUSED = "refused"  # the checkpoint would not fit, or would mean something else
 
@@ -218,7 +218,7 @@ IDENTITY: Mapping[str, Term] = {
     PACKAGES: _STACK,
     "env.slurm": HARMLESS,
     "env.driver": HARMLESS,  # the login node's
-    "env.variables": HARMLESS,  # jobs have those of their submitter's shell
+    "env.variables": HARMLESS,  # jobs get these from their submitter's shell
     "data.path": HARMLESS,
     "data.fingerprint": _OTHER_DATA,
     "data.tokens": HARMLESS,
@@ -281,7 +281,7 @@ def _values(before: Mapping[str, Any], now: Mapping[str, Any], key: str) -> tupl
 
 
 def why_packages_unknown(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Return why the packages of a run that has trained cannot be compared; empty if they can."""
+    """Return why the packages of a trained run cannot be compared; empty if they can."""
     trained, present = CodeRecord.from_identity(before), CodeRecord.from_identity(now)
     if trained is None or trained.packages is None:
         return "" if "env" in now else "its attempts have not recorded them, and its jobs have another interpreter"

@@ -40,7 +40,7 @@ _RANGE = re.compile(r"(\d+)-(\d+)(?:/(\d+))?", re.ASCII)
 _LONGEST_NUMBER = 18
 """Most digits; a range with more exceeds MOST_NODES or is unrealistic."""
 
-_NAMELESS = "allocation"  # what sacct shows for a job without a name
+_NAMELESS = "allocation"  # sacct's name of a job without one
 _CLUSTER = re.compile(r"^CLUSTER: \S+ *\n", re.MULTILINE)
 """Line before each cluster's rows when SLURM_CLUSTERS names some, even without a header."""
 _ROW_START = re.compile(rf"^ *(\d[\d_+.,%\[\]-]*) *{SEPARATOR}", re.ASCII | re.MULTILINE)

@@ -152,7 +152,7 @@ LONG_WAIT = 600.0
 
 
 class Lasts(Enum):
-    """Ways in which a wait ends."""
+    """Conditions that end a wait."""
 
     CLEARS = auto()  # when jobs end or time passes
     MAY_STAY = auto()  # when someone outside acts
@@ -167,7 +167,7 @@ class Wait:
     words: str
     change: str = ""
     look: str = ""
-    for_nodes: bool = False  # a job of fewer nodes may start sooner
+    for_nodes: bool = False  # a job with fewer nodes may start sooner
 
 
 _NODES_DOWN = "nodes that it needs are down, drained or reserved"

@@ -137,7 +137,7 @@ def _srun_arguments(resources: Resources) -> list[str]:
         "--open-mode=append",
         "--kill-on-bad-exit=0",
         "--wait=0",
-        *(["--no-kill"] if resources.spares else []),  # nor may a dead node
+        *(["--no-kill"] if resources.spares else []),  # also if a node dies
         "--mpi=none",
         f"--cpus-per-task={resources.cpus_per_task}",
     ]

@@ -155,9 +155,10 @@ MOST_CHARACTERS = 16 << 20
 
 
 class LinesBehind:
-    """Appends lines in order, within BATCH_SECONDS while the file responds; only `flush` and `close` wait for it.
+    """Background writer of lines in order, within BATCH_SECONDS while the file responds.
 
-    The writer thread calls `open_file` at the first line, and `lost` with the reason when lines cannot be written.
+    Only `flush` and `close` wait for the file. The writer thread calls `open_file` at the first line, and `lost` with
+    the reason when lines cannot be written.
     """
 
     def __init__(

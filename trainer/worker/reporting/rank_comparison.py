@@ -13,7 +13,7 @@ Gather = Callable[[Sequence[float]], list[list[float]]]
 
 
 class RankComparison:
-    """Averages this rank's figures over EVERY steps and compares them with those of all ranks; collective."""
+    """Comparison of this rank's figures, averaged over EVERY steps, with those of all ranks; collective."""
 
     def __init__(self, gather: Gather | None = None) -> None:
         """`gather` returns the rows of all ranks in order; None: over torch's default group."""

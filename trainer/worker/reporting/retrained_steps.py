@@ -20,7 +20,7 @@ Recorded = Mapping[int, Sequence[Mapping[str, Any]]]
 
 
 class RetrainedSteps:
-    """Compares steps after a restart with those before it, and reports the first difference."""
+    """Comparison of steps after a restart with those before it; reports the first difference."""
 
     def __init__(
         self, recorded: Recorded, world: int, explains: Callable[[int], bool], report: Callable[[int, str], object]

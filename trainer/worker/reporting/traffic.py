@@ -26,7 +26,7 @@ _MEASURED_STEP = 2
 
 
 class TrafficMeter:
-    """Measures the second step of a generation; the result holds for every step of the same shape."""
+    """Meter of a generation's second step; the result holds for every step of the same shape."""
 
     def __init__(
         self, groups: Mapping[str, str], dumps: Sequence[Callable[[], str | bytes]] | None = None,

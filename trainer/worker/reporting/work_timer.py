@@ -48,7 +48,7 @@ class StreamClock:
 
 
 class WaitMeter(Generic[Mark]):
-    """Sums waits, step by step; a started wait ends with the next `end`."""
+    """Sum of waits, step by step; a started wait ends with the next `end`."""
 
     def __init__(self, clock: Clock[Mark]) -> None:
         self._clock = clock
@@ -83,7 +83,7 @@ _DATA = SECTIONS.index(Phase.DATA)
 
 
 class Stopwatch(Protocol):
-    """Sums nanoseconds by section."""
+    """Sum of nanoseconds by section."""
 
     counts_waits: bool
     """Whether a wait for a message counts as work unless the section is left meanwhile."""

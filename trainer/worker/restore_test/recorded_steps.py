@@ -175,7 +175,7 @@ def _disagreement(
         if name not in values or name not in other:
             continue
         size = relative(values[name], other[name])
-        # The learning rate is a function of the step alone.
+        # The learning rate depends only on the step.
         if not size <= bounds.get(name, 0.0):
             return f"{name} of step {step} is {values[name]!r}, {had} {other[name]!r}", size
         largest = max(largest, size)

@@ -23,7 +23,7 @@ class NodeFault(RuntimeError):
 
 
 def is_node_fault(error: BaseException) -> bool:
-    """Return whether `error` is a hardware fault, not an error of the training code."""
+    """Return whether `error` comes from broken hardware, not from the training code."""
     return isinstance(error, NodeFault) or (
         isinstance(error, RuntimeError) and error_says(str(error), Meaning.HARDWARE)
     )

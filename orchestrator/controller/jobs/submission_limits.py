@@ -60,10 +60,7 @@ _KEY = re.compile(r"[a-z_]+(\.[a-z_-]+)+", re.ASCII)
 
 
 def refused(run: Run, error: SubmitRejected | ConfigError, also: str = "", *, accepted: bool) -> Failure:
-    """Return the failure of a rejected submission.
-
-    `also`: further information; `accepted`: Slurm has taken a job of this run before with this configuration.
-    """
+    """Return a rejection's failure; `accepted`: Slurm has taken a job of this run with this configuration before."""
     retryable = error.retryable if isinstance(error, SubmitRejected) else Retryable.NEVER
     # A value that was accepted before is not a typo.
     passes = retryable is Retryable.YES or (retryable is Retryable.ONCE_ACCEPTED and accepted)

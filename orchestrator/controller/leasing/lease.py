@@ -155,10 +155,7 @@ def judge(facts: LeaseFacts | None, ttl: float) -> LeaseState:
 
 
 def displayed_state(lease: Lease | None, now: float) -> LeaseState:
-    """Return the lease state for display, from a single read and the wall clock.
-
-    Clock jumps last until the next renewal. Takeovers never use this state.
-    """
+    """Return the lease state for display only, by the wall clock; its jumps last until the next renewal."""
     if lease is None or not lease.holder:
         return judge(None, LEASE_TTL)
     # A renewal in the future proves as little as one long ago: the clock was set since, without a later renewal.

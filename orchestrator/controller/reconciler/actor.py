@@ -273,10 +273,7 @@ class Actor:
         self.release(view.run, self.store.attempt(view.run.name, attempt.number), view.folder, view.config)
 
     def _resolve(self, view: RunView, job: JobStatus, live: list[JobStatus]) -> None:
-        """Record the outcome of the attempt's submissions.
-
-        A submission without an id is taken to be the adopted job's.
-        """
+        """Record the outcome of the attempt's submissions; one without an id is taken to be the adopted job's."""
         open_ones = unresolved(self._submissions(view))
         adopted = [one for one in open_ones if one.job_id == job.job_id]
         adopted = adopted or [one for one in open_ones if one.job_id is None][:1]

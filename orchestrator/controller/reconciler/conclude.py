@@ -209,10 +209,7 @@ def history(
 
 
 def _past(attempt: Attempt, failure: Failure | None, now: float, trained: bool, once: bool) -> EndedAttempt:
-    """Return the record of one ended attempt.
-
-    `trained`: an attempt of the run has trained before; `once`: drills of this run do not recur.
-    """
+    """Return an ended attempt's record; `trained`: the run has trained before; `once`: its drills do not recur."""
     failure = failure or (Failure.from_json(attempt.failure) if attempt.failure else None)
     kind = failure.kind if failure else None
     ended = now if attempt.ended_at is None else attempt.ended_at

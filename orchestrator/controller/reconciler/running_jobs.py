@@ -125,10 +125,7 @@ def _saves_there(view: RunView) -> bool:
 
 
 def end_job(actor: Actor, view: RunView, job_id: str, reason: str, detail: str = SILENCED) -> None:
-    """Cancel a job of the newest attempt.
-
-    The request is the intent; without it, the end looks like a user's scancel.
-    """
+    """Cancel a job of the newest attempt. The request is the intent; without it, the end looks like scancel."""
     actor.request_once(view.folder, RequestKind.STOP, view.last.number, reason, None, detail)
     actor.cancel(view.run, job_id, reason)
 

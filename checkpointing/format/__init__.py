@@ -1,1 +1,1 @@
-"""What a checkpoint consists of: names, manifest, COMMIT, index, torch.save records, safetensors. No torch."""
+"""Parts of a checkpoint: names, manifest, COMMIT, index, torch.save records, safetensors. No torch."""

@@ -1,6 +1,6 @@
-"""Names of checkpoints, files of a node, and the commit point: data first, marker last.
+"""Checkpoint names, node files, and the commit point: data first, marker last.
 
-Ranks write to their regions at the same time, and digest what they write; nobody has to read another's bytes.
+Ranks write to their regions concurrently and digest their own data, so no rank reads another's bytes.
 """
 
 import json
@@ -15,12 +15,12 @@ from checkpointing.storage.digests import CHUNK, DigestSink, digest
 from checkpointing.storage.durable import canonical
 
 Places = Mapping[str, tuple[str, int]]
-"""Of a rank's files, by their names: the node's file, and where in it they begin."""
+"""Location of each of a rank's files, by name: the node's file and the offset in it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Region:
-    """A rank's file in its node's file; `filled` is the digest of its last chunk with zeros up to that chunk's end."""
+    """A rank's file within its node's file; `filled` is the digest of its last chunk, zero-padded to full size."""
 
     file: str
     at: int
@@ -34,12 +34,12 @@ class Region:
 
 
 def file_name(node: int) -> str:
-    """Of the node's file, by its place among the nodes that save."""
+    """Return the name of a node's file; `node` is its index among the nodes that save."""
     return f"__node{node}.distcp"
 
 
 def assign_places(sizes: Sequence[Mapping[str, int]], leads_node: Sequence[bool]) -> list[Places]:
-    """For every rank the places of its files, given their sizes; a node's ranks follow its leader."""
+    """Return the places of every rank's files, given their sizes; a node's ranks follow its leader."""
     found: list[Places] = []
     node, end = -1, 0
     for files, leads in zip(sizes, leads_node, strict=True):
@@ -54,7 +54,7 @@ def assign_places(sizes: Sequence[Mapping[str, int]], leads_node: Sequence[bool]
 
 
 def joined(regions: Sequence[Region]) -> list[FileEntry]:
-    """The nodes' files; raises ValueError when regions do not follow each other."""
+    """Return the entries of the nodes' files; raises ValueError if regions are not contiguous."""
     by_file: dict[str, list[Region]] = {}
     for region in sorted(regions, key=lambda region: region.at):
         by_file.setdefault(region.file, []).append(region)
@@ -73,7 +73,7 @@ def _joined(file: str, parts: Sequence[Region]) -> FileEntry:
 
 SCHEMA = "orch.commit/1"
 DELETED = "DELETED"
-"""The tombstone: published before COMMIT is taken away, the last file to go; a folder with one is no checkpoint."""
+"""Tombstone, published before COMMIT is deleted and itself deleted last; a folder that holds it is no checkpoint."""
 
 _NAME = re.compile(r"step-(\d{8,})\.(\d{3,})-([0-9a-z]{1,32})(?:-(\d{1,4}))?")
 _HEX = re.compile(r"[0-9a-f]{32}")
@@ -93,13 +93,13 @@ class Name:
 
 
 def checkpoint_name(step: int, attempt: int, nonce: str, take: int = 1) -> str:
-    """`step-00000500.001-ab12cd34`; what an attempt saves after its first restart ends in `-2`, then in `-3`, ..."""
+    """Return a name such as `step-00000500.001-ab12cd34`; saves after the first restart end in `-2`, then `-3`, ..."""
     again = f"-{take}" if take > 1 else ""
     return f"step-{step:08d}.{attempt:03d}-{nonce}{again}"
 
 
 def parse_name(name: str) -> Name | None:
-    """The parts of a name, None when it is not one that `checkpoint_name` makes."""
+    """Return the parts of a name, or None if `checkpoint_name` cannot have made it."""
     match = _NAME.fullmatch(name)
     if match is None:
         return None
@@ -109,7 +109,7 @@ def parse_name(name: str) -> Name | None:
 
 
 def fresh_name(step: int, attempt: int, nonce: str, taken: Iterable[str], first: int = 1) -> str:
-    """The first name for this step, from take `first` on, that no folder bears: a folder is never written to twice."""
+    """Return the first unused name for this step, from take `first` on. No folder is ever written twice."""
     bearers, take = set(taken), first
     while checkpoint_name(step, attempt, nonce, take) in bearers:
         take += 1
@@ -118,20 +118,20 @@ def fresh_name(step: int, attempt: int, nonce: str, taken: Iterable[str], first:
 
 @dataclass(frozen=True, kw_only=True)
 class Commit:
-    """The marker that makes a checkpoint exist: `manifest` is the digest of the bytes of its manifest."""
+    """The marker that makes a checkpoint exist; `manifest` is the digest of its manifest's bytes."""
 
     manifest: str
     size: int
     committed_at: float
 
     def encode(self) -> bytes:
-        """Canonical JSON with a digest of its own: the marker must not be able to rot unseen either."""
+        """Return canonical JSON that includes its own digest, so that damage to the marker is detected too."""
         fields = {"schema": SCHEMA, **asdict(self)}
         return canonical({**fields, "digest": digest(canonical(fields))})
 
 
 def read_commit(storage: Storage, name: str) -> Commit:
-    """Parse a COMMIT; raises OSError when it cannot be read, ManifestError when it is none."""
+    """Parse a COMMIT; raises OSError if it cannot be read, ManifestError if it is invalid."""
     with storage.open(f"{name}/{COMMIT}") as stream:
         data = stream.read()
     try:
@@ -145,17 +145,18 @@ def read_commit(storage: Storage, name: str) -> Commit:
 
 
 def write_file(storage: Storage, folder: str, name: str, data: bytes) -> DigestSink:
-    """Write one whole file durably; the sink that comes back knows the digests of these very bytes."""
+    """Write one whole file durably and return the sink, which holds the digests of these bytes."""
     with DigestSink(storage.create(f"{folder}/{name}")) as sink:
         sink.write(data)
     return sink
 
 
 def seal(storage: Storage, manifest: Manifest, fence: Callable[[], bool], now: float) -> Commit:
-    """Publish the manifest, then COMMIT: the checkpoint exists from then on. Raises FencedOff before COMMIT.
+    """Publish the manifest, then COMMIT, which makes the checkpoint exist. Raises FencedOff before COMMIT.
 
-    Sealing again with the same manifest changes nothing, whoever did it first (node leaders that share a folder, or an
-    earlier try); with another one, or when its deletion was begun, it raises FileExistsError.
+    Sealing again with the same manifest changes nothing, whether the first seal came from another node leader that
+    shares the folder or from an earlier try. With another manifest, or once deletion has begun, it raises
+    FileExistsError.
     WARNING: every file that the manifest lists must be durable before this is called.
     """
     data = manifest.encode()
@@ -168,7 +169,7 @@ def seal(storage: Storage, manifest: Manifest, fence: Callable[[], bool], now: f
             raise FileExistsError(f"{manifest.name} is committed already, with another manifest")
         return earlier
     storage.publish(f"{manifest.name}/{MANIFEST}", data)
-    # The fence is read as late as possible: after a revocation no new checkpoint may appear.
+    # The fence is read as late as possible: no new checkpoint may appear after a revocation.
     if not fence():
         raise FencedOff(manifest.step, "fenced off: the launch token of this attempt was revoked before COMMIT")
     storage.publish(f"{manifest.name}/{COMMIT}", commit.encode())

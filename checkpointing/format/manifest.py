@@ -1,8 +1,8 @@
 """`manifest.json`, `index.json` and `fingerprints.json` of a checkpoint.
 
-Index and fingerprints are files of a checkpoint, listed in its manifest, readable without torch and without
-unpickling. The index of a layout is the same for every save; the fingerprints differ. A checkpoint that has neither (a
-foreign one) is read by way of its `.metadata`.
+Index and fingerprints are files of a checkpoint, listed in its manifest, readable without torch and without unpickling.
+The index is identical for every save of a layout; the fingerprints differ. A checkpoint without both (a foreign one) is
+read through its `.metadata`.
 """
 
 import json
@@ -23,7 +23,7 @@ FINGERPRINTS_SCHEMA = "orch.fingerprints/1"
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """A whole tensor: dtype by torch's name without the prefix (`bfloat16`), global shape."""
+    """A whole tensor: dtype as torch's name without the prefix (`bfloat16`), global shape."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -31,7 +31,7 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One saved shard. `start` and `length` bound its torch.save record, `data` and `nbytes` its raw values.
+    """A saved shard. `start` and `length` bound its torch.save record, `data` and `nbytes` its raw values.
 
     The values are contiguous, row by row, in the machine's byte order; `offsets` and `sizes` place them in the tensor.
     """
@@ -65,12 +65,12 @@ class Index:
         return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
 
     def of(self, key: str) -> tuple[Piece, ...]:
-        """The pieces of one tensor."""
+        """Return the pieces of one tensor."""
         return tuple(piece for piece in self.pieces if piece.key == key)
 
 
 def parse_index(data: bytes) -> Index:
-    """Read `index.json`; raises ManifestError on anything that `Index.encode` would not have written."""
+    """Parse `index.json`; raises ManifestError for anything that `Index.encode` would not have written."""
     try:
         value = json.loads(data)
         tensors = {key: TensorInfo(str(dtype), tuple(shape)) for key, (dtype, shape) in value["tensors"].items()}
@@ -100,13 +100,13 @@ def _check(piece: Piece, info: TensorInfo) -> None:
 
 
 def encode_fingerprints(values: dict[str, str]) -> bytes:
-    """`values` maps each tensor's key to 16 hex digits."""
+    """Return `fingerprints.json`; `values` maps each tensor's key to 16 hex digits."""
     value = {"schema": FINGERPRINTS_SCHEMA, "tensors": values}
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
 
 
 def parse_fingerprints(data: bytes) -> dict[str, str]:
-    """Read `fingerprints.json`; raises ManifestError."""
+    """Parse `fingerprints.json`; raises ManifestError."""
     try:
         value = json.loads(data)
         tensors = {str(key): str(text) for key, text in value["tensors"].items()}
@@ -128,7 +128,7 @@ _FILE_NAME = re.compile(r"[A-Za-z0-9_.-]{1,255}")
 
 @dataclass(frozen=True, kw_only=True)
 class FileEntry:
-    """One file of a checkpoint; `chunks` are xxh3-128 digests of `chunk_size` bytes each, the last may be shorter."""
+    """A file of a checkpoint; `chunks` are xxh3-128 digests of `chunk_size` bytes each (the last may be shorter)."""
 
     name: str
     size: int
@@ -136,7 +136,7 @@ class FileEntry:
     chunk_size: int = CHUNK
 
     def __post_init__(self) -> None:
-        # A name that leaves the folder, or a seal that vouches for itself, would escape verification.
+        # A name that leaves the folder, or an entry for COMMIT or the manifest itself, would escape verification.
         if not _FILE_NAME.fullmatch(self.name) or self.name in (".", "..", COMMIT, MANIFEST):
             raise ValueError(f"file name {self.name!r} is not one of a checkpoint")
         if type(self.size) is not int or type(self.chunk_size) is not int or self.size < 0 or self.chunk_size < 1:
@@ -163,7 +163,7 @@ class Manifest:
 
     @property
     def size(self) -> int:
-        """Bytes of all files that the manifest lists."""
+        """Total bytes of all files that the manifest lists."""
         return sum(entry.size for entry in self.files)
 
     def file(self, name: str) -> FileEntry | None:
@@ -174,16 +174,16 @@ class Manifest:
 
     @property
     def digest(self) -> str:
-        """Digest of the manifest's content; stands inside the file and makes a torn or edited one evident."""
+        """Digest of the manifest's content, stored in the file itself to expose a torn or edited manifest."""
         return digest(canonical(self._fields()))
 
     def encode(self) -> bytes:
-        """Canonical JSON with the self digest."""
+        """Return canonical JSON including the manifest's own digest."""
         return canonical({**self._fields(), "digest": self.digest})
 
 
 def parse(data: bytes) -> Manifest:
-    """Read a manifest; raises ManifestError on anything that `Manifest.encode` would not have written."""
+    """Parse a manifest; raises ManifestError for anything that `Manifest.encode` would not have written."""
     try:
         fields = json.loads(data)
     except (ValueError, RecursionError) as error:

@@ -1,8 +1,8 @@
-"""What a rank needs of a checkpoint: boxes of saved pieces, and which bytes of a file they are. Pure, without torch.
+"""Read plan of a rank: boxes of saved pieces and the file bytes that hold them. Pure, without torch.
 
-A box of a row-major array is a few strips: rows of equal length at a constant stride. Its bytes in the order of the
-file are also its bytes in the order of a packed box, so that what lies between two places of a file is always one
-interval of the packed box.
+A box of a row-major array is a few strips: rows of equal length at a constant stride. Its bytes in file order are also
+its bytes in the order of a packed box, so the bytes between two file offsets always form one interval of the packed
+box.
 """
 
 import itertools
@@ -17,7 +17,7 @@ Numbers = tuple[int, ...]
 
 
 class Box(NamedTuple):
-    """A part of a tensor: where it begins and how long it is, in every dimension."""
+    """A part of a tensor: its start and length in every dimension."""
 
     offsets: Numbers
     sizes: Numbers
@@ -28,7 +28,7 @@ class Box(NamedTuple):
 
 
 class Slice(NamedTuple):
-    """One box of one piece: `source` is where it begins in the piece, `goal` where it begins in the local tensor."""
+    """A box of one piece: `source` is its start in the piece, `goal` its start in the local tensor."""
 
     key: str
     piece: int  # its number in the index
@@ -38,7 +38,7 @@ class Slice(NamedTuple):
 
 
 class Strip(NamedTuple):
-    """`repeats` rows of `length` bytes, `stride` bytes apart; `offset` is where the first one begins."""
+    """`repeats` rows of `length` bytes, `stride` bytes apart; `offset` is the start of the first row."""
 
     offset: int
     repeats: int
@@ -54,7 +54,7 @@ class Strip(NamedTuple):
         return self.offset + (self.repeats - 1) * self.stride + self.length
 
     def before(self, place: int) -> int:
-        """How many of its bytes lie before `place`."""
+        """Return how many bytes of the strip lie before `place`."""
         if place <= self.offset:
             return 0
         rows, rest = divmod(place - self.offset, self.stride)
@@ -62,7 +62,7 @@ class Strip(NamedTuple):
 
 
 def intersect(piece: Piece, number: int, local: Box) -> Slice | None:
-    """What of a piece lies in a local box; None when nothing does."""
+    """Return the part of a piece that lies in a local box, or None if they do not overlap."""
     if piece.offsets == local.offsets and piece.sizes == local.sizes:
         nothing = (0,) * len(piece.sizes)
         return Slice(piece.key, number, nothing, nothing, piece.sizes) if local.volume else None
@@ -78,13 +78,16 @@ def intersect(piece: Piece, number: int, local: Box) -> Slice | None:
 
 
 def strips(whole: Sequence[int], need: Slice, itemsize: int, base: int) -> list[Strip]:
-    """The bytes of a need in its file, in order; `whole` is the piece's shape, `base` where its values begin."""
+    """Return the strips of a needed slice in its file, in order.
+
+    `whole` is the piece's shape, `base` the file offset of its values.
+    """
     steps = list(itertools.accumulate(reversed(whole), lambda step, size: step * size, initial=itemsize))
     steps = steps[-2::-1]  # bytes between neighbours, in every dimension
     start = base + sum(at * step for at, step in zip(need.source, steps, strict=True))
     dimension, length, inner_whole = len(whole), itemsize, True
     while dimension and inner_whole:
-        # All dimensions further in are whole: their rows lie one behind the other.
+        # All inner dimensions are complete, so their rows are contiguous.
         dimension -= 1
         length *= need.sizes[dimension]
         inner_whole = need.sizes[dimension] == whole[dimension]
@@ -96,12 +99,12 @@ def strips(whole: Sequence[int], need: Slice, itemsize: int, base: int) -> list[
 
 
 def before(rows: Iterable[Strip], place: int) -> int:
-    """How many bytes of all strips lie before `place`."""
+    """Return how many bytes of all strips lie before `place`."""
     return sum(strip.before(place) for strip in rows)
 
 
 def overlaps(boxes: Iterable[Box]) -> Iterator[tuple[Box, Box]]:
-    """Pairs of boxes that share a value; only boxes whose first dimensions meet are compared."""
+    """Yield pairs of boxes that share a value; only boxes that overlap in the first dimension are compared."""
     full = sorted((box for box in boxes if box.volume), key=lambda box: box.offsets)
     if full and not full[0].sizes:
         yield from itertools.pairwise(full)
@@ -126,7 +129,7 @@ def _meet(one: Box, other: Box) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A file to read from: its size, and its chunks' digests; None for a file that nobody vouches for."""
+    """A file to read from: its size and its chunks' digests, or None for a file without digests."""
 
     name: str
     size: int
@@ -139,19 +142,19 @@ class Shard:
         return -(-self.size // self.chunk_size)
 
     def span(self, chunk: int) -> tuple[int, int]:
-        """First byte and end of a chunk, by its number among all chunks."""
+        """Return the first byte and the end of a chunk, by its number among all chunks."""
         start = (chunk - self.first) * self.chunk_size
         return start, min(start + self.chunk_size, self.size)
 
     def chunks(self, start: int, end: int) -> range:
-        """Numbers of the chunks that hold these bytes."""
+        """Return the numbers of the chunks that hold these bytes."""
         if start >= end:
             return range(0)
         return range(self.first + start // self.chunk_size, self.first + (end - 1) // self.chunk_size + 1)
 
 
 class Part(NamedTuple):
-    """Bytes `low` to `high` of a packed need, which lie in one chunk."""
+    """Bytes `low` to `high` of a packed slice, all within one chunk."""
 
     chunk: int
     low: int
@@ -159,7 +162,7 @@ class Part(NamedTuple):
 
 
 def parts(rows: Sequence[Strip], shard: Shard) -> Iterator[Part]:
-    """A need's bytes chunk by chunk; chunks that hold none of them are skipped."""
+    """Yield the bytes of a slice chunk by chunk; chunks that hold none of them are skipped."""
     low = 0
     for chunk in shard.chunks(rows[0].offset, rows[-1].end):
         high = before(rows, shard.span(chunk)[1])

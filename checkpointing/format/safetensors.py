@@ -1,7 +1,7 @@
-"""The safetensors format: 8 bytes of length, a JSON header, then the values of all tensors without a gap.
+"""The safetensors format: 8 bytes of length, a JSON header, then the values of all tensors without gaps.
 
-Written here rather than by the library because whole models pass through a few rows at a time, and because the
-library's PyTorch side needs NumPy. Format: https://github.com/huggingface/safetensors, section "Format".
+Implemented here instead of with the library because whole models pass through a few rows at a time and the library's
+PyTorch side needs NumPy. Format: https://github.com/huggingface/safetensors, section "Format".
 """
 
 import json
@@ -19,20 +19,20 @@ DTYPES = {
     "U64": ("uint64", 8), "U32": ("uint32", 4), "U16": ("uint16", 2), "U8": ("uint8", 1), "BOOL": ("bool", 1),
     "F8_E4M3": ("float8_e4m3fn", 1), "F8_E5M2": ("float8_e5m2", 1), "C64": ("complex64", 8),
 }  # fmt: skip
-"""The format's word for a dtype: torch's name of it, and its bytes."""
+"""Maps the format's name of a dtype to torch's name and the size in bytes."""
 
 _WORDS = {name: (word, size) for word, (name, size) in DTYPES.items()}
-_LONGEST_HEADER = 100_000_000  # as the library refuses more
+_LONGEST_HEADER = 100_000_000  # the library refuses more
 _METADATA = "__metadata__"
 
 
 class Malformed(ValueError):
-    """A file that is not in the format; the message says what is wrong."""
+    """A file that is not in the format; the message states the defect."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """One tensor and where its values lie, in bytes of the file."""
+    """A tensor and the location of its values, in bytes of the file."""
 
     info: TensorInfo
     start: int
@@ -50,7 +50,7 @@ class Header:
 
 
 def lay_out(tensors: Mapping[str, TensorInfo], metadata: Mapping[str, str]) -> Header:
-    """A header for these tensors, values in this order; raises ValueError for a dtype that the format lacks."""
+    """Return a header for these tensors, values in this order; raises ValueError for a dtype the format lacks."""
     described: dict[str, Any] = {_METADATA: dict(metadata)}
     spans, end = {}, 0
     for name, info in tensors.items():
@@ -68,7 +68,7 @@ def lay_out(tensors: Mapping[str, TensorInfo], metadata: Mapping[str, str]) -> H
 
 
 def read_header(stream: BinaryIO, size: int) -> Header:
-    """The header of a file of `size` bytes; raises Malformed when it does not describe exactly these bytes."""
+    """Return the header of a file of `size` bytes; raises Malformed unless it describes exactly these bytes."""
     encoded, described = _described(stream, size)
     try:
         places = {name: _place(entry, len(encoded)) for name, entry in described.items()}
@@ -81,7 +81,7 @@ def read_header(stream: BinaryIO, size: int) -> Header:
 
 
 def check_length(stream: BinaryIO, size: int) -> None:
-    """Raises Malformed when the values do not end where the file of `size` bytes does; any dtype will do."""
+    """Raise Malformed if the values do not end at the end of the file of `size` bytes; accepts any dtype."""
     encoded, described = _described(stream, size)
     try:
         end = max((int(entry["data_offsets"][1]) for entry in described.values()), default=0)
@@ -95,7 +95,7 @@ _ENDS = "its values end at byte {}, the file at {} (cut off, or something is app
 
 
 def _described(stream: BinaryIO, size: int) -> tuple[bytes, dict[str, Any]]:
-    """The file's beginning up to its values, and the entries of its header."""
+    """Return the file's bytes up to its values, and the entries of its header."""
     begin = stream.read(8)
     if len(begin) < 8:
         raise Malformed("it is shorter than 8 bytes")
@@ -132,7 +132,7 @@ def _place(entry: dict[str, Any], base: int) -> Place:
 
 
 def _check_whole(places: Mapping[str, Place], start: int, size: int) -> None:
-    """Values follow each other without gap or overlap, up to the end of the file."""
+    """Check that values are contiguous, without gap or overlap, up to the end of the file."""
     at = start
     for name, place in sorted(places.items(), key=lambda item: (item[1].start, item[1].nbytes)):
         if place.start != at:

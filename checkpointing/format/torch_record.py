@@ -1,6 +1,6 @@
-"""What a saved tensor says about itself: the zip archive that torch.save makes of one, read without torch.
+"""Parser of the zip archive that torch.save makes of one tensor, without torch.
 
-Nothing in it is executed: the description of the tensor is unpickled with stand-ins for the few names that it uses.
+It executes nothing: the tensor's description is unpickled with substitutes for the few names that it uses.
 """
 
 import collections
@@ -28,15 +28,15 @@ _MALFORMED = (
     zipfile.BadZipFile, pickle.UnpicklingError, ValueError, KeyError, EOFError, TypeError, AttributeError, IndexError,
     struct.error, NotImplementedError, RuntimeError, RecursionError,
 )  # fmt: skip
-"""What reading an archive raises when it is none."""
+"""Exceptions raised when reading an invalid archive."""
 
 ReadAt = Callable[[int, int], bytes]
-"""Bytes of a file, given a place and a length; fewer where the file ends."""
+"""Returns the bytes of a file for an offset and a length; fewer at the end of the file."""
 
 
 @dataclass(frozen=True, slots=True)
 class TorchRecord:
-    """What torch.save made of one tensor; `data` is where its `nbytes` of values begin, row by row, from its start."""
+    """A tensor saved by torch.save; `data` is the offset of its `nbytes` of row-major values in the record."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -45,14 +45,14 @@ class TorchRecord:
 
 
 def read_record(read: ReadAt, start: int, length: int) -> TorchRecord:
-    """The record that takes these bytes of a file; raises ValueError when it is none of a whole plain tensor."""
+    """Parse the record in these bytes of a file; raises ValueError unless it holds one whole plain tensor."""
     try:
         with zipfile.ZipFile(FileSection(read, start, length)) as archive:
             members = {info.filename.partition("/")[2]: info for info in archive.infolist()}
             described, values = members["data.pkl"], members["data/0"]
             if described.compress_type or values.compress_type or described.file_size > _LONGEST:
                 raise ValueError("it is packed in another way")
-        # Not by way of the archive, which would compare checksums: torch may have been told to leave them out.
+        # Not read through the archive, which would compare checksums: torch can be configured to omit them.
         place = start + offset_of(read, start, length, described)
         dtype, shape = _describe(read(place, described.file_size))
         return TorchRecord(dtype, shape, offset_of(read, start, length, values), values.file_size)
@@ -61,10 +61,10 @@ def read_record(read: ReadAt, start: int, length: int) -> TorchRecord:
 
 
 def locate_values(read: ReadAt, start: int, length: int) -> tuple[int, int]:
-    """Place in the file, and number, of the bytes of an archive's only tensor: by its headers, nothing is unpickled.
+    """Return the file offset and size of the values of an archive's only tensor, from its headers alone.
 
-    Raises ValueError when it has none. Checksums in the archive are not compared: torch may write none, and a manifest
-    has better ones.
+    Nothing is unpickled. Raises ValueError if there is not exactly one tensor. Checksums in the archive are not
+    compared: torch may omit them, and the manifest has better ones.
     """
     try:
         with zipfile.ZipFile(FileSection(read, start, length)) as archive:
@@ -78,7 +78,7 @@ def locate_values(read: ReadAt, start: int, length: int) -> tuple[int, int]:
 
 
 def read_at(stream: BinaryIO) -> ReadAt:
-    """Reads places of a stream."""
+    """Return a function that reads bytes at given offsets of a stream."""
 
     def read(place: int, length: int) -> bytes:
         stream.seek(place)
@@ -88,7 +88,7 @@ def read_at(stream: BinaryIO) -> ReadAt:
 
 
 def offset_of(read: ReadAt, start: int, length: int, member: zipfile.ZipInfo) -> int:
-    """Where the bytes of a member begin, from the start of the record: behind a header of its own."""
+    """Return the offset of a member's bytes from the start of the record, after its own local header."""
     mark, name, extra = _LOCAL_HEADER.unpack(read(start + member.header_offset, _LOCAL_HEADER.size))
     place = member.header_offset + _LOCAL_HEADER.size + int(name) + int(extra)
     if mark != _MARK or place + member.file_size > length:
@@ -97,7 +97,7 @@ def offset_of(read: ReadAt, start: int, length: int, member: zipfile.ZipInfo) ->
 
 
 class FileSection(io.RawIOBase):
-    """A part of a file as a file of its own."""
+    """A section of a file, presented as a file."""
 
     def __init__(self, read: ReadAt, start: int, length: int) -> None:
         self._read, self._start, self._length, self._at = read, start, length, 0
@@ -114,7 +114,7 @@ class FileSection(io.RawIOBase):
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         place = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
         if place < 0:
-            raise OSError(errno.EINVAL, "a place before the beginning")  # as a file would, which zipfile expects
+            raise OSError(errno.EINVAL, "a place before the beginning")  # raised by real files, expected by zipfile
         self._at = place
         return place
 
@@ -128,7 +128,7 @@ class FileSection(io.RawIOBase):
 def _describe(data: bytes) -> tuple[str, tuple[int, ...]]:
     dtype, numel, offset, shape, stride = _TensorUnpickler(io.BytesIO(data)).load()
     dense = tuple(math.prod(shape[at + 1 :]) for at in range(len(shape)))
-    # The stride of a dimension that has one value, and any of an empty tensor, means nothing.
+    # Strides are meaningless for a dimension of size 1 and for an empty tensor.
     loose = any(size > 1 and step != want for size, step, want in zip(shape, stride, dense, strict=True))
     if offset or math.prod(shape) != numel or (numel and loose):
         raise ValueError("it is a view into other values")
@@ -136,11 +136,11 @@ def _describe(data: bytes) -> tuple[str, tuple[int, ...]]:
 
 
 class _TensorUnpickler(pickle.Unpickler):
-    """Turns the pickle of a tensor into (dtype, number of values, offset, shape, stride)."""
+    """Unpickler that turns a tensor's pickle into (dtype, number of values, offset, shape, stride)."""
 
     def __init__(self, stream: BinaryIO) -> None:
         super().__init__(stream)
-        # What an extension code stood for once is taken from this cache without asking `find_class`.
+        # Extension codes resolved earlier come from this cache and bypass `find_class`.
         copyreg.clear_extension_cache()
 
     def persistent_load(self, pid: Any) -> Any:

@@ -1,1 +1,1 @@
-"""Where bytes lie: storage backends, durable files, direct I/O, shared memory, digests of what is written."""
+"""Storage layer: backends, durable files, direct I/O, shared memory, digests of written data."""

@@ -1,4 +1,4 @@
-"""Where checkpoints lie: a seam of five methods, on a local (or mounted) file system and on anything fsspec speaks."""
+"""Storage backends: one interface of five methods, on a local or mounted file system and on every store of fsspec."""
 
 import contextlib
 import io
@@ -23,23 +23,23 @@ class Storage(Protocol):
     """Files below one root, named by relative paths such as `step-00000500.001-ab12cd34/COMMIT`."""
 
     def create(self, path: str) -> Sink:
-        """Start a new file (FileExistsError when there is one); after `close` it and its name survive a power loss."""
+        """Start a new file (FileExistsError if it exists); after `close`, file and name survive a power loss."""
 
     def publish(self, path: str, data: bytes) -> None:
-        """Make a small file appear whole, at once and durably."""
+        """Write a small file atomically and durably."""
 
     def open(self, path: str) -> BinaryIO:
         """Open a file for reading, seekable; raises OSError."""
 
     def list(self, path: str) -> dict[str, int | None]:
-        """Names directly below a folder with their sizes, None for folders; empty when there is no such folder."""
+        """Map the names directly in a folder to their sizes (None for folders); empty if the folder does not exist."""
 
     def delete(self, path: str) -> None:
-        """Remove one file or one empty folder durably; nothing happens when it is not there."""
+        """Remove one file or one empty folder durably; do nothing if it does not exist."""
 
 
 class _DurableFile:
-    """A new local file: small writes are gathered, `close` waits for the disk and for the folder's entry."""
+    """A new local file: small writes are buffered; `close` fsyncs the file and its folder."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -69,8 +69,8 @@ class _DurableFile:
                 raise naming(error, self._path) from None
             self._written += size
             view = view[size:]
-        # Asking to forget what was written before makes the disk begin with it now, and not only at the fsync; and a
-        # checkpoint does not push out of memory what training reads.
+        # Dropping written pages starts their writeback now instead of at the fsync, and keeps checkpoints from evicting
+        # the pages that training reads.
         if self._written - self._begun > 2 * _BUFFER_BYTES:
             os.posix_fadvise(self._descriptor, 0, self._written - _BUFFER_BYTES, os.POSIX_FADV_DONTNEED)
             self._begun = self._written
@@ -90,7 +90,7 @@ class _DurableFile:
 
 
 class LocalStorage:
-    """A folder of a mounted file system; every promise of durability is kept with fsync of files and folders."""
+    """A folder of a mounted file system; durability comes from fsync of files and folders."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -117,7 +117,7 @@ class LocalStorage:
         except (FileNotFoundError, NotADirectoryError):
             return
         for name in sorted(names):
-            # An entry may go away while we look: another rank's retention is at work.
+            # An entry may disappear meanwhile, for example through another rank's retention.
             with contextlib.suppress(FileNotFoundError):
                 status = os.stat(folder / name)
                 yield name, None if stat.S_ISDIR(status.st_mode) else status.st_size
@@ -136,7 +136,7 @@ class LocalStorage:
 
 
 class _RemoteFile:
-    """A new object: it comes into being when it is closed."""
+    """A new object, which exists once it is closed."""
 
     def __init__(self, stream: Any, url: str) -> None:
         self._stream, self._url = stream, url
@@ -151,18 +151,18 @@ class _RemoteFile:
             self._stream.close()
 
     def abort(self) -> None:
-        from fsspec.spec import AbstractBufferedFile  # loaded by whoever opened the stream
+        from fsspec.spec import AbstractBufferedFile  # already loaded by the code that opened the stream
 
         with as_oserror(self._url):
             if isinstance(self._stream, AbstractBufferedFile):
-                self._stream.closed = True  # else the garbage collector would close, and so upload, the torn object
+                self._stream.closed = True  # else garbage collection would close the torn object, which uploads it
                 self._stream.discard()
             else:
-                self._stream.close()  # a torn object without COMMIT harms nobody
+                self._stream.close()  # a torn object without COMMIT is harmless
 
 
 class _RemoteReader(io.RawIOBase):
-    """An object being read; what goes wrong on the way is an OSError."""
+    """An object opened for reading; every error is raised as OSError."""
 
     def __init__(self, stream: BinaryIO, url: str) -> None:
         self._stream, self._url = stream, url
@@ -195,15 +195,16 @@ class _RemoteReader(io.RawIOBase):
 
 
 class FsspecStorage:
-    """Anything fsspec speaks; durability is what the store promises for a closed object, nothing is renamed.
+    """Storage on any fsspec file system; a closed object is as durable as the store guarantees, and nothing is renamed.
 
-    What others wrote is seen at once: make the file system with `use_listings_cache=False`, as `storage_at` does.
+    Writes of other clients are visible at once if the file system is created with `use_listings_cache=False`, as in
+    `storage_at`.
     """
 
     def __init__(self, filesystem: Any, root: str) -> None:
         self._fs, self._root = filesystem, root.rstrip("/")
         spoken = filesystem.protocol
-        # An object store has no folders: asking it to make one costs requests, and may ask for rights on the bucket.
+        # An object store has no folders: creating one costs requests and may need rights on the bucket.
         self._folders = _OBJECT_STORES.isdisjoint((spoken,) if isinstance(spoken, str) else spoken)
 
     def _at(self, path: str) -> str:
@@ -235,7 +236,7 @@ class FsspecStorage:
         target = self._at(path)
         with as_oserror(self._url(path)):
             self._fs.invalidate_cache(target.rpartition("/")[0])
-            # Checkpoints are read in chunks of several MiB: reading ahead would fetch most bytes twice.
+            # Checkpoints are read in chunks of several MiB, so read-ahead would fetch most bytes twice.
             stream: BinaryIO = self._fs.open(target, "rb", cache_type="none")
         return stream if self._folders else cast(BinaryIO, _RemoteReader(stream, self._url(path)))
 
@@ -262,7 +263,7 @@ class FsspecStorage:
 
 
 def make_durable(storage: Storage, path: str) -> None:
-    """Make a file durable that somebody else has written, so that what is read next is what the disk has.
+    """Make a file written by another process durable, so that the next read returns what is on disk.
 
     A closed object of a store is durable already. Raises OSError.
     """
@@ -272,15 +273,15 @@ def make_durable(storage: Storage, path: str) -> None:
 
 
 def without_secrets(text: str) -> str:
-    """Text with the credentials masked that stand in its URLs; rather too much of it than too little."""
+    """Mask the credentials in URLs of a text, erring on the side of masking too much."""
     return _SECRET_ANYWHERE.sub(r"\1://***@", text)
 
 
 def storage_at(place: str | Path) -> Storage:
-    """The storage for a path or URL: local for paths and `file://`, else through fsspec (`s3://`, `memory://`).
+    """Return the storage for a path or URL: local for paths and `file://`, else through fsspec (`s3://`, `memory://`).
 
-    Credentials come from the environment alone. Raises ValueError for a URL that has some, ImportError when the library
-    for its kind is not installed (`pip install "orch[s3]"`).
+    Credentials come only from the environment. Raises ValueError for a URL that contains some, ImportError if the
+    library for its scheme is not installed (`pip install "orch[s3]"`).
     """
     text = str(place)
     if "://" not in text:
@@ -289,7 +290,7 @@ def storage_at(place: str | Path) -> Storage:
         return LocalStorage(Path(text.removeprefix("file://")))
     if _SECRET.match(text):
         raise ValueError(f"{without_secrets(text)}: credentials belong into the environment, not into a URL")
-    import fsspec  # only for remote places: most readers never need it
+    import fsspec  # imported only for remote places; most readers never need it
 
     filesystem, root = fsspec.core.url_to_fs(text, use_listings_cache=False)
     return FsspecStorage(filesystem, root)

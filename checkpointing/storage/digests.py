@@ -1,4 +1,4 @@
-"""Digests of the bytes that are handed to write, chunk by chunk: xxh3-128, 8 MiB chunks."""
+"""Digests of written bytes by chunk: xxh3-128, 8 MiB chunks."""
 
 from types import TracebackType
 from typing import Any, Protocol
@@ -11,7 +11,7 @@ Bytes = bytes | bytearray | memoryview
 
 
 class Sink(Protocol):
-    """A file being written: `close` makes it durable, `abort` gives it up without waiting for the disk."""
+    """A file being written: `close` makes it durable, `abort` abandons it without waiting for the disk."""
 
     def write(self, data: Bytes) -> int: ...
 
@@ -21,21 +21,21 @@ class Sink(Protocol):
 
 
 def digest(data: Bytes) -> str:
-    """xxh3-128 as 32 hex digits."""
+    """Return the xxh3-128 digest as 32 hex digits."""
     return xxhash.xxh3_128_hexdigest(data)
 
 
 def filled_digest(data: Bytes, size: int = CHUNK) -> str:
-    """Of `data` with zeros after it, `size` bytes in all."""
+    """Return the digest of `data` padded with zeros to `size` bytes."""
     state = xxhash.xxh3_128(data)
     state.update(bytes(size - len(data)))
     return state.hexdigest()
 
 
 class DigestSink:
-    """Passes bytes on to a sink and digests the very same ones; remembers the first OSError it saw.
+    """Sink wrapper that digests all bytes passed on to the inner sink and keeps the first OSError.
 
-    The memory of the error matters because torch's zip writer buries it under a RuntimeError of its own.
+    The error is kept because torch's zip writer hides it behind a RuntimeError.
     """
 
     def __init__(self, sink: Sink, chunk_size: int = CHUNK) -> None:
@@ -46,7 +46,7 @@ class DigestSink:
         self.error: OSError | None = None
 
     def write(self, data: Any) -> int:
-        """Digest and pass on one piece, whatever bytes-like form it has; returns its length in bytes."""
+        """Digest and pass on one bytes-like object; return its length in bytes."""
         view = memoryview(data).cast("B")
         self._absorb(view)
         try:
@@ -72,14 +72,14 @@ class DigestSink:
         self._filled = 0
 
     def flush(self) -> None:
-        """torch.save calls it after every tensor; the disk is only waited for in `close`."""
+        """Do nothing. torch.save calls this after every tensor; only `close` waits for the disk."""
 
     def tell(self) -> int:
         return self.size
 
     @property
     def chunks(self) -> tuple[str, ...]:
-        """Digests of all chunks so far, the unfinished last one included."""
+        """Digests of all chunks so far, including the unfinished last one."""
         last = (self._hash.hexdigest(),) if self._filled else ()
         return (*self._chunks, *last)
 

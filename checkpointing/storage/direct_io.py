@@ -1,4 +1,4 @@
-"""New files written past the page cache (O_DIRECT) in large blocks, or through it where the file system insists."""
+"""Direct writes (O_DIRECT) of new files in large blocks, with a fallback to the page cache."""
 
 import errno
 import fcntl
@@ -13,7 +13,7 @@ from checkpointing.storage import shared_memory
 BLOCK = 16 << 20
 
 _THREADS = 4
-_SMALL = 64 << 20  # up to this size a second thread costs more than it brings
+_SMALL = 64 << 20  # up to this size a second thread costs more than it saves
 
 Cancelled = Callable[[], bool]
 
@@ -22,12 +22,12 @@ def write_direct(
     path: Path, data: memoryview, *, block: int = BLOCK, cancelled: Cancelled = lambda: False, threads: int = 0,
     at: int | None = None,
 ) -> bool:  # fmt: skip
-    """Write a new file and make its bytes durable; its name is so after an fsync of the folder.
+    """Write a new file and make its bytes durable; the name becomes durable with an fsync of the folder.
 
-    With `at`, a multiple of 4096, it is a region of a file that others write to as well. True when no byte went through
-    the page cache: `data` must begin at a page, its length be a multiple of 4096. Raises OSError: FileExistsError for a
-    taken name, ENOSPC before anything is written where space can be claimed, ECANCELED when `cancelled` becomes true
-    between two blocks. What is written by then stays.
+    With `at`, a multiple of 4096, the data fills a region of a file that others also write. Returns True if no byte
+    passed through the page cache; this requires `data` to start at a page boundary with a length that is a multiple of
+    4096. Raises OSError: FileExistsError for an existing name, ENOSPC before any write if the file system supports
+    allocation, ECANCELED if `cancelled` becomes true between two blocks. Data written by then is left in place.
     """
     alone = os.O_EXCL if at is None else 0
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | alone | os.O_CLOEXEC, 0o600)
@@ -44,7 +44,7 @@ def write_direct(
 
 
 class _DirectFile:
-    """One open file into which one or several threads write the blocks of one memory, from `begin` on."""
+    """An open file; one or more threads write the blocks of one buffer into it, from offset `begin` on."""
 
     def __init__(self, descriptor: int, data: memoryview, begin: int, block: int, cancelled: Cancelled) -> None:
         self._descriptor, self._data, self._begin = descriptor, data, begin
@@ -52,7 +52,7 @@ class _DirectFile:
         self._starts = itertools.count(0, block)
         self._error: OSError | None = None
         self._written: list[int] = []
-        # Not asked for when the file is opened: an open that is refused for it may leave the file behind.
+        # Set after opening: an open that fails because of the flag may leave the file behind.
         self.direct = self._switch(direct=True)
 
     def _switch(self, *, direct: bool) -> bool:
@@ -66,7 +66,7 @@ class _DirectFile:
         return direct
 
     def write_all(self, threads: int) -> None:
-        """Write everything; raises the first OSError that any thread met, when all have stopped."""
+        """Write everything; once all threads have stopped, raise the first OSError of any of them."""
         others = [threading.Thread(target=self._write_blocks, name=f"lane-{number}") for number in range(1, threads)]
         for other in others:
             other.start()
@@ -75,13 +75,13 @@ class _DirectFile:
             other.join()
         if self._error is not None:
             raise self._error
-        # A thread that was ended by anything else, by too little memory say, leaves zeros where its block should be.
+        # A thread that died of another error, such as low memory, leaves zeros in place of its block.
         if sum(self._written) != len(self._data):
             raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     def _write_blocks(self) -> None:
         try:
-            # `next` of a count is atomic: every block is taken once, and in order.
+            # `next` of a count is atomic: every block is taken once, in order.
             while self._error is None and (start := next(self._starts)) < len(self._data):
                 if self._cancelled():
                     raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))
@@ -97,7 +97,7 @@ class _DirectFile:
             except OSError as error:
                 if error.errno != errno.EINVAL or not direct:
                     raise
-                # This file system wants another alignment, or none of it after all: the page cache takes anything.
+                # This file system needs another alignment, or rejects direct I/O; the page cache accepts any.
                 self.direct = self._switch(direct=False)
                 continue
             if count == 0:

@@ -1,9 +1,9 @@
 """Durable writes: fsync and rename, reserved files for full disks, and folders under construction.
 
-The process that builds a folder holds a lock on it, which the kernel releases however the process ends. Locks may be
-local to one machine, so the folder carries the machine's name and only that machine removes it.
+The process that builds a folder holds a lock on it, which the kernel releases when the process ends for any reason.
+Locks may be local to one machine, so the folder's name contains the host name and only that host removes it.
 
-A file system that never overwrites in place (btrfs, ZFS) may refuse a write into reserved room; the error is raised.
+A copy-on-write file system (btrfs, ZFS) may refuse a write into reserved space; the error is raised.
 """
 
 import errno
@@ -29,7 +29,7 @@ from checkpointing.storage.trusted_path import is_trusted, user_name
 
 @contextmanager
 def temporary_folder(parent: Path, stem: str, *, mode: int = 0o777) -> Iterator[Path]:
-    """A new folder in `parent`; what is still there under its name at the end goes."""
+    """Create a new folder in `parent`; anything left under its name is removed at exit."""
     beginning = f".{stem}.{re.sub(r'[^A-Za-z0-9-]', '-', socket.gethostname())}."
     _sweep(parent, beginning)
     folder, descriptor = _create(parent, beginning, mode)
@@ -41,21 +41,21 @@ def temporary_folder(parent: Path, stem: str, *, mode: int = 0o777) -> Iterator[
 
 
 def _create(parent: Path, beginning: str, mode: int) -> tuple[Path, int]:
-    """A draft, and the descriptor that holds its lock."""
+    """Return a draft folder and the descriptor that holds its lock."""
     while True:
         folder = parent / f"{beginning}{secrets.token_hex(4)}.tmp"
         folder.mkdir(mode)
         try:
             descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except FileNotFoundError:
-            continue  # somebody swept it before it was locked
+            continue  # swept by another process before it was locked
         if _locked(descriptor, without_locks=True) and folder.exists():
             return folder, descriptor
         os.close(descriptor)
 
 
 def _sweep(parent: Path, beginning: str) -> None:
-    """Take away what makers of this machine have left whose end came too early."""
+    """Remove drafts that dead processes on this machine left behind."""
     ours = re.compile(re.escape(beginning) + r"[0-9a-f]{8}\.tmp")
     for folder in parent.iterdir():
         if not ours.fullmatch(folder.name):
@@ -63,7 +63,7 @@ def _sweep(parent: Path, beginning: str) -> None:
         try:
             descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError:
-            continue  # another user's, or gone already
+            continue  # owned by another user, or already gone
         try:
             if _locked(descriptor, without_locks=False):
                 shutil.rmtree(folder, ignore_errors=True)
@@ -77,7 +77,7 @@ def _locked(descriptor: int, *, without_locks: bool) -> bool:
     except BlockingIOError:
         return False
     except OSError:
-        return without_locks  # a file system without locks: drafts are made there, and none is swept
+        return without_locks  # a file system without locks: drafts are created, but never swept
     return True
 
 
@@ -96,7 +96,7 @@ def fsync_dir(folder: Path) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Create a folder and what is missing above it, durably; others may be creating it at the same time."""
+    """Create a folder and its missing parents durably; others may create it at the same time."""
     try:
         folder.mkdir(mode=0o700)
     except FileExistsError:
@@ -108,11 +108,11 @@ def make_folder(folder: Path) -> None:
 
 
 def fsync_file(path: Path) -> None:
-    """Make the bytes of a file durable, whoever wrote them, and forget them: they are next read from the disk."""
+    """Make the bytes of a file durable, whichever process wrote them, and drop them from the page cache."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
-        # An earlier fsync that failed leaves pages that look written and are not.
+        # A failed earlier fsync leaves pages that are marked clean but were never written.
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
     except OSError as error:
         raise naming(error, path) from None
@@ -121,7 +121,7 @@ def fsync_file(path: Path) -> None:
 
 
 def write_durably(path: Path, data: bytes, *, mode: int = 0o600) -> None:
-    """Replace `path` with `data` in one step that a power loss cannot tear."""
+    """Replace `path` with `data` atomically, even across a power loss."""
     temporary = path.with_name(f".{path.name}.{os.urandom(6).hex()}.tmp")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     try:
@@ -137,7 +137,7 @@ def write_durably(path: Path, data: bytes, *, mode: int = 0o600) -> None:
 
 
 def write_atomically(path: Path, data: bytes, *, mode: int = 0o600) -> None:
-    """Replace `path` in one step for readers, without waiting for the disk: for files that are soon written again."""
+    """Replace `path` atomically for readers without fsync; for files that are soon rewritten."""
     temporary = path.with_name(f".{path.name}.{os.urandom(6).hex()}.tmp")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     try:
@@ -150,7 +150,7 @@ def write_atomically(path: Path, data: bytes, *, mode: int = 0o600) -> None:
 
 
 def naming(error: OSError, path: Path | str) -> OSError:
-    """The error of a write or fsync, which names no file, with the file's name."""
+    """Return the error of a write or fsync, which names no file, with the file's name added."""
     error.filename = error.filename or str(path)
     return error
 
@@ -166,12 +166,12 @@ def _finite(value: Any) -> Any:
 
 
 def dump_line(value: Any) -> str:
-    """One line of JSON: floats by `repr`, non-finite ones as the strings nan, inf, -inf."""
+    """Return one line of JSON: floats by `repr`, non-finite ones as the strings nan, inf, -inf."""
     return _dumps(value, sort_keys=False)
 
 
 def canonical(value: Any) -> bytes:
-    """The bytes a digest is taken of: sorted keys, no spaces, UTF-8."""
+    """Return the canonical bytes for digests: sorted keys, no spaces, UTF-8."""
     return _dumps(value, sort_keys=True).encode()
 
 
@@ -179,17 +179,17 @@ def _dumps(value: Any, *, sort_keys: bool) -> str:
     dumps = partial(json.dumps, allow_nan=False, sort_keys=sort_keys, separators=(",", ":"), ensure_ascii=False)
     try:
         return dumps(value)
-    except ValueError:  # a number that is not finite, which is rare: replacing them takes longer than all the rest
+    except ValueError:  # a non-finite number; rare, and replacing them costs more than everything else
         return dumps(_finite(value))
 
 
 def number(value: float | str) -> float:
-    """A float as `dump_line` wrote it, non-finite ones included."""
+    """Return a float written by `dump_line`, including non-finite ones."""
     return _NON_FINITE[value] if isinstance(value, str) else float(value)
 
 
 def finite(value: object) -> float | None:
-    """A finite number as a float; None for anything else, a whole number that no float can hold included."""
+    """Return a finite number as a float, or None for anything else, including integers too large for a float."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
@@ -199,16 +199,16 @@ def finite(value: object) -> float | None:
 
 
 def whole(value: object) -> int | None:
-    """A whole number that a database can hold (64 bits); None for anything else."""
+    """Return an integer that fits a 64-bit database column, or None for anything else."""
     return value if type(value) is int and -(2**63) <= value < 2**63 else None
 
 
 class NotAFile(OSError):
-    """Something else stands where a regular file of bounded size is expected: reading it might never end."""
+    """Path that is not a regular file of bounded size; reading it might never end."""
 
 
 class _Rules(threading.local):
-    """What holds for the calling thread."""
+    """Rules for the calling thread."""
 
     own_only = False
 
@@ -218,7 +218,7 @@ _rules = _Rules()
 
 @contextmanager
 def only_own_files() -> Iterator[None]:
-    """While the context lasts, `open_regular` refuses in this thread what another user (but root) owns."""
+    """Make `open_regular` in this thread refuse files of other users (except root) within the context."""
     before, _rules.own_only = _rules.own_only, True
     try:
         yield
@@ -228,7 +228,7 @@ def only_own_files() -> Iterator[None]:
 
 def open_regular(path: Path) -> BinaryIO:
     """Open a file for reading; raises NotAFile at once for a FIFO, a device, a socket or a folder."""
-    # Without O_NONBLOCK the opening of a FIFO waits for a writer.
+    # Without O_NONBLOCK, opening a FIFO waits for a writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
     status = os.fstat(descriptor)
     kind = stat.S_IFMT(status.st_mode)
@@ -246,13 +246,13 @@ _KINDS = {
     stat.S_IFSOCK: "a socket",
 }  # fmt: skip
 MOST_JSON = 1 << 30
-"""Bytes of a JSON file beyond which it is nothing that was written here."""
+"""Maximum size in bytes of a JSON file; a larger one was not written by this program."""
 
 
 def read_json(path: Path, most: int = MOST_JSON) -> Any:
     """Parse one JSON file of at most `most` bytes; raises OSError or ValueError, with the path in the message."""
     with open_regular(path) as stream:
-        # A read asks for the memory first: no more than what there is.
+        # A read allocates its buffer first, so it is limited to the file's size.
         data = stream.read(min(most, os.fstat(stream.fileno()).st_size) + 1)
     if len(data) > most:
         raise NotAFile(errno.EINVAL, f"is larger than {most} bytes", str(path))
@@ -266,12 +266,12 @@ RESERVED_BYTES = 32 << 10
 
 
 def reserve(path: Path, size: int = RESERVED_BYTES) -> None:
-    """Take room for `write_reserved(path, ...)`; raises OSError when there is none."""
-    write_durably(_reserve_of(path), os.urandom(size))  # a file system that compresses must not shrink it
+    """Reserve space for `write_reserved(path, ...)`; raises OSError if the disk is full."""
+    write_durably(_reserve_of(path), os.urandom(size))  # random, so that a compressing file system cannot shrink it
 
 
 def write_reserved(path: Path, data: bytes) -> None:
-    """Replace `path` durably; on a full disk in the room that was reserved for it. Raises OSError."""
+    """Replace `path` durably; on a full disk, use the space reserved for it. Raises OSError."""
     room = _reserve_of(path)
     try:
         write_durably(path, data)
@@ -285,14 +285,14 @@ def write_reserved(path: Path, data: bytes) -> None:
 
 
 def replace_or_overwrite(path: Path, data: bytes) -> None:
-    """Replace a file of JSON for readers, without waiting for the disk; a full disk has it overwritten in place.
+    """Replace a JSON file atomically without fsync; on a full disk, overwrite it in place.
 
-    Raises OSError. A reader may then see a torn file, which it takes for none.
+    Raises OSError. After an overwrite, a reader may see a torn file, which it treats as missing.
     """
     try:
         write_atomically(path, data)
     except OSError as error:
-        # Filled up with spaces: the old content's end must not follow the new one.
+        # Padded with spaces, so that the end of the old content does not follow the new content.
         if error.errno not in FULL or not _overwrite(path, data.ljust(_size(path)), shrink=False):
             raise
 
@@ -309,7 +309,7 @@ def _size(path: Path) -> int:
 
 
 def _overwrite(path: Path, data: bytes, *, shrink: bool = True) -> bool:
-    """Write over a file that is there; False when there is none, or it cannot hold the data. Raises OSError."""
+    """Overwrite an existing file; return False if it does not exist or cannot hold the data. Raises OSError."""
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
     except FileNotFoundError:

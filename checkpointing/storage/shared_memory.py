@@ -1,6 +1,6 @@
-"""Shared memory without a descriptor of its own: mmap, fallocate and madvise as the kernel offers them.
+"""Shared memory without an extra descriptor per mapping: direct calls of mmap, fallocate and madvise.
 
-Python's own `mmap` keeps a duplicate of the descriptor open for every mapping; a rank has few to spare.
+Python's own `mmap` keeps a duplicate of the descriptor open for every mapping, and a rank has few to spare.
 """
 
 import ctypes
@@ -17,7 +17,7 @@ _HUGE = 2 << 20
 _UNSUPPORTED = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 PAGE = 4096
-"""Bytes of a page, to which arenas, files in them and direct reads and writes are aligned."""
+"""Page size in bytes; the alignment of arenas, files in them, and direct reads and writes."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -28,7 +28,7 @@ _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_
 
 
 class _Span:
-    """Mapped bytes that are given back when the last view of them is gone."""
+    """Mapped bytes that are unmapped when the last view of them is gone."""
 
     def __del__(self) -> None:
         _libc.munmap(ctypes.addressof(self), ctypes.sizeof(self))  # type: ignore[arg-type]
@@ -37,7 +37,7 @@ class _Span:
 def map_shared(descriptor: int, size: int) -> memoryview:
     """Map the first `size` bytes of a file, writable and shared; the view keeps the mapping alive.
 
-    The mapping begins at a multiple of a huge page, without which the kernel could not use any for it.
+    The mapping starts at a multiple of a huge page, without which the kernel cannot use huge pages for it.
     """
     reserved = _mmap(None, size + _HUGE, 0, _MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_NO_RESERVE, -1)
     start, end = _up(reserved, _HUGE), reserved + _up(size + _HUGE, PAGE)
@@ -63,15 +63,15 @@ def _up(number: int, step: int) -> int:
 
 
 def whole_pages(size: int) -> int:
-    """`size` rounded up to pages."""
+    """Return `size` rounded up to whole pages."""
     return _up(size, PAGE)
 
 
 def use_huge_pages(view: memoryview, stopped: Callable[[], bool] = lambda: False) -> bool:
-    """Gather the pages of a mapped view into huge ones; False where the kernel has none to give, or when `stopped`.
+    """Collapse the pages of a mapped view into huge pages; return False if the kernel has none, or when `stopped`.
 
-    Copies into them and direct writes out of them are faster by a tenth to a third. It takes seconds per GiB, so it is
-    for a thread in the background; whoever else maps the same memory may use it meanwhile.
+    Huge pages speed up copies into them and direct writes from them by a tenth to a third. The call takes seconds per
+    GiB, so run it in a background thread; other mappings of the same memory stay usable meanwhile.
     """
     if not len(view):
         return True
@@ -84,16 +84,16 @@ def use_huge_pages(view: memoryview, stopped: Callable[[], bool] = lambda: False
 
 
 def populate(view: memoryview) -> None:
-    """Enter all pages of a mapped view into the page table; older kernels do it page by page at the first use."""
+    """Populate the page table for a mapped view; older kernels do it page by page on first use."""
     if len(view):
         address = ctypes.addressof(ctypes.c_ubyte.from_buffer(view))
         _libc.madvise(address, len(view), _POPULATE_WRITE)
 
 
 def allocate(descriptor: int, size: int, start: int = 0) -> bool:
-    """Claim the space of `size` bytes of a file; False when its file system cannot. Raises OSError (ENOSPC).
+    """Allocate the space of `size` bytes of a file; return False if unsupported. Raises OSError (ENOSPC).
 
-    Not `posix_fallocate`: the C library imitates that by writing, where the file system has nothing to offer.
+    Does not use `posix_fallocate`, which the C library emulates with writes on file systems without support.
     """
     if size and _libc.fallocate(descriptor, 0, start, size) != 0:
         if ctypes.get_errno() in _UNSUPPORTED:
@@ -103,14 +103,14 @@ def allocate(descriptor: int, size: int, start: int = 0) -> bool:
 
 
 def reserve(descriptor: int, size: int) -> None:
-    """Make a memory of at least `size` bytes, all of them there; raises OSError when they are not to be had."""
+    """Grow a memory file to at least `size` allocated bytes; raises OSError if they are unavailable."""
     if os.fstat(descriptor).st_size < size:
         os.ftruncate(descriptor, size)
     allocate(descriptor, size)
 
 
 def punch_hole(descriptor: int, size: int) -> None:
-    """Give the pages of the first `size` bytes back; they read as zeros from now on, and the size stays."""
+    """Release the pages of the first `size` bytes; they read as zeros from then on, and the size stays."""
     if _libc.fallocate(descriptor, _PUNCH_HOLE | _KEEP_SIZE, 0, size) != 0:
         _fail("fallocate")
 

@@ -1,4 +1,4 @@
-"""Errors of full disks and unreachable object stores, and a probe for free room."""
+"""Errors of full disks and unreachable object stores, and a probe for free space."""
 
 import contextlib
 import errno
@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
-"""Errors that go away when somebody makes room."""
+"""Errors that go away once space is freed."""
 
 _WORDS = {
     errno.ENOSPC: "disk full",
@@ -21,17 +21,17 @@ _WORDS = {
 
 
 def is_disk_error(error: BaseException) -> bool:
-    """Whether the storage itself refused, not a path or a permission."""
+    """Return whether the storage itself failed, rather than a path or a permission."""
     return isinstance(error, OSError) and error.errno in _WORDS
 
 
 def disk_words(number: int | None) -> str:
-    """`disk full` for ENOSPC; empty for an error that is not the storage's."""
+    """Return words such as `disk full` for ENOSPC; empty for an error that does not come from the storage."""
     return _WORDS.get(number or 0, "")
 
 
 def error_words(error: OSError) -> str:
-    """`Permission denied: /a/file`, without the number."""
+    """Return the error without its number, such as `Permission denied: /a/file`."""
     named = f": {error.filename}" if error.filename else ""
     return f"{error.strerror}{named}" if error.strerror else str(error)
 
@@ -56,9 +56,9 @@ _BLOCK = 1 << 20
 
 
 def write_probe(folder: Path, size: int = SMALL) -> str:
-    """Why the disk does not take a file of so many bytes (`disk full (FOLDER)`); empty when it does, or nobody knows.
+    """Return why the disk rejects a file of `size` bytes (`disk full (FOLDER)`); empty if accepted or unknown.
 
-    Nothing is flushed: a file server that refuses only later is not found out.
+    Nothing is flushed, so a file server that refuses data only later goes undetected.
     """
     probe = folder / f".probe-{secrets.token_hex(6)}"
     try:
@@ -81,7 +81,7 @@ _FOREIGN = (
     ("google.auth.exceptions", "GoogleAuthError"),
     ("azure.core.exceptions", "AzureError"),
 )
-"""Module and class of what such libraries raise besides OSError; only those that are loaded can have been raised."""
+"""Module and class of non-OSError exceptions of storage libraries; only loaded libraries can have raised them."""
 
 _NUMBERS = {
     PermissionError: errno.EACCES,
@@ -93,9 +93,9 @@ _NUMBERS = {
 
 @contextlib.contextmanager
 def as_oserror(place: str) -> Iterator[None]:
-    """Raise OSError (EIO) in the place of a library's own network error; every error names the place that it is about.
+    """Convert a library's own network error to OSError (EIO), and add the place to every error.
 
-    Libraries name no file: without this, the error would be taken for one of whatever folder the caller has in mind.
+    Library errors name no file; without the place, they would be attributed to whichever folder the caller is using.
     """
     loaded = [(sys.modules.get(module), name) for module, name in _FOREIGN]
     kinds = tuple(getattr(module, name) for module, name in loaded if module is not None)
@@ -104,7 +104,7 @@ def as_oserror(place: str) -> Iterator[None]:
     except (OSError, *kinds) as error:
         if not isinstance(error, OSError):
             raise OSError(errno.EIO, f"{type(error).__name__}: {error}", place) from error
-        if error.errno is None:  # made of a text alone: with a file name it would print as "[Errno None] None"
+        if error.errno is None:  # created from a text alone; with a file name it would print as "[Errno None] None"
             number = next((number for kind, number in _NUMBERS.items() if isinstance(error, kind)), errno.EIO)
             raise OSError(number, str(error) or type(error).__name__, error.filename or place) from error
         error.filename = error.filename or place

@@ -1,7 +1,8 @@
-"""Who could replace what stands at a path: every folder on the way is opened from `/` down, as OpenSSH's StrictModes.
+"""Check whether other users could replace a path: opens every folder from `/` down, like OpenSSH's StrictModes.
 
-A folder that others may write lets them rename what is in it, whatever the mode of that. A sticky one (`/tmp`) does
-not. So a private folder below a shared one is found by its owner, and held by a descriptor: its name proves nothing.
+A folder that others may write lets them rename its entries, whatever the mode of those; a sticky folder (`/tmp`) does
+not. A private folder below a shared one is therefore identified by its owner and held by a descriptor, because its name
+proves nothing.
 """
 
 import errno
@@ -19,7 +20,7 @@ from pathlib import Path
 
 _FIRST_PERSON = 1000
 _NOBODY = 65534
-"""Accounts below, and nobody (root on a file system that maps it away), are the site's own: `lustre`, `bin`."""
+"""UIDs below _FIRST_PERSON, and _NOBODY (root on a root-squashed mount), are system accounts: `lustre`, `bin`."""
 _MOST_LINKS = 40
 _LOOK = os.O_PATH | os.O_CLOEXEC
 _ACL = "system.posix_acl_access"
@@ -27,24 +28,24 @@ _ACL_USER, _ACL_GROUP_OBJ, _ACL_GROUP = 0x02, 0x04, 0x08
 
 
 class NotPrivate(OSError):
-    """A folder that should be this user's alone is not."""
+    """A folder that should belong to this user alone but does not."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Weakness:
-    """A folder or link on the way through which another user could put something else in place."""
+    """A folder or link on the path through which another user could replace its target."""
 
     path: Path
     owner: int
     mode: int
-    writers: str  # who may write there; empty: only its owner, who is another user
+    writers: str  # users who may write there; empty: only its owner, another user
 
     def __str__(self) -> str:
         kept = f"mode {stat.S_IMODE(self.mode):04o}, owner {user_name(self.owner)}"
         return f"{self.path} can be changed by {self.writers or user_name(self.owner)} ({kept})"
 
     def closing(self) -> str:
-        """What closes it, to be typed by its owner; empty where that is another user."""
+        """Return the command that closes it, for its owner to run; empty if another user owns it."""
         if self.owner != os.geteuid():
             return ""
         who = "o" if self.mode & stat.S_IWOTH else ""
@@ -54,14 +55,14 @@ class Weakness:
 
 @dataclass(frozen=True, kw_only=True)
 class Opened:
-    """A folder by its descriptor, and what is weak above it, the outermost first."""
+    """A folder opened by descriptor, and the weaknesses above it, outermost first."""
 
     path: Path
     descriptor: int
     weak: tuple[Weakness, ...]
 
     def fault(self) -> str:
-        """Why the folder itself is not this user's alone; empty when it is."""
+        """Return why the folder itself is not private to this user; empty if it is."""
         if links := [weak for weak in self.weak if stat.S_ISLNK(weak.mode)]:
             return f"{links[0].path} is a link that {user_name(links[0].owner)} has put there"
         status = os.fstat(self.descriptor)
@@ -73,13 +74,13 @@ class Opened:
 
 
 def is_trusted(uid: int) -> bool:
-    """Whether what this user owns may be obeyed: root can do everything anyway, and NFS calls root's files nobody's."""
+    """Return whether to trust files of this user: root, ourselves, and for root also user 65534 (NFS root squash)."""
     own = os.geteuid()
     return uid in (0, own) or (own == 0 and uid == _NOBODY)
 
 
 def user_name(uid: int) -> str:
-    """The account's name, or its number where it has none."""
+    """Return the account's name, or its uid as text if it has no name."""
     try:
         return pwd.getpwuid(uid).pw_name
     except KeyError:
@@ -87,10 +88,10 @@ def user_name(uid: int) -> str:
 
 
 def own_name() -> str:
-    """Who runs this, as login variables or the account name them; the uid as text where neither does."""
+    """Return the current user's name from login variables or the account; the uid as text if neither has one."""
     try:
         return getpass.getuser()
-    except (KeyError, OSError, ImportError):  # by Python's version
+    except (KeyError, OSError, ImportError):  # depends on the Python version
         return str(os.getuid())
 
 
@@ -106,9 +107,9 @@ def opened(path: Path) -> Iterator[Opened]:
 
 
 def weakness(path: Path) -> Weakness | None:
-    """The first place, the folder itself included, that others may write; None where there is none. Raises OSError.
+    """Return the first place on the path, including the folder, that others may write, or None. Raises OSError.
 
-    A folder of another user that nobody else may write is no such place.
+    A folder that only its owner, another user, may write does not count.
     """
     with opened(path) as found:
         weak = (*found.weak, *_weak_folder(found.descriptor, path))
@@ -116,7 +117,7 @@ def weakness(path: Path) -> Weakness | None:
 
 
 def can_be_exchanged(path: Path) -> bool:
-    """Whether another user could put another folder in place of this one; False where there is none."""
+    """Return whether another user could replace this folder; False if it does not exist."""
     try:
         with opened(path) as found:
             return bool(found.weak)
@@ -125,7 +126,7 @@ def can_be_exchanged(path: Path) -> bool:
 
 
 def check_unshared(path: Path, *, then: str) -> None:
-    """Raises NotPrivate for a folder that others may write, or rename; `then`: what else to type about it."""
+    """Raise NotPrivate if others may write or rename the folder; `then` is a further remedy for the message."""
     with suppress(FileNotFoundError):
         if weak := weakness(path):
             cure = " or ".join(filter(None, [weak.closing(), then]))
@@ -133,7 +134,7 @@ def check_unshared(path: Path, *, then: str) -> None:
 
 
 def check_private(path: Path) -> None:
-    """Raises NotPrivate for a folder that is another user's or that others may write, OSError when it is not there."""
+    """Raise NotPrivate if the folder belongs to another user or others may write it, OSError if it does not exist."""
     with opened(path) as found:
         if fault := found.fault():
             raise NotPrivate(errno.EPERM, fault, str(path))
@@ -143,10 +144,10 @@ _held: dict[Path, Path] = {}
 
 
 def pinned(path: Path) -> Path:
-    """A private folder under a name that stays its own for the life of this process.
+    """Return a private folder under a name that cannot be redirected during the life of this process.
 
-    That is `path` where nobody else can rename it, else `/proc/<pid>/fd/<n>`, which the user's other processes can
-    open as well. Raises NotPrivate, or OSError when it is not there.
+    This is `path` if no other user can rename it, else `/proc/<pid>/fd/<n>`, which the user's other processes can open
+    as well. Raises NotPrivate, or OSError if the folder does not exist.
     """
     if path not in _held:
         with opened(path) as found:
@@ -158,7 +159,7 @@ def pinned(path: Path) -> Path:
 
 @contextmanager
 def pinned_for_now(path: Path) -> Iterator[Path]:
-    """As `pinned`, while the context lasts."""
+    """Like `pinned`, but only within the context."""
     with opened(path) as found:
         if fault := found.fault():
             raise NotPrivate(errno.EPERM, fault, str(path))
@@ -170,7 +171,7 @@ def _held_at(descriptor: int) -> Path:
 
 
 class _Walk:
-    """One descriptor on its way down."""
+    """State of one walk: a single descriptor that moves down the path."""
 
     def __init__(self) -> None:
         self.weak: list[Weakness] = []
@@ -189,7 +190,7 @@ class _Walk:
             raise
 
     def _step(self, name: str) -> list[str]:
-        """Go into `name`; what is to be gone through in its stead, for a link."""
+        """Enter `name`; for a link, return the components to walk instead."""
         for weak in _weak_folder(self.descriptor, self._place):
             self._add(weak)
         entered = os.open(name, _LOOK | os.O_NOFOLLOW, dir_fd=self.descriptor)
@@ -227,7 +228,7 @@ class _Walk:
 
 
 def _weak_folder(descriptor: int, place: Path) -> list[Weakness]:
-    """Whether others can rename what is in this folder."""
+    """Return the weakness of a folder whose entries others can rename, if any."""
     status = os.fstat(descriptor)
     writers = "" if status.st_mode & stat.S_ISVTX else _writers(descriptor, status)
     if not writers and not _is_person(status.st_uid):
@@ -236,12 +237,12 @@ def _weak_folder(descriptor: int, place: Path) -> list[Weakness]:
 
 
 def _is_person(uid: int) -> bool:
-    """Whether this is another user, who is not trusted as the machine itself is."""
+    """Return whether this is another user's account, which is not trusted as system accounts are."""
     return not is_trusted(uid) and uid >= _FIRST_PERSON and uid != _NOBODY
 
 
 def _writers(descriptor: int, status: os.stat_result) -> str:
-    """Who besides the owner may write a folder; empty: nobody."""
+    """Return which users besides the owner may write a folder; empty if only the owner may."""
     if status.st_mode & stat.S_IWOTH:
         return "everybody"
     if not status.st_mode & stat.S_IWGRP:
@@ -255,7 +256,7 @@ def _writers(descriptor: int, status: os.stat_result) -> str:
 
 
 def _acl_writers(acl: bytes, status: os.stat_result) -> str:
-    """With an ACL the group bits of the mode are only its mask: what counts is who is named in it."""
+    """Return a writer from the ACL. With an ACL, the group bits of the mode are only its mask."""
     entries = [struct.unpack_from("<HHI", acl, at) for at in range(4, len(acl) - 7, 8)]
     for tag, allowed, who in entries:
         if not allowed & 2:
@@ -270,7 +271,7 @@ def _acl_writers(acl: bytes, status: os.stat_result) -> str:
 
 
 def _is_own_group(gid: int) -> bool:
-    """Whether the group is this user's own, with nobody else in it: many systems give everybody such a group."""
+    """Return whether the group is this user's private group without other members, as many systems create them."""
     try:
         group, user = grp.getgrgid(gid), pwd.getpwuid(os.geteuid())
     except KeyError:

@@ -1,1 +1,1 @@
-"""The places of a run's checkpoints: what lies in them, and copies from one to the next. No torch."""
+"""Checkpoint tiers of a run: their contents, and copies from one to the next. No torch."""

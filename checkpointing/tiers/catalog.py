@@ -1,4 +1,4 @@
-"""Which checkpoints exist: committed folders below one root, newest first; and which of them are not trusted."""
+"""Catalog of checkpoints: committed folders below one root, newest first, and the distrusted ones."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -15,9 +15,9 @@ _UNREADABLE = Commit(manifest="", size=0, committed_at=0.0)
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """One committed checkpoint; `bytes` and `committed_at` are 0 when its COMMIT is damaged (verifying says so).
+    """A committed checkpoint; `bytes` and `committed_at` are 0 if its COMMIT is damaged (verification reports it).
 
-    `place` is where it lies, a path or a URL; `path` is the same as a path, of use on mounted file systems only.
+    `place` is its path or URL; `path` is the same as a path, useful only on mounted file systems.
     """
 
     name: str
@@ -31,26 +31,27 @@ class Entry:
 
 
 class Catalog:
-    """Reads names and COMMIT markers only; other folders and half-written ones are never listed."""
+    """List of checkpoints by names and COMMIT markers; other folders and unfinished checkpoints are never listed."""
 
     def __init__(self, root: Path | str, storage: Storage | None = None) -> None:
         self.root, self.place = Path(root), str(root).rstrip("/")
         self.storage = storage or storage_at(root)
 
     def names(self) -> list[str]:
-        """Every folder with a checkpoint's name, committed or not, newest first."""
+        """Return every folder with a checkpoint's name, committed or not, newest first."""
         known = [parts for name, size in self.storage.list("").items() if size is None and (parts := parse_name(name))]
         return [str(parts) for parts in sorted(known, reverse=True)]
 
     def is_committed(self, name: str) -> bool:
-        """Whether the marker is there and no tombstone is.
+        """Return whether the marker exists without a tombstone.
 
-        A marker that cannot be read counts, so it is reported and never deleted as debris; such a tombstone does not.
+        An unreadable marker counts, so that the checkpoint is reported and never deleted as debris; an unreadable
+        tombstone does not count.
         """
         return self._has(name, COMMIT, unreadable=True) and not self.is_tombstoned(name)
 
     def is_tombstoned(self, name: str) -> bool:
-        """Whether its deletion was begun: any process that may delete here may finish it."""
+        """Return whether its deletion has begun; any process that may delete here may finish it."""
         return self._has(name, DELETED, unreadable=False)
 
     def _has(self, name: str, file: str, *, unreadable: bool) -> bool:
@@ -63,16 +64,16 @@ class Catalog:
         return True
 
     def committed(self) -> list[Entry]:
-        """All committed checkpoints, the highest step first, at the same step the latest attempt first."""
+        """Return all committed checkpoints, highest step first, and the latest attempt first within a step."""
         return [self._entry(name) for name in self.names() if self.is_committed(name)]
 
     def inheritable(self, names: Iterable[str]) -> list[Entry]:
-        """Committed checkpoints among `names`, newest first."""
+        """Return the committed checkpoints among `names`, newest first."""
         listed = set(names)
         return [self._entry(name) for name in self.names() if name in listed and self.is_committed(name)]
 
     def accepted(self, owner: Owner) -> list[Entry]:
-        """What an attempt may load or delete: its own checkpoints and those its launch token lists."""
+        """Return what an attempt may load or delete: its own checkpoints and those in its launch token."""
         own = [name for name in self.names() if _is_of(name, owner.attempt, owner.nonce)]
         return self.inheritable({*own, *owner.inherit})
 
@@ -101,20 +102,20 @@ def _is_of(name: str, attempt: int, nonce: str) -> bool:
 
 
 class DistrustedCheckpoints:
-    """Copies that were refused, by the tier that they lie in, and names that a restore passed over in every tier."""
+    """Refused copies by tier, and names that a restore passed over in every tier."""
 
     def __init__(self) -> None:
         self._refused: set[tuple[str, str]] = set()
         self._passed_over: frozenset[str] = frozenset()
 
     def refuse(self, tier: str, name: str) -> None:
-        """The copy in this tier (a path, or `memory`) is bad; one elsewhere may be good."""
+        """Mark the copy in this tier (a path, or `memory`) as bad; copies elsewhere may be good."""
         self._refused.add((tier, name))
 
     def pass_over(self, names: Iterable[str]) -> None:
-        """A restore has skipped these, or has chosen an older one."""
+        """Mark the checkpoints that a restore skipped or passed over for an older one."""
         self._passed_over = frozenset(names)
 
     def of(self, tier: str) -> frozenset[str]:
-        """Names that count neither as a substitute nor as a source in this tier."""
+        """Return the names that count neither as a substitute nor as a source in this tier."""
         return self._passed_over | {name for path, name in self._refused if path == tier}

@@ -23,14 +23,14 @@ _SHARD = re.compile(r"__(\d+)_\d+\.distcp")
 
 @dataclass(frozen=True)
 class TierContents:
-    """What one tier has: names of its committed checkpoints that this attempt may load and relies on, newest first."""
+    """Committed checkpoints of one tier that this attempt may load and trusts, by name, newest first."""
 
     committed: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The checkpoint to copy and the tier to copy it from, or None, and why."""
+    """The checkpoint to copy (or None), the tier to copy it from, and the reason."""
 
     name: str | None
     source: int
@@ -38,7 +38,7 @@ class Choice:
 
 
 THERE = "the newest one is there already"
-"""Why nothing is to be copied."""
+"""Reason for not copying anything."""
 
 
 def choose_checkpoint(
@@ -50,10 +50,10 @@ def choose_checkpoint(
     last: str | None = None,
     everything: bool = False,
 ) -> Choice:
-    """What tier `target` should receive now from one of the faster ones.
+    """Choose the checkpoint that tier `target` should now receive from a faster tier.
 
-    `latest` was just committed (None: look for the newest), `last` is what this tier received last, `everything` asks
-    for the newest one whatever `every` says: a run that ends leaves its end everywhere.
+    `latest` was just committed (None: look for the newest), `last` is what this tier received last. `everything`
+    ignores `every` and chooses the newest one, so that a finished run leaves its last checkpoint in every tier.
     """
     here = contents[target].committed
     last = last or (here[0] if here else None)
@@ -67,14 +67,14 @@ def choose_checkpoint(
     if everything:
         return Choice(name, source, "the last one goes everywhere")
     newer = _step(name) - _step(last)
-    # After a roll-back, steps begin again below what was copied last.
+    # After a rollback, steps restart below the step copied last.
     if 0 <= newer < every:
         return Choice(None, source, f"it is {newer} steps newer than the newest one there, {every} are asked for")
     return Choice(name, source, "there is a newer one")
 
 
 def _newest(faster: Sequence[TierContents], latest: str | None) -> tuple[str | None, int]:
-    """The name, and the fastest tier that has it."""
+    """Return the name, and the fastest tier that has it."""
     found = {name: at for at in reversed(range(len(faster))) for name in faster[at].committed}
     if latest in found:
         assert latest is not None
@@ -90,9 +90,9 @@ def _step(name: str) -> int:
 
 
 def divide_files(files: Sequence[FileEntry], seen: Sequence[Collection[str] | None]) -> list[tuple[FileEntry, ...]]:
-    """Who copies which file; `seen` are the names that each rank finds at the source, None when it finds them all.
+    """Divide files among ranks; `seen` are the names that each rank finds at the source, None if it finds all.
 
-    A rank's own shards stay its own, the rest is balanced by bytes. Raises ValueError for a file that nobody finds.
+    A rank copies its own shards; the rest is balanced by bytes. Raises ValueError for a file that no rank finds.
     """
     shares: list[list[FileEntry]] = [[] for _ in seen]
     load = [0] * len(seen)
@@ -151,11 +151,11 @@ T = TypeVar("T")
 MIB = float(1 << 20)
 
 _PERMANENT = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ECANCELED)
-"""Errors that trying again within a minute does not fix."""
+"""Errors that a retry within a minute does not fix."""
 
 
 class Throttle:
-    """A token bucket: `take` sleeps until so many bytes may be written; for one thread."""
+    """Token bucket: `take` sleeps until the bytes may be written. For one thread."""
 
     def __init__(
         self,
@@ -165,12 +165,12 @@ class Throttle:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Any] = time.sleep,
     ) -> None:
-        """`rate` in bytes per second, 0 sets no limit; `burst` bytes may go at once after a pause."""
+        """Create a full bucket; `rate` in bytes per second (0: no limit), `burst` in bytes allowed after a pause."""
         self._rate, self._burst, self._clock, self._sleep = rate, float(burst), clock, sleep
         self._tokens, self._at = float(burst), clock()
 
     def take(self, size: int) -> None:
-        """Pay for `size` bytes; one larger than the bucket is paid for afterwards, by the next one's wait."""
+        """Pay for `size` bytes; a size above the bucket's capacity is paid off by the next call's wait."""
         if not self._rate:
             return
         self._refill()
@@ -187,7 +187,7 @@ class Throttle:
 
 @dataclass(frozen=True, kw_only=True)
 class Retry:
-    """How often a transient error is tried again: exponential backoff with full jitter, in seconds."""
+    """Retry policy for transient errors: exponential backoff with full jitter, in seconds."""
 
     attempts: int = 5
     first: float = 0.5
@@ -196,7 +196,7 @@ class Retry:
     draw: Callable[[], float] = field(default=random.random)
 
     def run(self, act: Callable[[], T]) -> T:
-        """Do `act` until it succeeds; raises the last OSError, one that lasts (a full disk) at once."""
+        """Call `act` until it succeeds; raises the last OSError, and permanent ones (a full disk) at once."""
         for attempt in range(self.attempts):
             try:
                 return act()
@@ -209,7 +209,7 @@ class Retry:
 
 @dataclass(frozen=True, kw_only=True)
 class CopyOrder:
-    """What one rank copies of one checkpoint: `source` and `target` are root paths or URLs, `bandwidth` in MiB/s."""
+    """A rank's share of copying a checkpoint: `source` and `target` are root paths or URLs, `bandwidth` in MiB/s."""
 
     source: str
     target: str
@@ -220,7 +220,7 @@ class CopyOrder:
 
 @dataclass(frozen=True, kw_only=True)
 class Copied:
-    """What came of it: bytes written (files already there cost none); `bad` says what is wrong at the source."""
+    """Result of a copy: bytes written (existing files count 0); `bad` is the fault found at the source."""
 
     bytes: int
     seconds: float
@@ -236,9 +236,9 @@ def copy_files(
     sleep: Callable[[float], Any] = time.sleep,
     clock: Callable[[], float] = time.monotonic,
 ) -> Copied:
-    """Carry out an order, in this thread; ends at the first bad source, which is reported and not raised.
+    """Carry out an order in this thread; stop at the first bad source, which is returned, not raised.
 
-    Raises OSError as `copy_file` does. A `sleep` that can be woken makes a throttled copy stop sooner.
+    Raises OSError as `copy_file` does. An interruptible `sleep` lets a throttled copy stop sooner.
     """
     start, done = clock(), 0
     origin, goal = source or storage_at(order.source), target or storage_at(order.target)
@@ -262,16 +262,16 @@ def copy_file(
     retry: Retry | None = None,
     stopped: Callable[[], bool] = lambda: False,
 ) -> int:
-    """Copy `folder/entry.name` durably; returns the bytes written, 0 when the target has the very file already.
+    """Copy `folder/entry.name` durably; return the bytes written, 0 if the target already has an identical file.
 
-    Raises Refused (with the chunk) when the source is not what `entry` says: no such byte is passed on, and it is not
-    tried again. Raises OSError when retries do not help, with errno ECANCELED once `stopped` says so, which is asked
-    before every chunk. A file that failed half-way is taken away, or replaced by the next try; what was given up is
-    left as it is, since by now it may be somebody else's who goes on with it.
+    Raises Refused (with the chunk) if the source does not match `entry`; no such byte is passed on or retried. Raises
+    OSError if retries do not help, with errno ECANCELED once `stopped` returns True, which is checked before every
+    chunk. A half-written file is deleted, or replaced by the next try. After a stop it is left in place, because
+    another process may have taken it over.
     """
     job = _Copy(source, target, folder, entry, throttle or Throttle(0.0), stopped)
     tries = itertools.count()
-    # What an earlier try of our own has left is never taken over: after a failed fsync it may only look right.
+    # Leftovers of our own earlier try are never adopted: after a failed fsync they may only look right.
     return (retry or Retry()).run(lambda: job.run(adopt=next(tries) == 0))
 
 
@@ -330,7 +330,7 @@ class _Copy:
             raise OSError(errno.ECANCELED, f"copying {self.path} was given up")
 
     def _is_complete(self) -> bool:
-        """Whether an earlier process has finished this file; it is made durable first, which that one may not have."""
+        """Return whether an earlier process finished this file; makes it durable first, in case it was not."""
         make_durable(self.target, self.path)
         with self.target.open(self.path) as stream:
             try:
@@ -341,7 +341,7 @@ class _Copy:
         return True
 
     def _chunks(self, stream: BinaryIO) -> Iterator[memoryview]:
-        """Verified chunks, each valid until the next one is asked for."""
+        """Yield verified chunks, each valid until the next one is requested."""
         entry = self.entry
         room = memoryview(bytearray(min(entry.chunk_size, entry.size)))
         for index, expected in enumerate(entry.chunks):
@@ -367,7 +367,7 @@ def _read_full(stream: Any, room: memoryview) -> int:
 
 @contextlib.contextmanager
 def _doing(what: str, path: str) -> Iterator[None]:
-    """Say in the error which side of the copy failed; the error's number stays."""
+    """Add the failing side of the copy to the error; the error's number stays."""
     try:
         yield
     except OSError as error:

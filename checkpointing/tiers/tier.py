@@ -1,8 +1,8 @@
 """Tiers of a run, their check before a submit, and Lustre striping.
 
-`python -P -m checkpointing.tiers.tier ANSWER` reads `{tiers: [path ...]}` from stdin. It writes JSON objects, a
-line each, to the descriptor ANSWER: `trying` before each tier, `refused` (tier, reason, remedy) for an unusable tier,
-and `done`.
+`python -P -m checkpointing.tiers.tier ANSWER` reads `{tiers: [path ...]}` from stdin. It writes one JSON object per
+line to the descriptor ANSWER: `trying` before each tier, `refused` (tier, reason, remedy) for an unusable tier, and
+`done`.
 """
 
 import json
@@ -29,7 +29,7 @@ _FOLDER = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,254}")
 
 @dataclass(frozen=True)
 class ResolvedTier:
-    """One tier as this node sees it: `path` is the absolute folder or the URL that holds the checkpoints themselves."""
+    """A tier as seen from this node; `path` is the absolute folder or URL that holds the checkpoints."""
 
     path: str
     storage: Storage
@@ -43,14 +43,14 @@ class ResolvedTier:
 
 @dataclass(frozen=True)
 class RunTiers:
-    """All tiers of a run, the fastest first; `pins` is the storage of the run's own folder, with pins and verdicts."""
+    """All tiers of a run, fastest first; `pins` is the storage of the run's own folder, with pins and verdicts."""
 
     tiers: tuple[ResolvedTier, ...]
     pins: Storage
 
     @classmethod
     def single(cls, root: Path | str, storage: Storage | None = None, keep: int = 3) -> "RunTiers":
-        """The folder itself as the only tier, on storage of its own kind unless one is passed."""
+        """Return the folder itself as the only tier, on `storage` or the default storage for its path."""
         path = str(root) if "://" in str(root) else str(Path(root).absolute())
         storage = storage if storage is not None else storage_at(path)
         catalog = Catalog(Path(root), storage)
@@ -60,9 +60,10 @@ class RunTiers:
 def resolve_tiers(
     config: CheckpointConfig, run_checkpoints: Path, run_name: str, node_name: str
 ) -> tuple[ResolvedTier, ...]:
-    """The configured tiers, in their order; none configured is the run's own folder alone. Raises as `place_of` does.
+    """Return the configured tiers in order, or the run's own folder if none is configured.
 
-    A relative path lies below the run's folder, so that it means the same wherever a command is typed.
+    Raises as `resolve_tier` does. A relative path is resolved below the run's folder, independent of the current
+    directory.
     """
     tiers = config.tiers or (TierConfig(keep=config.keep),)
     return tuple(resolve_tier(tier, run_checkpoints, run_name, node_name) for tier in tiers)
@@ -71,7 +72,7 @@ def resolve_tiers(
 def resolve_tier(tier: TierConfig, run_checkpoints: Path, run_name: str, node_name: str) -> ResolvedTier:
     """Resolve one tier without making its folder.
 
-    Raises ValueError for a name that cannot be a folder, TierUnavailable when the library for a URL is missing.
+    Raises ValueError for a name that cannot be a folder, TierUnavailable if the library for a URL is missing.
     """
     for name in (run_name, node_name):
         if not _FOLDER.fullmatch(name):
@@ -102,13 +103,13 @@ def _root(tier: TierConfig, run_checkpoints: Path, run_name: str, node_name: str
         return f"{tier.path.rstrip('/')}/{run_name}"
     try:
         folder = run_checkpoints.absolute().parent / Path(tier.path).expanduser() / run_name
-    except RuntimeError as error:  # a home that nobody knows
+    except RuntimeError as error:  # the home directory is unknown
         raise ValueError(f"checkpoint.tiers: {tier.path}: {error}; write the whole path") from error
     return str(folder if tier.shared else folder / node_name)
 
 
 def one_folder(tiers: Sequence[ResolvedTier]) -> tuple[str, str] | None:
-    """Return the paths of two tiers that are one folder, by a link or a mount; the folders need not exist yet."""
+    """Return the paths of two tiers that are the same folder through a link or a mount; they need not exist yet."""
     known: dict[tuple[int, int, Path], str] = {}
     for tier in tiers:
         place = _identity(tier.storage.root) if isinstance(tier.storage, LocalStorage) else None
@@ -121,7 +122,7 @@ def one_folder(tiers: Sequence[ResolvedTier]) -> tuple[str, str] | None:
 
 
 def _identity(folder: Path) -> tuple[int, int, Path] | None:
-    """The nearest folder above that exists, as the disk knows it, and what is to be made below it."""
+    """Return device and inode of the nearest existing folder, and the path still to be created below it."""
     for place in (folder, *folder.parents):
         with suppress(OSError):
             found = place.stat()
@@ -134,10 +135,10 @@ _SECONDS = 20.0
 
 
 def make_striped_folder(place: ResolvedTier, name: str, mounts: Path = MOUNTS) -> str | None:
-    """Make the folder of a checkpoint, before anybody writes into it, with the tier's stripe count.
+    """Create a checkpoint's folder with the tier's stripe count, before any file is written into it.
 
-    Once, by one rank. Elsewhere than on Lustre with `lfs` nothing is done: folders come with their first file. Returns
-    a warning when `lfs` did not do what it was asked for: the checkpoint is then striped as the site does by default.
+    Called once, by one rank. Does nothing unless the tier is on Lustre and `lfs` is installed; the folder then comes
+    with its first file. Returns a warning if `lfs` failed; the checkpoint is then striped by the site's default.
     """
     storage = place.storage
     lfs = shutil.which("lfs") if place.stripes and isinstance(storage, LocalStorage) else None
@@ -160,7 +161,7 @@ def _set_stripes(lfs: str, folder: Path, count: int) -> str | None:
 
 
 def on_lustre(folder: Path, mounts: Path = MOUNTS) -> bool:
-    """Whether a folder, which need not exist yet, lies on Lustre by the mount table; an unreadable one says no."""
+    """Return whether a folder, existing or not, is on Lustre by the mount table; False if that is unreadable."""
     try:
         lines = mounts.read_text(errors="surrogateescape").splitlines()
     except OSError:
@@ -168,13 +169,13 @@ def on_lustre(folder: Path, mounts: Path = MOUNTS) -> bool:
     table = [fields for line in lines if len(fields := line.split()) >= 3]
     place = Path(os.path.realpath(folder))
     above = [(Path(_unescaped(point)), kind) for _, point, kind, *_ in table]
-    # The longest mount point wins, of two on the same point the later one.
+    # The longest mount point wins; for two mounts at the same point, the later one.
     covering = [(len(point.parts), at, kind) for at, (point, kind) in enumerate(above) if place.is_relative_to(point)]
     return max(covering, default=(0, 0, ""))[2] == "lustre"
 
 
 def _unescaped(point: str) -> str:
-    """Blanks in the mount table are octal."""
+    """Decode the octal escapes of blanks in the mount table."""
     for code, letter in (("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\")):
         point = point.replace(code, letter)
     return point

@@ -1,1 +1,1 @@
-"""Which checkpoints are deleted, and how: policy, pins, garbage. No torch."""
+"""Deletion of checkpoints: policy, pins, garbage. No torch."""

@@ -1,6 +1,6 @@
 """Pins, and the deletion of checkpoints and debris in two phases.
 
-Each pin is a file, so two people who pin at once keep both pins.
+Each pin is a file, so concurrent pins do not overwrite each other.
 """
 
 import contextlib
@@ -21,27 +21,28 @@ SCHEMA = "orch.pin/1"
 
 @dataclass(frozen=True, kw_only=True)
 class Pin:
-    """Why a checkpoint is kept, and since when (seconds since the epoch)."""
+    """Reason for keeping a checkpoint, and the time of the pin (seconds since the epoch)."""
 
     note: str
     pinned_at: float
 
 
 def read_pins(storage: Storage) -> dict[str, Pin]:
-    """All pins by the checkpoint's name; a damaged one still pins. Raises OSError when they cannot be listed."""
+    """Return all pins by checkpoint name; a damaged pin still counts. Raises OSError if they cannot be listed."""
     names = [name for name, size in storage.list(PINS).items() if size is not None and parse_name(name)]
     return {name: _read(storage, name) for name in names}
 
 
 def pinned_names(storage: Storage) -> frozenset[str]:
-    """The names alone; raises OSError when they cannot be listed: then nothing may be deleted."""
+    """Return the pinned names; raises OSError if they cannot be listed, in which case nothing may be deleted."""
     return frozenset(name for name, size in storage.list(PINS).items() if size is not None)
 
 
 def pin(storage: Storage, name: str, note: str, now: float) -> None:
-    """Keep a checkpoint until `unpin`; again replaces the note. Raises OSError, ValueError for no checkpoint's name.
+    """Keep a checkpoint until `unpin`; pinning again replaces the note.
 
-    Retention may have begun to delete it at this very moment: look whether it is still committed afterwards.
+    Raises OSError, or ValueError if `name` is not a checkpoint's name. Retention may already be deleting the
+    checkpoint, so check afterwards that it is still committed.
     """
     if parse_name(name) is None:
         raise ValueError(f"{name!r} is not the name of a checkpoint")
@@ -49,7 +50,7 @@ def pin(storage: Storage, name: str, note: str, now: float) -> None:
 
 
 def unpin(storage: Storage, name: str) -> bool:
-    """Leave a checkpoint to retention again; False when it was not pinned."""
+    """Return a checkpoint to retention; return False if it was not pinned."""
     if name not in pinned_names(storage):
         return False
     storage.delete(f"{PINS}/{name}")
@@ -67,11 +68,11 @@ def _read(storage: Storage, name: str) -> Pin:
 _NOTE = b"The deletion of this checkpoint was begun; it is no longer one.\n"
 
 AttemptId = tuple[int, str]
-"""Attempt and nonce: whose a folder is, as its name says."""
+"""Attempt and nonce of a folder's owner, from the folder's name."""
 
 
 class DebrisState(Enum):
-    """What a folder without a valid marker is."""
+    """State of a folder without a valid marker."""
 
     HALF_WRITTEN = "half-written"
     TOMBSTONED = "half-deleted"
@@ -79,7 +80,7 @@ class DebrisState(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class DebrisFolder:
-    """A folder that bears a checkpoint's name and is none; `bytes` is what lies in it."""
+    """A folder with a checkpoint's name that is not a checkpoint; `bytes` is the size of its files."""
 
     name: str
     state: DebrisState
@@ -94,7 +95,7 @@ class DebrisFolder:
 
 @dataclass(frozen=True, kw_only=True)
 class GarbageDecision:
-    """Whether a folder is collected, and why or why not."""
+    """Decision to collect a folder or not, with the reason."""
 
     folder: DebrisFolder
     collect: bool
@@ -102,7 +103,7 @@ class GarbageDecision:
 
 
 def find_debris(catalog: Catalog) -> list[DebrisFolder]:
-    """Everything that bears a checkpoint's name and is not committed, newest first; raises OSError."""
+    """Return every uncommitted folder with a checkpoint's name, newest first; raises OSError."""
     return [_folder(catalog, name) for name in catalog.names() if not catalog.is_committed(name)]
 
 
@@ -122,8 +123,8 @@ def decide_debris(
 ) -> list[GarbageDecision]:
     """Decide on every folder by owner and epoch, never by age.
 
-    `owner` is the caller's own attempt, `ended` are attempts that are known to write no more, `inherit` the names that
-    the launch token hands over, `busy` what is being written or read right now.
+    `owner` is the caller's own attempt, `ended` are attempts that no longer write, `inherit` the names that the launch
+    token hands over, `busy` the names that are being written or read.
     """
     return [_decide(folder, owner, ended, inherit, busy) for folder in folders]
 
@@ -141,7 +142,7 @@ def _decide(
     attempt, nonce = folder.attempt_id
     if folder.name in busy:
         return verdict(False, "is being written")
-    # The process that published the tombstone held the fence, and no reader has loaded it since.
+    # The process that published the tombstone held the fence, and no reader has loaded the checkpoint since.
     if folder.state is DebrisState.TOMBSTONED:
         return verdict(True, "its deletion was begun and not finished")
     if folder.attempt_id == owner:
@@ -159,9 +160,10 @@ def delete_debris(
     fence: Callable[[], bool],
     gone: Callable[[DebrisFolder], object] = lambda folder: None,
 ) -> list[str]:
-    """Delete what was decided on; returns the names that are gone, fewer when the fence was lost.
+    """Delete the folders decided on; return the deleted names, fewer if the fence was lost.
 
-    `gone` is called with each folder. One that cannot be deleted keeps none of the others; then raises its OSError.
+    `gone` is called with each deleted folder. A failed deletion does not stop the others; its OSError is raised at the
+    end.
     """
     names, errors = [], []
     for verdict in verdicts:
@@ -181,16 +183,16 @@ def delete_debris(
 
 
 def attempt_ids(texts: Iterable[str]) -> set[AttemptId]:
-    """What `<attempt>-<nonce>` stands for; anything else stands for nobody."""
+    """Parse texts of the form `<attempt>-<nonce>`; other texts are ignored."""
     parts = [text.partition("-") for text in texts]
     return {(int(attempt), nonce) for attempt, _, nonce in parts if attempt.isdecimal() and nonce}
 
 
 def delete(storage: Storage, name: str, fence: Callable[[], bool]) -> bool:
-    """Delete one checkpoint or its remains; False when the fence was lost and nothing more was touched.
+    """Delete one checkpoint or its remains; return False once the fence is lost, without touching anything more.
 
-    The tombstone comes before anything is taken away and goes last of all files: after a crash at any point there is
-    either a whole checkpoint, or a folder that no reader takes for one and that any collector knows as half-deleted.
+    The tombstone is published before any file is deleted and is itself deleted last. After a crash at any point there
+    is either a whole checkpoint, or a folder that readers ignore and every collector recognizes as half-deleted.
     """
     files = storage.list(name)
     if COMMIT in files and DELETED not in files:

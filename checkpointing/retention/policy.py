@@ -1,4 +1,4 @@
-"""Which checkpoints are deleted (pure), and the pass over one tier that deletes them."""
+"""Retention: the pure decision which checkpoints to delete, and the pass over one tier that deletes them."""
 
 import logging
 import math
@@ -31,17 +31,17 @@ from checkpointing.verification.verify import read_sealed
 _log = logging.getLogger(__name__)
 
 METRICS = "metrics"
-"""Key of a checkpoint's facts with the numbers of its step, by name."""
+"""Key in a checkpoint's facts for the metrics of its step, by name."""
 
 FLOOR = 2
-"""So many trusted checkpoints always stay, so that a damaged newest one has a substitute."""
+"""Minimum number of trusted checkpoints to keep, so that a damaged newest one has a substitute."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """What stays: the newest `keep` (at least 2), every multiple of `every` steps, the `best` so many by `metric`.
+    """Retention rules: the newest `keep` (at least 2), every multiple of `every` steps, the best `best` by `metric`.
 
-    Whatever it says, the newest one that a restore test has passed stays too.
+    The newest checkpoint that passed a restore test is always kept too.
     """
 
     keep: int = 3
@@ -52,7 +52,7 @@ class Policy:
 
     @classmethod
     def of(cls, keep: int, config: CheckpointConfig) -> "Policy":
-        """The policy of a tier that keeps the newest `keep`."""
+        """Return the policy of a tier that keeps the newest `keep`."""
         best = config.best
         number_of_best = best.keep if best.metric else 0
         return cls(keep=keep, every=config.retention.every, best=number_of_best, metric=best.metric, mode=best.mode)
@@ -60,7 +60,7 @@ class Policy:
 
 @dataclass(frozen=True, kw_only=True)
 class RetentionDecision:
-    """Whether one checkpoint stays, and why or why not."""
+    """Decision to keep one checkpoint or not, with the reason."""
 
     entry: Entry
     stays: bool
@@ -78,12 +78,12 @@ def decide_retention(
     newest: str | None = None,
     restore_tested: str | None = None,
 ) -> list[RetentionDecision]:
-    """Decide on every committed checkpoint; `entries` are newest first, and so is the result.
+    """Decide on every committed checkpoint; `entries` and the result are newest first.
 
-    `refused` ones (not trusted: SUSPECT, CORRUPT, refused by a restore or by a verification) count as nobody's
-    substitute and stay as evidence. `held` ones are being read; `newest` was just committed, which after a roll-back
-    need not be the highest step; `restore_tested` is the newest one that a restore test has passed. `metrics` by name;
-    a checkpoint without a finite one is never among the best.
+    `refused` ones (untrusted: SUSPECT, CORRUPT, refused by a restore or a verification) do not count as substitutes and
+    stay as evidence. `held` ones are being read. `newest` was just committed; after a rollback it may not have the
+    highest step. `restore_tested` is the newest checkpoint with a passed restore test. `metrics` maps names to values;
+    a checkpoint without a finite value is never among the best.
     """
     trusted = [entry for entry in entries if entry.name not in refused]
     recent = {entry.name for entry in trusted[: max(policy.keep, FLOOR)]}
@@ -121,48 +121,48 @@ def _reason_to_delete(policy: Policy) -> str:
 
 
 def best_names(trusted: Sequence[Entry], policy: Policy, metrics: Mapping[str, float | None]) -> tuple[str, ...]:
-    """The best of `trusted`, which are newest first, by their `metrics`: as many as `policy` keeps, the best first."""
+    """Return the best of `trusted` (newest first) by their `metrics`: at most `policy.best` names, best first."""
     sign = 1.0 if policy.mode == "min" else -1.0
     found = [(metrics.get(entry.name), entry) for entry in trusted]
     rated = [(value * sign, entry) for value, entry in found if value is not None and math.isfinite(value)]
-    # Newest first and a stable sort: of two equally good ones the newer stays.
+    # The input is newest first and the sort is stable, so the newer of two equally good ones stays.
     return tuple(entry.name for _, entry in sorted(rated, key=lambda pair: pair[0])[: policy.best])
 
 
 def expired(entries: Sequence[Entry], policy: Policy, **facts: Any) -> list[tuple[Entry, str]]:
-    """What `decide_retention` (same arguments) does not keep, oldest first, each with the reason."""
+    """Return what `decide_retention` (same arguments) does not keep, oldest first, each with the reason."""
     return [(judged.entry, judged.reason) for judged in decide_retention(entries, policy, **facts) if not judged.stays][
         ::-1
     ]
 
 
 def metric_of(manifest: Manifest, metric: str) -> float | None:
-    """What the workload has said of the checkpoint's step under this name, or a fact (`loss`); None for neither."""
+    """Return the workload's metric of this name for the checkpoint's step, else a fact (`loss`), else None."""
     own = manifest.extra.get(METRICS)
     value: Any = own[metric] if isinstance(own, dict) and metric in own else manifest.extra.get(metric)
     try:
         return number(value) if isinstance(value, (int, float, str)) and not isinstance(value, bool) else None
-    except KeyError:  # a word, no number
+    except KeyError:  # a word, not a number
         return None
 
 
 class TierRetention:
-    """Deletes in one tier what `policy` no longer keeps and what died half-written; the next pass retries what fails.
+    """Deletion of expired checkpoints and debris in one tier; the next pass retries failed deletions.
 
-    It never raises OSError: old checkpoints that cannot be deleted yet are no reason to fail.
+    It never raises OSError: old checkpoints that cannot be deleted yet must not fail a run.
     """
 
     def __init__(
         self, tier: ResolvedTier, policy: Policy, owner: Owner, emit: EmitEvent, pins: Storage | None = None
     ) -> None:
-        """`pins` is the storage of the run's own folder (default: the tier's own)."""
+        """Create a pass for one tier; `pins` is the storage of the run's own folder (default: the tier's own)."""
         self._tier, self._policy, self._owner, self._emit = tier, policy, owner, emit
         self._pins = pins or tier.storage
         self.metrics: dict[str, float | None] = {}
-        """By name, of checkpoints whose files were found whole."""
+        """Metric by name, for checkpoints whose files were found complete."""
 
     def apply(self, newest: str, refused: Collection[str] = (), held: Collection[str] = ()) -> None:
-        """One pass after `newest` was committed; `refused` ones are not trusted, `held` ones are being read."""
+        """Run one pass after `newest` was committed; `refused` ones are not trusted, `held` ones are being read."""
         parts: list[Callable[[], bool]] = [
             lambda: self._delete_expired(newest, refused, held),
             lambda: self._delete_orphaned(held),
@@ -176,9 +176,9 @@ class TierRetention:
                 _log.warning("%s: old checkpoints could not be deleted yet: %s", self._tier.path, error)
 
     def collect_debris(self, there: Collection[str]) -> None:
-        """At a start: collect what died half-written among the folders `there`.
+        """Collect unfinished checkpoints among the folders `there`. Called at a start.
 
-        A disk that is full of debris takes no save, and retention comes only after one.
+        A disk full of debris accepts no save, and retention runs only after a save.
         """
         try:
             self._collect((), there)
@@ -186,12 +186,12 @@ class TierRetention:
             _log.warning("%s: half-written checkpoints could not be deleted yet: %s", self._tier.path, error)
 
     def _delete_expired(self, newest: str, refused: Collection[str], held: Collection[str]) -> bool:
-        """False when the fence was lost."""
+        """Delete expired checkpoints; return False if the fence was lost."""
         entries = self._tier.catalog.accepted(self._owner)
         pinned = pinned_names(self._pins)
         if len(entries) <= max(self._policy.keep, FLOOR):
             return True
-        # After the pins: a checkpoint that is pinned while it is tested is never seen without pin and verdict.
+        # Read after the pins, so that a checkpoint that is pinned during its test always shows a pin or a verdict.
         verdicts = read_verdicts(self._pins)
         refused = {*refused, *bad_copies(verdicts, self._tier.path, self._tier.storage)}
         refused |= self._unsound(entries, refused)
@@ -201,7 +201,10 @@ class TierRetention:
         return self._delete([entry for entry, _ in gone])
 
     def _delete_orphaned(self, held: Collection[str]) -> bool:
-        """On a node's own disk: delete what ended attempts left and nobody inherits, once this attempt has its own."""
+        """Delete checkpoints of ended attempts that are not inherited, once this attempt has its own.
+
+        Node-local disks only.
+        """
         tier, owner, ended_attempts = self._tier, self._owner, attempt_ids(self._owner.ended_attempts)
         if tier.shared or not ended_attempts:
             return True
@@ -221,11 +224,14 @@ class TierRetention:
         return newest_restore_tested(verdicts, self._tier.path, self._tier.storage, names)
 
     def _delete(self, entries: Sequence[Entry]) -> bool:
-        """False when the fence was lost; one that cannot be deleted keeps none of the others, then raises OSError."""
+        """Delete entries; return False if the fence was lost.
+
+        One failure does not stop the others, then raises OSError.
+        """
         errors = []
         for entry in entries:
             try:
-                # Read again: somebody may pin it while older ones are being deleted.
+                # Read again: a user may pin it while older ones are being deleted.
                 if entry.name in pinned_names(self._pins):
                     continue
                 if not delete(self._tier.storage, entry.name, self._owner.fence):
@@ -244,13 +250,13 @@ class TierRetention:
         self._emit("checkpoint.deleted", {"step": step, "name": name, "tier": self._tier.path})
 
     def _unsound(self, entries: Sequence[Entry], refused: Collection[str]) -> set[str]:
-        """Those whose files are no longer what was committed, by names and sizes: substitutes for nothing."""
+        """Return the entries whose files no longer match the commit by name or size; they are not substitutes."""
         unsound = set()
         for entry in entries:
             if entry.name in refused or entry.name in self.metrics:
                 continue
             manifest, faults = read_sealed(self._tier.storage, entry.name)
-            # On a node's own disk the files of other nodes are missing, and that is right.
+            # On a node's own disk, the files of other nodes are expected to be missing.
             if manifest is None or (faults and self._tier.shared):
                 unsound.add(entry.name)
                 continue
@@ -258,7 +264,7 @@ class TierRetention:
         return unsound
 
     def _collect(self, held: Collection[str], there: Collection[str] | None = None) -> bool:
-        """Collect debris, only in the folders `there` if given; reports the end of a deletion that others began."""
+        """Collect debris, only in the folders `there` if given; reports deletions of others that it completes."""
         owner = self._owner
         ended = {(parts.attempt, parts.nonce) for name in owner.inherit if (parts := parse_name(name)) is not None}
         ended |= attempt_ids(owner.ended_attempts)

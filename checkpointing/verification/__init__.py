@@ -1,1 +1,1 @@
-"""Whether a checkpoint can be believed: digests, sizes, recorded verdicts, plausible values. No torch."""
+"""Verification of checkpoints: digests, sizes, recorded verdicts. No torch."""

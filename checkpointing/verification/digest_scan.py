@@ -1,8 +1,8 @@
-"""Digests of files that are there, at the speed of reading: a few threads, each digests a chunk as it reads it.
+"""Digests of existing files at reading speed: several threads, each of which digests a chunk as it reads it.
 
-Files are read through the page cache, in pieces that are still in the core's own cache when they are digested: the
-kernel reads ahead meanwhile, which one thread with O_DIRECT cannot. What was not in the page cache before is let go of
-again at once: verifying a checkpoint must not throw out what a trainer on the same machine needs.
+Files are read through the page cache, in pieces that are still in the core's own cache when they are digested. The
+kernel reads ahead meanwhile, which a single thread with O_DIRECT cannot do. Pages that were not cached before are
+dropped at once, so that verification does not evict the data of a trainer on the same machine.
 """
 
 import ctypes
@@ -19,19 +19,19 @@ import xxhash
 from checkpointing.storage.backends import LocalStorage, Storage
 
 PIECE = 512 << 10
-"""Bytes read from the page cache at once: half of a usual second-level cache."""
+"""Bytes read from the page cache at once: half of a typical L2 cache."""
 PAGE = mmap.PAGESIZE
 _STRIDE = 8 << 20
 _MOST = 4
 
 
 def reader_threads() -> int:
-    """Two threads at least, so that one reads while the other digests; four saturate what one process can get."""
+    """Return the thread count: at least two, so that one reads while the other digests; four saturate one process."""
     return min(_MOST, max(2, len(os.sched_getaffinity(0))))
 
 
 class ByteRange(Protocol):
-    """What is to be digested: `length` bytes of a file from `offset` on."""
+    """Work item of a digest: `length` bytes of a file from `offset` on."""
 
     @property
     def name(self) -> str: ...
@@ -47,20 +47,20 @@ R = TypeVar("R", bound=ByteRange)
 
 
 class Digester(Protocol):
-    """Digests reaches of files for one thread; remembers the file of the last one."""
+    """Digester of byte ranges for one thread; keeps the last file open."""
 
     def digest(self, byte_range: ByteRange) -> str:
-        """xxh3-128 of the bytes that are there (fewer when the file ends early); raises OSError."""
+        """Return the xxh3-128 of the existing bytes (fewer if the file ends early); raises OSError."""
 
     def close(self) -> None: ...
 
 
 def digester_of(storage: Storage, folder: str, before: "PageCacheState | None" = None) -> Callable[[], Digester]:
-    """What makes a thread's digester of the files in one folder of a storage.
+    """Return a factory of per-thread digesters for the files in one folder of a storage.
 
-    With a `before` that keeps, the page cache keeps what is read, until `before.drop_new_pages`.
+    If `before.keeps` is set, read pages stay in the page cache until `before.drop_new_pages`.
     """
-    # A storage that opens files in its own way is read through its own streams.
+    # A storage with its own `open` is read through its own streams.
     if isinstance(storage, LocalStorage) and type(storage).open is LocalStorage.open:
         root, known = storage.root / folder, before or PageCacheState()
         return lambda: _LocalDigester(root, known)
@@ -68,7 +68,7 @@ def digester_of(storage: Storage, folder: str, before: "PageCacheState | None" =
 
 
 class DigestScan(Generic[R]):
-    """One pass over some reaches: `on_digest` is called after each, by one thread at a time."""
+    """A pass over byte ranges; `on_digest` is called after each, by one thread at a time."""
 
     def __init__(self, make: Callable[[], Digester], on_digest: Callable[[R, str | OSError], None]) -> None:
         self._make, self._on_digest = make, on_digest
@@ -85,7 +85,7 @@ class DigestScan(Generic[R]):
                 for future in work:
                     future.result()
             finally:
-                self._stopped = True  # an interrupted scan ends with the chunks that are being read
+                self._stopped = True  # an interrupted scan ends after the chunks now being read
 
     def _work(self) -> None:
         digester = self._make()
@@ -107,7 +107,7 @@ class DigestScan(Generic[R]):
 
 
 class _StreamDigester:
-    """Reads through a storage's own streams."""
+    """Digester that reads through a storage's own streams."""
 
     def __init__(self, storage: Storage, folder: str) -> None:
         self._storage, self._folder = storage, folder
@@ -129,9 +129,9 @@ class _StreamDigester:
 
 
 class PageCacheState:
-    """What was in the page cache before a scan came by; shared by its threads, as what the kernel reads ahead is.
+    """Page cache residency before a scan; shared by its threads because the kernel's read-ahead is shared too.
 
-    What was not is let go of at once, unless this `keeps` it for somebody who reads it again.
+    Pages that were not resident are dropped at once, unless `keeps` is set for a later second reading.
     """
 
     def __init__(self, keeps: bool = False) -> None:
@@ -140,7 +140,7 @@ class PageCacheState:
         self._files: dict[str, list[bool]] = {}
 
     def of(self, name: str, descriptor: int) -> list[bool]:
-        """For every 8 MiB of a file whether they were there: the page in the middle stands for them."""
+        """Return for every 8 MiB of a file whether they were cached, judged by the page in the middle."""
         with self._lock:
             if name not in self._files:
                 size = os.fstat(descriptor).st_size
@@ -149,13 +149,13 @@ class PageCacheState:
             return self._files[name]
 
     def drop_new_pages(self, root: Path) -> None:
-        """Let go of all that was not there before, in the files below `root` that were looked at."""
+        """Drop all pages of the examined files below `root` that were not cached before."""
         with self._lock:
             for name, warm in self._files.items():
                 try:
                     descriptor = os.open(root / name, os.O_RDONLY | os.O_CLOEXEC)
                 except OSError:
-                    continue  # what is gone is not in the cache either
+                    continue  # a deleted file has no cached pages
                 try:
                     for at in (at for at, was_there in enumerate(warm) if not was_there):
                         os.posix_fadvise(descriptor, at * _STRIDE, _STRIDE, os.POSIX_FADV_DONTNEED)
@@ -164,7 +164,7 @@ class PageCacheState:
 
 
 class _LocalDigester:
-    """Reads files of a mounted file system, piece by piece, into memory that is used again and again."""
+    """Digester of files on a mounted file system, which reads piece by piece into one reused buffer."""
 
     def __init__(self, root: Path, before: PageCacheState) -> None:
         self._root, self._before = root, before
@@ -201,7 +201,7 @@ class _LocalDigester:
 
     def close(self) -> None:
         if self._descriptor >= 0:
-            # What the kernel has read beyond the last chunk goes too.
+            # Also drop what the kernel read ahead beyond the last chunk.
             if not self._before.keeps and not any(self._warm):
                 os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
             os.close(self._descriptor)
@@ -212,9 +212,9 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def _resident(descriptor: int, offset: int) -> bool:
-    """Whether the page of a file at `offset` is in the page cache; asking does not bring it there."""
+    """Return whether the file's page at `offset` is in the page cache, without loading it."""
     try:
-        # A private mapping, since only a writable one tells ctypes its address; nothing is written to it.
+        # A private mapping: ctypes exposes the address of writable mappings only. Nothing is written to it.
         mapped = mmap.mmap(descriptor, PAGE, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE, offset=offset)
     except ValueError:
         return False  # the file ends before
@@ -222,5 +222,5 @@ def _resident(descriptor: int, offset: int) -> bool:
         start = ctypes.c_char.from_buffer(page)
         seen = (ctypes.c_ubyte * 1)()
         failed = _LIBC.mincore(ctypes.c_void_p(ctypes.addressof(start)), ctypes.c_size_t(PAGE), seen)
-        del start  # the mapping cannot be closed while somebody holds its address
+        del start  # the mapping cannot be closed while its address is referenced
     return failed == 0 and bool(seen[0] & 1)

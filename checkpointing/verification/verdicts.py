@@ -1,8 +1,8 @@
 """Verdicts on checkpoints, in small files beside them, and the distance between two tensors.
 
-A bad verdict counts: retention accepts that copy as a substitute for no other. A good one is only shown, because bytes
-may rot afterwards; but retention keeps the newest copy that passed a restore test. A verdict is about one copy in one
-place, and about the manifest that it had then.
+A bad verdict counts: retention does not accept that copy as a substitute. A good one is informational, because bytes
+may rot afterwards, except that retention keeps the newest copy that passed a restore test. A verdict applies to one
+copy in one place, with the manifest that it had at that time.
 """
 
 import contextlib
@@ -21,10 +21,11 @@ from checkpointing.storage.durable import canonical
 
 @dataclass(frozen=True, kw_only=True)
 class TensorDiff:
-    """One tensor in two checkpoints; a side that lacks it is None, numbers are None where nothing can be compared.
+    """Difference of one tensor in two checkpoints.
 
-    `largest` is the largest absolute difference of a value, `relative` the norm of the difference over the larger of
-    the two norms, `changed` the share of values whose bits differ. `by_fingerprint`: only fingerprints were compared.
+    A missing tensor is None; numbers are None without comparable values. `largest` is the largest absolute difference
+    of a value, `relative` the norm of the difference over the larger of the two norms, `changed` the share of values
+    whose bits differ. With `by_fingerprint`, only fingerprints were compared.
     """
 
     key: str
@@ -42,7 +43,7 @@ class TensorDiff:
 
     @property
     def weight(self) -> float:
-        """By what differences are sorted: what cannot be compared, or gives no number, first."""
+        """Sort key: tensors that cannot be compared, or have no number, come first."""
         if self.relative is None:
             return 0.0 if self.equal else math.inf
         return math.inf if math.isnan(self.relative) else self.relative
@@ -51,14 +52,14 @@ class TensorDiff:
 VERDICTS = "verdicts"
 SCHEMA = "orch.verdict/1"
 RESTORE_TESTED = 5
-"""Level of a restore test, above those of verifications: it was restored into a model that trained on."""
+"""Level of a restore test, above all verification levels: the checkpoint was loaded into a model that then trained."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What was found of the copy of `name` in `place` (the folder or URL that holds it), at which level and when.
+    """Result for the copy of `name` in `place` (the folder or URL that holds it), with its level and time.
 
-    `manifest` is the digest in its COMMIT, "" when that could not be believed; `at` in seconds since the epoch.
+    `manifest` is the digest in its COMMIT, "" if COMMIT could not be trusted; `at` is in seconds since the epoch.
     """
 
     name: str
@@ -71,14 +72,14 @@ class Verdict:
 
 
 def manifest_of(storage: Storage, name: str) -> str:
-    """Which manifest a copy has; raises OSError when its COMMIT is there and cannot be read."""
+    """Return the manifest digest of a copy, or "" without a valid COMMIT; raises OSError if COMMIT is unreadable."""
     with contextlib.suppress(ManifestError, FileNotFoundError):
         return read_commit(storage, name).manifest
     return ""
 
 
 def record(storage: Storage, verdict: Verdict) -> None:
-    """Write a verdict over an earlier one of the same copy, unless that is good and says more; raises OSError."""
+    """Write a verdict, unless an earlier good verdict on the same copy has a higher level; raises OSError."""
     file = _file(verdict.name, verdict.place)
     earlier = _read(storage, file)
     if earlier is None or not _says_more(earlier, verdict):
@@ -86,19 +87,19 @@ def record(storage: Storage, verdict: Verdict) -> None:
 
 
 def _says_more(earlier: Verdict, verdict: Verdict) -> bool:
-    """Whether both found the same copy good, and the earlier one at a higher level."""
+    """Return whether both found the same copy good, and the earlier one at a higher level."""
     return earlier.ok and verdict.ok and earlier.manifest == verdict.manifest and earlier.level > verdict.level
 
 
 def withdraw(storage: Storage, name: str, place: str) -> None:
-    """Take away a good verdict on a copy that is doubted now; a bad one stays. Raises OSError."""
+    """Delete a good verdict on a copy that is now in doubt; a bad one stays. Raises OSError."""
     known = _read(storage, _file(name, place).rpartition("/")[2])
     if known is not None and known.ok:
         storage.delete(_file(name, place))
 
 
 def forget(storage: Storage, place: str, present: Iterable[str]) -> None:
-    """Take away the verdicts on copies that `place` has no more; raises OSError."""
+    """Delete the verdicts on copies that no longer exist in `place`; raises OSError."""
     there = set(present)
     for verdict in read_verdicts(storage):
         if verdict.place == place and verdict.name not in there:
@@ -106,13 +107,13 @@ def forget(storage: Storage, place: str, present: Iterable[str]) -> None:
 
 
 def read_verdicts(storage: Storage) -> list[Verdict]:
-    """All verdicts; damaged ones are left out. Raises OSError when they cannot be listed."""
+    """Return all verdicts except damaged ones. Raises OSError if they cannot be listed."""
     names = [name for name, size in storage.list(VERDICTS).items() if size is not None]
     return [verdict for name in names if (verdict := _read(storage, f"{VERDICTS}/{name}")) is not None]
 
 
 def known_bad(storage: Storage, place: str, copies: Storage) -> dict[str, str]:
-    """Names whose copy in `place` (read through `copies`) was found bad and is still the same one, and what was found.
+    """Return the reasons of bad verdicts by name, for unchanged copies in `place` (read through `copies`).
 
     Raises OSError.
     """
@@ -120,7 +121,7 @@ def known_bad(storage: Storage, place: str, copies: Storage) -> dict[str, str]:
 
 
 def bad_copies(verdicts: Iterable[Verdict], place: str, copies: Storage) -> dict[str, str]:
-    """`known_bad` by verdicts that were read already; raises OSError."""
+    """Like `known_bad`, but with verdicts that were already read; raises OSError."""
     bad = [verdict for verdict in verdicts if verdict.place == place and not verdict.ok]
     return {item.name: item.reason for item in bad if item.manifest == manifest_of(copies, item.name)}
 
@@ -128,7 +129,7 @@ def bad_copies(verdicts: Iterable[Verdict], place: str, copies: Storage) -> dict
 def newest_restore_tested(
     verdicts: Iterable[Verdict], place: str, copies: Storage, names: Collection[str]
 ) -> str | None:
-    """The newest among `names` whose copy in `place` has passed a restore test and is still the same one.
+    """Return the newest of `names` whose copy in `place` passed a restore test and has not changed since.
 
     Raises OSError.
     """

@@ -1,4 +1,4 @@
-"""Whether a checkpoint can be believed: COMMIT, manifest, sizes, chunk digests."""
+"""Verification of a checkpoint: COMMIT, manifest, sizes, chunk digests."""
 
 import random
 import time
@@ -15,7 +15,7 @@ from checkpointing.storage.storage_errors import error_words
 from checkpointing.verification.digest_scan import DigestScan, PageCacheState, digester_of
 
 Progress = Callable[[int, int], None]
-"""Takes how much is done, and how much there is: bytes or pieces."""
+"""Called with the amount done and the total, in bytes or pieces."""
 
 LEVELS = {0: "committed, sizes", 1: "sampled chunks", 2: "all chunks"}
 _SAMPLE_ONE_IN = 16
@@ -24,9 +24,9 @@ _NAMED = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """One thing that is wrong, in one file; `chunk` counts from 0; `tensors` are those whose values it touches.
+    """A fault in one file; `chunk` counts from 0; `tensors` are the tensors whose values it affects.
 
-    `gone`: it could not be opened because it is not there.
+    `gone`: the file could not be opened because it does not exist.
     """
 
     file: str
@@ -37,13 +37,13 @@ class Fault:
 
     @classmethod
     def of(cls, file: str, error: OSError) -> "Fault":
-        """The fault of a file that could not be read."""
+        """Return the fault of a file that could not be read."""
         gone = isinstance(error, FileNotFoundError)
         return cls(file=file, chunk=None, reason=f"unreadable: {error_words(error)}", gone=gone)
 
     @property
     def tensor(self) -> str | None:
-        """The tensors as people want to read them: the first ones, and how many more."""
+        """The affected tensors for display: the first ones, and the number of further ones."""
         if not self.tensors:
             return None
         more = len(self.tensors) - _NAMED
@@ -51,12 +51,12 @@ class Fault:
 
     @property
     def is_damage(self) -> bool:
-        """Whether bytes are wrong or gone; what cannot be read now may be read later."""
+        """Whether bytes are wrong or gone; a file that cannot be read now may be readable later."""
         return not self.reason.startswith("unreadable: ")
 
     @property
     def is_unreadable(self) -> bool:
-        """Whether the file is there, as far as is known, and could not be read."""
+        """Whether the file presumably exists but could not be read."""
         return not self.is_damage and not self.gone
 
     def __str__(self) -> str:
@@ -66,9 +66,9 @@ class Fault:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What a verification found; `bytes` is what was read and compared, `seconds` the time it took.
+    """Result of a verification; `bytes` is the amount read and compared, `seconds` the time it took.
 
-    `notes` tell what could not be looked at, because the checkpoint does not have it.
+    `notes` list checks that were skipped because the checkpoint lacks the data for them.
     """
 
     ok: bool
@@ -81,7 +81,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Chunk:
-    """One piece of work for a verifier."""
+    """Work item of a verifier."""
 
     file: FileEntry
     index: int
@@ -108,10 +108,10 @@ def verify_in(
     storage: Storage, name: str, level: int, progress: Progress | None = None, before: PageCacheState | None = None,
     choose: Callable[[Sequence[Chunk]], Sequence[Chunk]] | None = None,
 ) -> Report:  # fmt: skip
-    """Like `verify`, on any storage; `progress` is called with (bytes done, bytes in all) after every chunk.
+    """Like `verify`, on any storage; `progress` is called with (bytes done, total bytes) after every chunk.
 
-    `before` records what was in the page cache, and may keep what is read there for a second reading. `choose` selects
-    the chunks that are read here, where several readers divide them.
+    `before` records what was in the page cache, and may keep read pages there for a second reading. `choose` selects
+    the chunks to read here if several readers divide them.
     """
     if level not in LEVELS:
         raise ValueError(f"verify level {level}: must be one of {sorted(LEVELS)}")
@@ -128,7 +128,7 @@ def verify_in(
 
 
 def read_sealed(storage: Storage, name: str) -> tuple[Manifest | None, list[Fault]]:
-    """The manifest that COMMIT vouches for, and what is wrong with files by name and size; None when unbelievable."""
+    """Return the manifest that COMMIT vouches for (None if invalid), and the faults of files by name and size."""
     try:
         manifest = _manifest_of(storage, name)
         present = storage.list(name)
@@ -174,7 +174,7 @@ def _size_fault(entry: FileEntry, present: dict[str, int | None]) -> Fault | Non
 
 
 def all_chunks(manifest: Manifest) -> list[Chunk]:
-    """Every chunk of every file, in file order."""
+    """Return every chunk of every file, in file order."""
     return [Chunk(entry, index) for entry in manifest.files for index in range(len(entry.chunks))]
 
 
@@ -186,7 +186,7 @@ def _chosen(manifest: Manifest, level: int) -> list[Chunk]:
 
 
 def _sampled(chunks: Sequence[Chunk], seed: str) -> list[Chunk]:
-    """Both ends of every file and one chunk in sixteen; the same ones every time for the same checkpoint."""
+    """Return the first and last chunk of every file and one in sixteen; always the same ones for a checkpoint."""
     draw = random.Random(seed)
     return [
         chunk
@@ -229,7 +229,7 @@ def _compared(chunk: Chunk, result: str | OSError) -> Fault | None:
 
 
 def read_listed(storage: Storage, manifest: Manifest, file: str) -> bytes:
-    """The bytes of a small file that the manifest lists, verified; raises ManifestError or OSError."""
+    """Return the verified bytes of a small file that the manifest lists; raises ManifestError or OSError."""
     entry = manifest.file(file)
     if entry is None:
         raise ManifestError(f"{file} is not listed in {MANIFEST}")
@@ -242,7 +242,7 @@ def read_listed(storage: Storage, manifest: Manifest, file: str) -> bytes:
 
 
 def named(storage: Storage, manifest: Manifest, faults: list[Fault]) -> list[Fault]:
-    """The faults with the tensors that they touch, as far as the index of the checkpoint can still be believed."""
+    """Add the affected tensors to the faults, if the checkpoint's index can still be trusted."""
     if not faults or manifest.file(INDEX) is None:
         return faults
     try:

@@ -1,7 +1,7 @@
-"""The arena: one memory of a rank (a memfd) with its copies of the state, and a record of what each copy holds.
+"""The arena: a memfd of a rank with its copies of the state, and a record of the contents of each copy.
 
-Layout of the memory: a page that says its shape, then one *record* area and one buffer after the other, all beginning
-at a page. Rank and writer process map it both. A record is believed only when it is whole and of the arena's plan.
+Layout: a page with the shape, then alternating *record* areas and buffers, all page-aligned. Rank and writer process
+both map it. A record is valid only if it is whole and belongs to the arena's plan.
 """
 
 import json
@@ -27,7 +27,7 @@ _MOST_FILES = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """What a buffer holds: the files of one rank at one step, with digests, and where in the buffer each begins."""
+    """Contents of a buffer: the files of one rank at one step, with digests and offsets in the buffer."""
 
     step: int
     plan: str
@@ -42,7 +42,7 @@ class Record:
 
 @dataclass(frozen=True, kw_only=True)
 class _Shape:
-    """`stamp` differs for every shape that one arena is given."""
+    """Shape of an arena; `stamp` differs for every shape that one arena is given."""
 
     plan: str = ""
     buffer_bytes: int = 0
@@ -62,9 +62,9 @@ class _Shape:
 
 
 class Arena:
-    """One side's view of the memory behind `descriptor`, which the arena owns; views of it stay valid as long as kept.
+    """A side's view of the memory behind `descriptor`, which it owns; views of the memory keep it mapped.
 
-    WARNING: shape it only while no order for it is in flight: what is being read then would change.
+    WARNING: reshape it only while no order for it is in flight, because that changes the data being read.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -74,12 +74,12 @@ class Arena:
 
     @classmethod
     def create(cls, name: str = "orch-arena") -> "Arena":
-        """A new memory without a shape; nothing of it shows in any folder, and it goes with its last descriptor."""
+        """Create a new memory without a shape; it appears in no folder and is freed with its last descriptor."""
         return cls(os.memfd_create(name, os.MFD_CLOEXEC))
 
     @property
     def plan(self) -> str:
-        """Hash of the plan that the buffers are laid out for; empty when they have no shape."""
+        """Hash of the plan that the buffers are laid out for; empty without a shape."""
         return self._shape.plan
 
     @property
@@ -92,11 +92,11 @@ class Arena:
 
     @property
     def stamp(self) -> str:
-        """Names this shape: the other side maps the memory again when it hears of another one."""
+        """Identifier of this shape; the other side remaps the memory when it receives a different one."""
         return self._shape.stamp
 
     def shape(self, buffer_bytes: int, buffers: int, plan: str, extra_room: int = 0) -> None:
-        """Give it new buffers of zeros and no records; raises OSError when there is not so much memory.
+        """Create new zeroed buffers without records; raises OSError if there is not enough memory.
 
         A record has room for `extra_room` bytes of the caller's own facts. `buffer_bytes` is rounded up to pages.
         """
@@ -113,14 +113,14 @@ class Arena:
         _seal(self._memory[:PAGE], _SHAPE_MARK, json.dumps(asdict(shape)).encode())
 
     def _forget(self) -> None:
-        """Give all pages back; the file never shrinks, since reading past its end would kill the other side."""
+        """Release all pages; the file never shrinks, because access past its end would kill the other side."""
         size = os.fstat(self.descriptor).st_size
         if size:
             shared_memory.punch_hole(self.descriptor, size)
         self._shape, self._memory = _Shape(), memoryview(b"")
 
     def reload(self) -> None:
-        """Map the shape that the memory has by now."""
+        """Map the current shape of the memory."""
         shape = self._shape_found()
         if shape.stamp != self._shape.stamp:
             self._map(shape)
@@ -136,16 +136,16 @@ class Arena:
         self._shape = shape
 
     def populate(self) -> None:
-        """Let the kernel enter all pages into this process's table now, not one by one at the first use."""
+        """Populate this process's page table now instead of at the first use of each page."""
         shared_memory.populate(self._memory)
 
     def use_huge_pages(self, stopped: Callable[[], bool]) -> None:
-        """Let the kernel keep the memory in huge pages, where it can; takes seconds per GiB, and both sides gain."""
-        memory = self._memory  # stays mapped meanwhile, whatever shape comes next
+        """Collapse the memory into huge pages if possible; takes seconds per GiB, and both sides benefit."""
+        memory = self._memory  # stays mapped even if the shape changes meanwhile
         shared_memory.use_huge_pages(memory, stopped)
 
     def buffer(self, index: int) -> memoryview:
-        """The bytes of one buffer, writable, beginning at a page."""
+        """Return the bytes of one buffer, writable and page-aligned."""
         assert 0 <= index < self.buffers, f"buffer {index} of {self.buffers}"
         start = self._shape.buffer_at(index)
         return self._memory[start : start + self.buffer_bytes]
@@ -156,17 +156,17 @@ class Arena:
         return self._memory[start : start + self._shape.record_bytes]
 
     def clear(self, index: int) -> None:
-        """From now on this buffer holds nothing that is vouched for: call it before writing into the buffer."""
+        """Invalidate the record of a buffer; call this before writing into the buffer."""
         self._record_area(index)[: _SEAL.size] = bytes(_SEAL.size)
 
     def publish(self, index: int, record: Record) -> None:
-        """Vouch for a buffer's bytes; raises ValueError when the record's area is too small for it."""
+        """Record a buffer's contents as valid; raises ValueError if the record does not fit its area."""
         assert record.plan == self.plan, "a record of another plan"
         self.clear(index)
         _seal(self._record_area(index), _RECORD_MARK, record.encode())
 
     def record(self, index: int) -> Record | None:
-        """What this buffer holds; None when nobody vouches for it, or the record is torn."""
+        """Return the record of a buffer; None if it is missing, torn or invalid."""
         if index >= self.buffers:
             return None
         payload = _sealed(self._record_area(index), _RECORD_MARK)
@@ -178,7 +178,7 @@ class Arena:
         return record if record.plan == self.plan else None
 
     def close(self) -> None:
-        """Give the descriptor up; the memory goes when no view of it is left on any side."""
+        """Close the descriptor; the memory is freed once no view of it is left on any side."""
         self._shape, self._memory = _Shape(), memoryview(b"")
         if self.descriptor >= 0:
             os.close(self.descriptor)
@@ -186,7 +186,7 @@ class Arena:
 
 
 def _seal(area: memoryview, mark: bytes, payload: bytes) -> None:
-    """Payload first, seal last: whoever dies in between leaves something that nobody believes."""
+    """Write the payload first and the seal last, so that a crash in between leaves an invalid record."""
     if _SEAL.size + len(payload) > len(area):
         raise ValueError(f"{len(payload)} bytes do not fit into {len(area) - _SEAL.size}")
     area[_SEAL.size : _SEAL.size + len(payload)] = payload
@@ -194,7 +194,7 @@ def _seal(area: memoryview, mark: bytes, payload: bytes) -> None:
 
 
 def _sealed(area: memoryview, mark: bytes) -> bytes | None:
-    """The payload below a seal; None when there is none or it is torn."""
+    """Return the payload below a seal; None if the seal is missing or torn."""
     found, length, claimed = _SEAL.unpack(area[: _SEAL.size])
     if found != mark or length > len(area) - _SEAL.size:
         return None

@@ -1,4 +1,4 @@
-"""A rank's end of its writer: orders become futures. The writer is a process, or threads of this one."""
+"""A rank's end of its writer, which turns orders into futures. The writer is a process, or threads of this one."""
 
 import contextlib
 import itertools
@@ -35,14 +35,14 @@ _LEAVE_SECONDS = 2.0
 
 
 class WriterLost(ConnectionError):
-    """The writer process is gone: what it had not reported is not durable, and nobody reads the buffers any more."""
+    """The writer process is gone; unreported writes are not durable, and the buffers are not read any more."""
 
 
 class WriterLink:
-    """A writer process over a stream socket; two descriptors in all: the socket's and the arena's.
+    """A writer process over a stream socket; uses two descriptors in total, the socket's and the arena's.
 
-    Every future ends: with its result, with an OSError (errno kept), or with WriterLost when the process is gone. When
-    a `write` has ended in any of these ways, nothing reads its buffer any more.
+    Every future ends with its result, with an OSError (errno kept), or with WriterLost if the process is gone. Once a
+    `write` has ended in any of these ways, its buffer is not read any more.
     """
 
     def __init__(self, stream: socket.socket, arena: Arena, process: "subprocess.Popen[bytes] | None" = None) -> None:
@@ -56,9 +56,9 @@ class WriterLink:
 
     @classmethod
     def start(cls, arena: Arena | None = None, label: str = "") -> "WriterLink":
-        """Start a writer of one's own, over a new arena or the given one; it dies with this process.
+        """Start a private writer over a new arena or the given one; it dies with this process.
 
-        Returns while the process is still starting: what cannot start at all shows as WriterLost.
+        Returns while the process is still starting; a failed start is reported as WriterLost.
         """
         arena = arena if arena is not None else Arena.create()
         ours, theirs = socket.socketpair()
@@ -70,11 +70,11 @@ class WriterLink:
 
     @classmethod
     def attach(cls, socket_fd: int, arena_fd: int, patience: float = _PATIENCE) -> "WriterLink":
-        """Take over a writer that somebody else owns; both descriptors become the link's.
+        """Attach to a writer that another process owns; both descriptors then belong to the link.
 
-        Returns when whatever an earlier generation had ordered has ceased to touch the arena. A writer that has just
-        died is replaced by one of one's own, over the same memory. Raises WriterLost when it does not answer: then it
-        may touch that memory at any time.
+        Returns once no order of an earlier generation touches the arena. A writer that has just died is replaced by a
+        private one over the same memory. Raises WriterLost if the writer does not answer; it may then touch that memory
+        at any time.
         """
         link = cls(socket.socket(fileno=socket_fd), Arena(arena_fd))
         try:
@@ -87,13 +87,13 @@ class WriterLink:
         return link
 
     def replacement(self) -> "WriterLink":
-        """A writer of one's own in the place of a lost one, over the same arena; this link is closed."""
+        """Return a private writer that replaces a lost one over the same arena; this link is closed."""
         self._disconnect()
         return WriterLink.start(self.arena)
 
     @property
     def alive(self) -> bool:
-        """Whether the writer still is there, as far as is known."""
+        """Whether the writer is still known to be running."""
         return not self._lost
 
     def write(self, order: WriteOrder) -> "Future[WriteResult]":
@@ -101,23 +101,23 @@ class WriterLink:
         return self._request({"do": "write", "order": asdict(order), "stamp": self.arena.stamp}, decode_write_result)
 
     def put(self, place: str, folder: str, name: str, blob: bytes) -> "Future[FileEntry]":
-        """Write one small file durably, beside whatever else is going on."""
+        """Write one small file durably, in parallel with other orders."""
         return self._request({"do": "put", "place": place, "folder": folder, "name": name}, decode_entry, blob)
 
     def copy(self, order: CopyOrder) -> "Future[Copied]":
-        """Copy files of a checkpoint to another tier, beside whatever else is going on."""
+        """Copy files of a checkpoint to another tier, in parallel with other orders."""
         return self._request({"do": "copy", "order": asdict(order)}, lambda fields: Copied(**fields))
 
     def ping(self) -> "Future[None]":
-        """Ends when the writer listens, whatever its disks do."""
+        """Return a future that ends when the writer answers, even if its disks hang."""
         return self._request({"do": "ping"}, lambda _: None)
 
     def warm(self) -> "Future[None]":
-        """Have the writer map the arena's newest shape with all its pages, ahead of the first order."""
+        """Make the writer map the arena's newest shape with all its pages, ahead of the first order."""
         return self._request({"do": "warm", "stamp": self.arena.stamp}, lambda _: None)
 
     def cancel(self) -> None:
-        """Give up what is in flight, between two blocks: those futures end with OSError (ECANCELED)."""
+        """Cancel orders in flight between two blocks; their futures end with OSError (ECANCELED)."""
         self._request({"do": "cancel"}, lambda _: None)
 
     def _request(self, header: dict[str, Any], decode: Callable[[dict[str, Any]], T], blob: bytes = b"") -> "Future[T]":
@@ -132,7 +132,7 @@ class WriterLink:
         try:
             self._messages.send({"id": number, **header}, blob)
         except OSError:
-            # Whatever it has answered is still to be read; the reader sees the end, and ends the futures.
+            # Answers already sent can still be read; the reader then sees the end and ends the futures.
             self._messages.disconnect()
         return future
 
@@ -141,7 +141,7 @@ class WriterLink:
             while (message := self._messages.receive()) is not None:
                 self._settle(message[0])
         except (LookupError, TypeError, ValueError):
-            self._messages.disconnect()  # one that speaks nonsense is as good as gone
+            self._messages.disconnect()  # a writer that sends malformed messages counts as lost
         with self._lock:
             self._lost, orphans = True, list(self._waiting.values())
             self._waiting.clear()
@@ -161,7 +161,7 @@ class WriterLink:
             future.set_result(result)
 
     def close(self) -> None:
-        """Abandon what is in flight and end the connection; a process of one's own ends with it."""
+        """Abandon orders in flight and close the connection; a private writer process ends with it."""
         try:
             self._disconnect()
         finally:
@@ -177,13 +177,13 @@ class WriterLink:
                 self._process.wait(_LEAVE_SECONDS)
             except subprocess.TimeoutExpired:
                 self._process.kill()
-                # One that hangs in the kernel, on a dead disk, is not even killed: it has to be left behind.
+                # A process that hangs in the kernel on a dead disk cannot be killed and must be left behind.
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     self._process.wait(_LEAVE_SECONDS)
 
 
 class InProcessWriter:
-    """The same orders in threads of this process, onto one storage (or wherever each order says)."""
+    """Writer that runs the same orders in threads of this process, on one storage or on each order's place."""
 
     alive = True
 
@@ -199,33 +199,33 @@ class InProcessWriter:
         )
 
     def put(self, place: str, folder: str, name: str, blob: bytes) -> "Future[FileEntry]":
-        """Write one small file durably, beside whatever else is going on."""
+        """Write one small file durably, in parallel with other orders."""
         return self._orders.start(lambda _: put_file(self._at(place), folder, name, blob))
 
     def copy(self, order: CopyOrder) -> "Future[Copied]":
-        """Copy files of a checkpoint to another tier, between the places that the order names."""
+        """Copy files of a checkpoint to another tier, between the places named in the order."""
         return self._orders.start(
             lambda cancel_token: copy_files(order, stopped=cancel_token.cancelled, sleep=cancel_token.sleep)
         )
 
     def ping(self) -> "Future[None]":
-        """Ends at once."""
+        """Return a future that ends at once."""
         return self._orders.start(lambda _: None)
 
     def warm(self) -> "Future[None]":
-        """Ends when all pages are in this process's table."""
+        """Return a future that ends once this process's page table is populated."""
         return self._orders.start(lambda _: self.arena.populate())
 
     def replacement(self) -> "InProcessWriter":
-        """Itself: threads are not lost."""
+        """Return itself: threads cannot be lost."""
         return self
 
     def cancel(self) -> None:
-        """Give up what is in flight, between two blocks: those futures end with OSError (ECANCELED)."""
+        """Cancel orders in flight between two blocks; their futures end with OSError (ECANCELED)."""
         self._orders.cancel()
 
     def close(self) -> None:
-        """Abandon what is in flight."""
+        """Abandon orders in flight."""
         self._orders.quiesce(_LEAVE_SECONDS)
         self.arena.close()
 

@@ -1,8 +1,8 @@
 """The writer process: writes a rank's checkpoints without torch and outlives the rank.
 
-Started as `python -P -m checkpointing.writer.process one|many SOCKET ARENA PARENT LABEL`: `one` serves the rank
-at the other end of SOCKET and ends with it; `many` receives connections over SOCKET, one generation after the other,
-and ends with its owner. ARENA is the descriptor of the memory, PARENT the pid of whoever started this process.
+Started as `python -P -m checkpointing.writer.process one|many SOCKET ARENA PARENT LABEL`. `one` serves the rank at the
+other end of SOCKET and ends with it. `many` receives connections over SOCKET, one per generation, and ends with its
+owner. ARENA is the descriptor of the memory, PARENT the pid of the process that started this one.
 """
 
 import contextlib
@@ -44,27 +44,28 @@ _IGNORED = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
 
 
 def ignore_slurm_signals() -> None:
-    """Ignore what Slurm and a terminal send to everybody: only the owner's end is the writer's."""
+    """Ignore signals that Slurm and terminals send to all processes; the writer ends only with its owner."""
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _IGNORED)
 
 
 def lower_priority() -> None:
-    """Lowest place among the ordinary ones for the processor and for the disk; refusals are taken as they are."""
+    """Take the lowest normal CPU and I/O priority; refusals are ignored."""
     with contextlib.suppress(OSError):
         os.nice(_NICE)
     number = _IOPRIO_SET.get(platform.machine())
     if number is not None:
-        # Set before any thread is started: it is a property of threads, and they inherit it.
+        # Set before any thread starts: I/O priority belongs to threads, and new threads inherit it.
         ctypes.CDLL(None).syscall(number, _WHOLE_PROCESS, 0, _BEST_EFFORT_LAST)
 
 
 def exit_with_parent(parent: int, *, by_signal: bool) -> None:
     """End this process when `parent` does.
 
-    A thread watches the parent itself. `by_signal` has the kernel kill too, even when this process is stopped; that
-    ties it to the parent's *thread* that started it, so it is only for parents whose starting thread lives on.
+    A thread watches the parent. `by_signal` also makes the kernel send SIGKILL, which works even while this process is
+    stopped. That signal is tied to the parent's *thread* that started this process, so use it only if that thread lives
+    on.
     """
     if by_signal:
         ctypes.CDLL(None).prctl(_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)
@@ -88,7 +89,7 @@ _PATIENCE = 5.0
 
 
 class Session:
-    """One rank's connection: reads orders and answers each when it is done."""
+    """A rank's connection: reads orders and answers each when it is done."""
 
     def __init__(self, stream: socket.socket, arena: Arena) -> None:
         self._messages, self._arena, self._orders = MessageStream(stream), arena, OrderThreads()
@@ -99,7 +100,7 @@ class Session:
         self._thread.start()
 
     def serve(self) -> None:
-        """Serve until the rank is gone; what it had ordered is abandoned, except for what makes its memory useful."""
+        """Serve until the rank is gone; its orders are abandoned, except work that completes its memory copy."""
         try:
             while (message := self._messages.receive()) is not None:
                 header, blob = message
@@ -108,12 +109,12 @@ class Session:
                 except (OSError, LookupError, RuntimeError, TypeError) as error:
                     self._answer(header["id"], {"fault": encode_error(error)})
         finally:
-            # One that speaks nonsense is to learn that nobody listens any more.
+            # Disconnect so that a peer that sent a malformed message sees the connection end.
             self._messages.disconnect()
             self._orders.cancel()
 
     def end(self) -> None:
-        """Make way for the next connection: when this returns, nothing of this one touches the arena."""
+        """End before the next connection; after return, no order of this one touches the arena."""
         self._messages.disconnect()
         self._thread.join()
         self._orders.quiesce(_PATIENCE)
@@ -164,17 +165,17 @@ class Session:
         future.add_done_callback(tell)
 
     def _answer(self, number: int, answer: dict[str, Any]) -> None:
-        with contextlib.suppress(OSError):  # the rank is gone, and does not want to know any more
+        with contextlib.suppress(OSError):  # the rank is gone and no longer needs the answer
             self._messages.send({"id": number, **answer})
 
 
 def _serve_many(control: socket.socket, arena: Arena) -> None:
-    """One connection after the other, each handed over by the owner; a new one ends the one before."""
+    """Serve connections handed over by the owner, one after the other; a new one ends the previous one."""
     session: Session | None = None
     while True:
         try:
             _, descriptors, _, _ = socket.recv_fds(control, 1, 1, socket.MSG_CMSG_CLOEXEC)
-        except ConnectionError:  # the owner has left without hearing all that it was told
+        except ConnectionError:  # the owner has left without reading all replies
             return
         if not descriptors:
             return
@@ -183,11 +184,11 @@ def _serve_many(control: socket.socket, arena: Arena) -> None:
         session = Session(socket.socket(fileno=descriptors[0]), arena)
         session.start()
         with contextlib.suppress(ConnectionError):
-            control.send(b"t")  # taken: an owner who misses this replaces a writer that is stopped or stuck
+            control.send(b"t")  # taken; an owner that misses this replaces a stopped or stuck writer
 
 
 def main(arguments: list[str]) -> None:
-    """Become the writer of whoever started this process."""
+    """Run as the writer of the process that started this one."""
     kind, entrance, memory, parent, label = arguments
     ignore_slurm_signals()
     lower_priority()
@@ -201,7 +202,7 @@ def main(arguments: list[str]) -> None:
         _serve_many(link, arena)
     else:
         Session(link, arena).serve()
-    # Not by way of the interpreter's end: a thread that hangs in the kernel must not keep the others here.
+    # Skip interpreter shutdown: a thread that hangs in the kernel must not keep the process alive.
     os._exit(0)
 
 

@@ -1,6 +1,6 @@
 """Write orders: messages between a rank and its writer, and the threads that execute them.
 
-A message is a 4-byte length, the header, and as many bytes as the header's `blob` says.
+A message is a 4-byte length, the header, and a blob whose size is in the header's `blob`.
 """
 
 import contextlib
@@ -29,16 +29,17 @@ T = TypeVar("T")
 
 
 class CancelToken:
-    """`cancel` ends an order's input and output between two blocks; `halt` makes it leave memory and arena alone too.
+    """Cancellation of one order: `cancel` stops its I/O between two blocks, `halt` also its access to memory and arena.
 
-    A cancelled order still digests and vouches for its buffer: that copy is whole, and may be all that is left.
+    A cancelled order still digests its buffer and publishes the record: that copy is whole, and may be the only one
+    left.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._cancelled, self._halted = threading.Event(), False
         self.settled = threading.Event()
-        """Set once the order has no further use for the buffer's bytes, except to write them out."""
+        """Set once the order needs the buffer's bytes only to write them out."""
 
     def cancel(self) -> None:
         self._cancelled.set()
@@ -47,7 +48,7 @@ class CancelToken:
         return self._cancelled.is_set()
 
     def sleep(self, seconds: float) -> None:
-        """Sleep, or wake up at once when the order is cancelled."""
+        """Sleep; wake up at once when the order is cancelled."""
         self._cancelled.wait(seconds)
 
     def check(self) -> None:
@@ -56,7 +57,7 @@ class CancelToken:
             raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))
 
     def halt(self) -> None:
-        """When this returns, nothing that `unless_halted` guards will happen any more."""
+        """Cancel the order; after return, no action guarded by `unless_halted` starts or runs."""
         self._cancelled.set()
         with self._lock:
             self._halted = True
@@ -65,14 +66,14 @@ class CancelToken:
         return self._halted
 
     def unless_halted(self, act: Callable[[], None]) -> None:
-        """Act while no `halt` can come in between; do nothing after one."""
+        """Call `act` with `halt` locked out; do nothing after a halt."""
         with self._lock:
             if not self._halted:
                 act()
 
 
 class OrderThreads:
-    """One thread per order: one that hangs in the kernel, on a dead disk, holds up none of the others."""
+    """Threads for orders, one each, so that an order hung in the kernel on a dead disk does not block the others."""
 
     def __init__(self) -> None:
         self._running: set[CancelToken] = set()
@@ -80,18 +81,18 @@ class OrderThreads:
         self._changed = threading.Condition()
 
     def start(self, act: Callable[[CancelToken], T], *, reads_memory_for: str = "") -> "Future[T]":
-        """Start one; its future carries what it returns or raises.
+        """Start an order; the future carries its result or exception.
 
-        `reads_memory_for` is the place to which it writes what it reads in the arena.
+        `reads_memory_for` is the place to which the order writes data from the arena.
         """
         cancel_token, future = CancelToken(), Future[T]()
-        future.set_running_or_notify_cancel()  # a thread cannot be taken back; `cancel` here asks it to stop
+        future.set_running_or_notify_cancel()  # threads cannot be cancelled; `cancel` here asks the order to stop
         if reads_memory_for:
             self._readers[cancel_token] = reads_memory_for
         else:
             cancel_token.settled.set()
         self._running.add(cancel_token)
-        # A daemon: a process that exits does not wait for a disk that never answers.
+        # A daemon thread: a process that exits does not wait for a disk that never answers.
         thread = threading.Thread(target=self._run, args=(cancel_token, future, act), name="order", daemon=True)
         try:
             thread.start()
@@ -118,17 +119,17 @@ class OrderThreads:
             self._changed.notify_all()
 
     def until_unread(self, place: str) -> None:
-        """Return when no order is under way that brings what is in memory to this place; other places may hang."""
+        """Wait until no order writes from memory to this place; other places may hang."""
         with self._changed:
             self._changed.wait_for(lambda: place not in self._readers.values())
 
     def cancel(self) -> None:
-        """Ask all of them to stop; returns at once."""
+        """Ask all orders to stop; returns at once."""
         for cancel_token in list(self._running):
             cancel_token.cancel()
 
     def quiesce(self, patience: float) -> None:
-        """Cancel all, give digests `patience` seconds to end, then see to it that no record is published any more."""
+        """Cancel all, wait up to `patience` seconds for digests, then prevent further records from being published."""
         self.cancel()
         give_up = time.monotonic() + patience
         for cancel_token in list(self._running):
@@ -142,9 +143,9 @@ _HEAD_START = 0.001
 
 @dataclass(frozen=True, kw_only=True)
 class WriteOrder:
-    """Write parts of a buffer as new files of a checkpoint; with `publish`, vouch for the buffer in the arena.
+    """Order to write parts of a buffer as new files of a checkpoint; `publish` also publishes the record in the arena.
 
-    With `places`, one for each of `files`, they are regions of files that other ranks write to as well.
+    With `places`, one for each of `files`, they are regions of files that other ranks also write.
     """
 
     place: str  # root path or URL
@@ -160,9 +161,9 @@ class WriteOrder:
 
 @dataclass(frozen=True, kw_only=True)
 class WriteResult:
-    """What is durable now; `direct` when all of it went past the page cache.
+    """Durable result of a write order; `direct` if all of it bypassed the page cache.
 
-    `filled` has the digest of each file's last chunk with zeros up to that chunk's end.
+    `filled` has the digest of each file's last chunk, zero-padded to the chunk's end.
     """
 
     files: tuple[FileEntry, ...]
@@ -194,7 +195,7 @@ class _LocalTarget:
 
 
 class _StorageTarget:
-    """A folder of any storage; its sinks promise durability when they are closed."""
+    """A folder of any storage; its sinks are durable once closed."""
 
     def __init__(self, storage: Storage, folder: str, cancel_token: CancelToken) -> None:
         self._storage, self._folder, self._cancel_token = storage, folder, cancel_token
@@ -207,7 +208,7 @@ class _StorageTarget:
             for start in range(0, len(data), BLOCK):
                 self._cancel_token.check()
                 sink.write(data[start : start + BLOCK])
-            self._cancel_token.check()  # an object store shows the file from here on; by now it may be somebody else's
+            self._cancel_token.check()  # an object store shows the file from here on; another process may own it by now
         except OSError:
             sink.abort()
             raise
@@ -220,7 +221,7 @@ class _StorageTarget:
 
 def _target(order: WriteOrder, storage: Storage | None, cancel_token: CancelToken) -> _Target:
     storage = storage if storage is not None else storage_at(order.place)
-    # A storage that a test or a caller has made of a local one must see every byte.
+    # A storage derived from LocalStorage, for example by a test, must see every byte.
     if type(storage) is LocalStorage:
         return _LocalTarget(storage.root / order.folder, cancel_token)
     return _StorageTarget(storage, order.folder, cancel_token)
@@ -229,10 +230,10 @@ def _target(order: WriteOrder, storage: Storage | None, cancel_token: CancelToke
 def write_files(
     order: WriteOrder, arena: Arena, cancel_token: CancelToken, storage: Storage | None = None
 ) -> WriteResult:
-    """Write, digest and vouch; raises OSError with its errno.
+    """Write and digest the files and publish the record; raises OSError with its errno.
 
-    When it returns or raises, nothing reads the buffer any more. The buffer is digested and vouched for even when it
-    cannot be written: its copy in memory is as good as ever.
+    Once it returns or raises, the buffer is not read any more. The buffer is digested and its record published even if
+    the write fails, because the copy in memory is still good.
     """
     start = time.monotonic()
     if arena.plan != order.plan:
@@ -258,9 +259,9 @@ def write_files(
 def put_file(
     storage: Storage, folder: str, name: str, blob: bytes, quiet: Callable[[], None] | None = None
 ) -> FileEntry:
-    """Write one small file durably; raises OSError. Before it waits for the disk it calls `quiet`.
+    """Write one small file durably; raises OSError. Calls `quiet` before waiting for the disk.
 
-    An fsync amid large writes waits for all of them that are queued, and keeps the disk from the next ones.
+    An fsync during large writes waits for all queued ones and delays the following ones.
     """
     with DigestSink(storage.create(f"{folder}/{name}")) as sink:
         sink.write(blob)
@@ -270,7 +271,7 @@ def put_file(
 
 
 def _write_all(target: _Target, parts: Sequence[tuple[str, memoryview, int | None]]) -> bool:
-    """Write a few files at a time; raises the first failure when all have stopped."""
+    """Write a few files at a time; once all threads have stopped, raise the first failure."""
     if len(parts) < 2:
         return all([target.write(*part) for part in parts])
     left = list(reversed(parts))
@@ -301,7 +302,7 @@ def _write_all(target: _Target, parts: Sequence[tuple[str, memoryview, int | Non
 
 
 class _DigestThread(threading.Thread):
-    """Digests the parts of a buffer beside their writing, then publishes the record."""
+    """Thread that digests the parts of a buffer while they are written, then publishes the record."""
 
     def __init__(
         self, order: WriteOrder, arena: Arena, parts: Sequence[tuple[str, memoryview]], cancel_token: CancelToken
@@ -312,8 +313,8 @@ class _DigestThread(threading.Thread):
         self.filled: list[str] = []
 
     def run(self) -> None:
-        # The writes go first: this thread begins on the core of the one that is about to hand them to the kernel, and
-        # would keep it for a whole time slice.
+        # The writes go first: this thread starts on the core of the thread that is about to submit them, and would
+        # occupy it for a whole time slice.
         time.sleep(_HEAD_START)
         files = []
         for name, data in self._parts:
@@ -339,7 +340,7 @@ class _DigestThread(threading.Thread):
             step=order.step, plan=order.plan, name=order.folder, extra=order.extra, files=files,
             places=tuple(offset for _, offset, _ in order.files),
         )  # fmt: skip
-        # A record that outgrows its area costs the copy in memory its voucher, and nothing else.
+        # A record too large for its area only costs the copy in memory its record.
         with contextlib.suppress(ValueError):
             self._cancel_token.unless_halted(lambda: self._arena.publish(order.buffer, record))
 
@@ -351,14 +352,14 @@ Message = tuple[dict[str, Any], bytes]
 
 
 class MessageStream:
-    """One end of the socket, which it owns; any thread may send, one reads."""
+    """An end of the socket, which it owns; any thread may send, one thread reads."""
 
     def __init__(self, stream: socket.socket) -> None:
-        stream.settimeout(None)  # a program's `socket.setdefaulttimeout` is for its own sockets
+        stream.settimeout(None)  # a program's `socket.setdefaulttimeout` must not affect this socket
         self._stream, self._lock = stream, threading.Lock()
 
     def send(self, header: dict[str, Any], blob: bytes = b"") -> None:
-        """Send one message whole; raises OSError when the other side is gone."""
+        """Send one whole message; raises OSError if the other side is gone."""
         data = json.dumps({**header, "blob": len(blob)}, separators=(",", ":")).encode()
         with self._lock:
             self._stream.sendall(_LENGTH.pack(len(data)) + data)
@@ -366,7 +367,7 @@ class MessageStream:
                 self._stream.sendall(blob)
 
     def receive(self) -> Message | None:
-        """The next message; None when the other side is gone, or does not speak like this."""
+        """Return the next message, or None if the other side is gone or sends malformed data."""
         try:
             head = self._exactly(_LENGTH.size)
             length = _LENGTH.unpack(head)[0] if head else 0
@@ -378,7 +379,7 @@ class MessageStream:
         return (header, blob) if header and len(blob) == header["blob"] else None
 
     def _exactly(self, size: int) -> bytes:
-        """`size` bytes, or none when the stream ends before."""
+        """Return `size` bytes, or none if the stream ends before."""
         pieces, left = [], size
         while left:
             piece = self._stream.recv(min(left, 1 << 20))
@@ -389,10 +390,10 @@ class MessageStream:
         return b"".join(pieces)
 
     def disconnect(self) -> None:
-        """End the conversation for both sides, and wake a reader; the descriptor stays until `close`."""
+        """Shut the connection down for both sides and wake a reader; the descriptor stays open until `close`."""
         try:
             self._stream.shutdown(socket.SHUT_RDWR)
-        except OSError:  # the other side was faster
+        except OSError:  # the other side disconnected first
             return
 
     def close(self) -> None:
@@ -400,7 +401,7 @@ class MessageStream:
 
 
 def encode_error(error: BaseException) -> dict[str, Any]:
-    """An error as it travels."""
+    """Return the JSON form of an error for a message."""
     if isinstance(error, OSError) and error.errno is not None:
         named = error.filename if isinstance(error.filename, (str, bytes, type(None))) else str(error.filename)
         return {"errno": error.errno, "text": error.strerror, "file": os.fsdecode(named) if named else None}
@@ -408,7 +409,7 @@ def encode_error(error: BaseException) -> dict[str, Any]:
 
 
 def decode_error(fault: dict[str, Any]) -> OSError:
-    """The error that travelled, with its errno; one that had none is an OSError without one."""
+    """Return the error from a message with its errno; an error without errno becomes a plain OSError."""
     if fault["errno"] is None:
         return OSError(fault["text"])
     return OSError(fault["errno"], fault["text"], *([fault["file"]] if fault["file"] else []))

@@ -1,1 +1,1 @@
-"""A rank's state on its way into the arena: the plan, the layout, the copies, and what is seen of the values."""
+"""A rank's state before it is written: plan, layout, copies in the arena, and checks of the values."""

@@ -1,12 +1,13 @@
-"""Fingerprints of tensors' values that do not depend on how a tensor was cut up and spread over ranks.
+"""Fingerprints of tensor values that are independent of how the tensor is sharded over ranks.
 
-A tensor is read as a matrix of words (32, 16 or 8 bits, as its values are wide): row = index in the first dimension,
-column = place in the rest. With an odd weight for every row and one for every column, taken from their global numbers,
-the two weighted sums modulo 2^32 are linear: what the shards contribute adds up to what the whole has.
+A tensor is read as a matrix of words (32, 16 or 8 bits, by the width of its values): row = index in the first
+dimension, column = index in the rest. Every row and every column has an odd weight, derived from its global number. The
+two weighted sums modulo 2^32 are linear, so the contributions of the shards add up to the fingerprint of the whole.
 
-They tell a stale, torn or misplaced tensor from the right one; they are no digests, which every byte has besides. The
-highest bit of a 32-bit word weighs 2^31 whatever its weight, so an even number of changed signs, in a tensor of 4- or
-8-byte floats that is otherwise the same, leaves both sums as they were: such a tensor and its negative look alike.
+Fingerprints distinguish a stale, torn or misplaced tensor from the right one. They are not digests; every byte has a
+digest besides. The highest bit of a 32-bit word contributes 2^31 for any odd weight. An even number of changed signs in
+an otherwise equal tensor of 4- or 8-byte floats therefore leaves both sums unchanged: a tensor and its negative can
+have the same fingerprint.
 """
 
 import math
@@ -19,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 SLICE = 1 << 20
-"""Words that are worked on at a time, so that every pass but the first finds them in the cache."""
+"""Words per block, so that every pass after the first finds them in the cache."""
 
 _MASK = 0xFFFFFFFF
 _SPAN = 1 << 18
@@ -27,14 +28,14 @@ _ROW_SEED, _COLUMN_SEED = 0x1B873593, 0x5BD1E995
 
 
 def word_type(dtype: torch.dtype) -> torch.dtype:
-    """The integers as which values of this type are read."""
+    """Return the integer type as which values of this dtype are read."""
     if dtype.itemsize >= 4:
         return torch.int32
     return torch.int16 if dtype.itemsize == 2 else torch.uint8
 
 
 def _mixed(index: Tensor, seed: int) -> Tensor:
-    """Odd 32-bit numbers (as int32) for int64 indices; multiplication, as in murmur's finalizer, wraps."""
+    """Return odd 32-bit numbers (as int32) for int64 indices; multiplication wraps, as in murmur's finalizer."""
     mixed = (index + seed) & _MASK
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
         mixed = ((mixed ^ (mixed >> shift)) * factor) & _MASK
@@ -47,12 +48,12 @@ def _table(seed: int) -> Tensor:
 
 
 def _low_weights(index: Tensor, seed: int) -> Tensor:
-    """Weights of indices below _SPAN; few of them are not worth the table."""
+    """Return weights of indices below _SPAN; short inputs skip the table."""
     return _mixed(index, seed) if index.numel() < _SPAN // 8 else _table(seed)[index]
 
 
 def _weights(index: Tensor, seed: int) -> Tensor:
-    """The weight of an index is the product of one for its high and one for its low bits: cheap for long ranges."""
+    """Return weights as the product of one for an index's high and one for its low bits, cheap for long ranges."""
     return _low_weights(index & (_SPAN - 1), seed) * _mixed(index // _SPAN, ~seed & _MASK)
 
 
@@ -68,7 +69,7 @@ def _row_weights(start: int, count: int) -> Tensor:
 
 @lru_cache(maxsize=64)
 def _column_weights(form: "Form", start: int, count: int) -> Tensor:
-    """Weights of the columns from `start` on of a piece of this form."""
+    """Return the weights of a piece's columns from `start` on."""
     place = torch.arange(start, start + count)
     word, rest = place % form.words, place // form.words
     index, step = torch.zeros_like(place), 1
@@ -79,7 +80,7 @@ def _column_weights(form: "Form", start: int, count: int) -> Tensor:
 
 
 class Form(tuple[torch.dtype, tuple[int, ...], tuple[int, ...], tuple[int, ...]]):
-    """Type, sizes and place of a piece of a tensor: dtype, sizes, offsets, and the shape of the whole."""
+    """Type, size and position of a piece of a tensor: dtype, sizes, offsets, and the shape of the whole."""
 
     __slots__ = ()
 
@@ -105,7 +106,7 @@ class Form(tuple[torch.dtype, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
     @property
     def words(self) -> int:
-        """Words of one value."""
+        """Words per value."""
         return max(1, self.dtype.itemsize // 4)
 
     @property
@@ -114,7 +115,7 @@ class Form(tuple[torch.dtype, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
     @property
     def columns(self) -> int:
-        """Words of one row."""
+        """Words per row."""
         return math.prod(self.sizes[1:]) * self.words
 
     @property
@@ -123,9 +124,9 @@ class Form(tuple[torch.dtype, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 
 def weighted(block: Tensor, form: Form, row: int, column: int) -> tuple[Tensor, Tensor]:
-    """Sums of a block of words, items x rows x columns, that begins at `row` and `column` of pieces of this form.
+    """Return the weighted sums of a block of words, items x rows x columns, at `row` and `column` of its pieces.
 
-    Returns two int32 tensors, one number for each item; they wrap around, and what blocks give adds up.
+    Returns two int32 tensors with one number per item; they wrap around, and the sums of blocks add up.
     """
     rows = _row_weights(form.first_row + row, block.shape[1]).to(block.device)
     columns = _column_weights(form, column, block.shape[2]).to(block.device)
@@ -138,7 +139,7 @@ def weighted(block: Tensor, form: Form, row: int, column: int) -> tuple[Tensor, 
 
 
 def blocks(items: int, rows: int, columns: int) -> Iterable[tuple[slice, slice, slice]]:
-    """Slices of items, rows and columns that together are all of them, about SLICE words each."""
+    """Yield slices of items, rows and columns that cover everything, about SLICE words each."""
     width = min(columns, SLICE)
     height = min(rows, max(1, SLICE // max(1, width)))
     depth = min(items, max(1, SLICE // max(1, width * height)))
@@ -153,7 +154,7 @@ def blocks(items: int, rows: int, columns: int) -> Iterable[tuple[slice, slice, 
 
 
 def partial(local: Tensor, offsets: Sequence[int], shape: Sequence[int]) -> tuple[int, int]:
-    """What a part contributes that lies at `offsets` of a tensor of this shape."""
+    """Return the contribution of a part at `offsets` of a tensor of this shape."""
     form = Form.of(local.dtype, local.shape, offsets, shape)
     values = local.detach().cpu().contiguous().resolve_conj().resolve_neg()
     words = values.reshape(-1).view(word_type(local.dtype)).reshape(1, form.rows, form.columns)
@@ -165,7 +166,7 @@ def partial(local: Tensor, offsets: Sequence[int], shape: Sequence[int]) -> tupl
 
 
 def combine(parts: Iterable[tuple[int, int]]) -> str:
-    """The fingerprint of a tensor from what its parts contribute: 16 hex digits."""
+    """Return the fingerprint of a tensor from the contributions of its parts: 16 hex digits."""
     rows = columns = 0
     for by_row, by_column in parts:
         rows, columns = rows + by_row, columns + by_column
@@ -173,14 +174,14 @@ def combine(parts: Iterable[tuple[int, int]]) -> str:
 
 
 def fingerprint(tensor: Tensor) -> str:
-    """The fingerprint of a whole tensor."""
+    """Return the fingerprint of a whole tensor."""
     return combine([partial(tensor, (0,) * tensor.dim(), tensor.shape)])
 
 
 def digest_replicas(tensors: Sequence[Tensor]) -> Tensor:
-    """Two int32 numbers for each tensor, on its device, that are the same for the same values: a row for each.
+    """Return two int32 numbers per tensor, equal for equal values: one row per tensor, on its device.
 
-    Equal forms are worked on together, as far as they are small: a call for each of thousands would take too long.
+    Small tensors of equal form are processed together, because one call for each of thousands would take too long.
     """
     found = torch.zeros(len(tensors), 2, dtype=torch.int32, device=tensors[0].device if tensors else "cpu")
     groups: dict[Form, list[int]] = {}
@@ -209,7 +210,7 @@ def _digest_alike(tensors: Sequence[Tensor], form: Form) -> Tensor:
 
 
 def of_state(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, int]]:
-    """What this rank's part of every tensor contributes; a replicated one contributes the whole on every rank."""
+    """Return this rank's contribution to every tensor; a replicated tensor contributes the whole on every rank."""
     return {key: _of_local(tensor) for key, tensor in tensors.items()}
 
 

@@ -1,11 +1,11 @@
 """Layout of a rank's tensors in its files and in the arena.
 
-With record checksums off (a manifest has better ones), the template can be laid out once and the values written between
-its two halves, again and again; what comes out is a stock torch.save file. Every template is checked when it is made.
+With record checksums off (the manifest has better ones), a template can be laid out once and the values written between
+its two halves again and again; the result is a stock torch.save file. Every template is checked when it is made.
 
-A file begins at a page of the buffer and is padded to whole pages, so that it can be written past the page cache; a
-record begins at a multiple of 64 bytes, so that its values are aligned. Equal tensors lie beside each other at a
-constant distance, which lets one operation work on many of them.
+A file begins at a page of the buffer and is padded to whole pages, so that direct I/O can write it. A record begins at
+a multiple of 64 bytes, so that its values are aligned. Equal tensors are adjacent at a constant distance, so that one
+operation can process many of them.
 """
 
 import io
@@ -27,10 +27,10 @@ from checkpointing.format.torch_record import locate_values, read_at
 from checkpointing.storage.shared_memory import PAGE, whole_pages
 
 ALIGNMENT = 64
-"""Bytes to which torch.save aligns values; a record that begins at such an offset keeps them aligned."""
+"""Alignment of values in torch.save, in bytes; a record at a multiple of it keeps them aligned."""
 
 _SMALL = 1 << 16
-_NO_RESERVE = 0x4000  # MAP_NORESERVE, which this Python's mmap does not name
+_NO_RESERVE = 0x4000  # MAP_NORESERVE, missing from this Python's mmap
 
 
 class RecordFormatError(RuntimeError):
@@ -47,13 +47,13 @@ class RecordTemplate:
 
     @property
     def length(self) -> int:
-        """Bytes of the whole: head, values, tail."""
+        """Bytes of the whole record: head, values, tail."""
         return len(self.head) + self.nbytes + len(self.tail)
 
 
 @lru_cache(maxsize=4096)
 def template(dtype: torch.dtype, shape: tuple[int, ...]) -> RecordTemplate:
-    """The template of a contiguous tensor, without touching memory for its values; raises RecordFormatError."""
+    """Return the template of a contiguous tensor without memory for its values; raises RecordFormatError."""
     nbytes = math.prod(shape) * dtype.itemsize
     made = _small_template(dtype, shape) if nbytes <= _SMALL else _large_template(dtype, shape, nbytes)
     if made.nbytes != nbytes or len(made.head) % ALIGNMENT:
@@ -74,7 +74,7 @@ def _without_checksums() -> Iterator[None]:
 
 
 def _small_template(dtype: torch.dtype, shape: tuple[int, ...]) -> RecordTemplate:
-    """Cut out of a real file, and compared with a real file of other values."""
+    """Return a template cut from a real file, after comparing it with a real file of other values."""
     zeros, others = torch.zeros(shape, dtype=dtype), _bytes_of_its_own(dtype, shape)
     saved = _saved(zeros)
     start, nbytes = _place_of_values(saved)
@@ -89,7 +89,7 @@ def _small_template(dtype: torch.dtype, shape: tuple[int, ...]) -> RecordTemplat
 
 def _bytes_of_its_own(dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     numel = math.prod(shape)
-    # Zeros and ones only: any other byte would be no legal bool.
+    # Zeros and ones only: any other byte would be an invalid bool.
     pattern = (torch.arange(numel * dtype.itemsize) % 2).to(torch.uint8)
     return pattern.view(dtype).reshape(shape) if numel else torch.zeros(shape, dtype=dtype)
 
@@ -102,7 +102,7 @@ def _saved(tensor: Tensor) -> bytes:
 
 
 def _place_of_values(saved: bytes) -> tuple[int, int]:
-    """Where the values begin in a torch.save file, and how many bytes they are."""
+    """Return the offset and size of the values in a torch.save file."""
     try:
         return locate_values(read_at(io.BytesIO(saved)), 0, len(saved))
     except ValueError as error:
@@ -111,7 +111,7 @@ def _place_of_values(saved: bytes) -> tuple[int, int]:
 
 
 class _Around:
-    """A file that keeps everything but the values, which it never looks at."""
+    """File object that keeps everything except the values, which it never reads."""
 
     def __init__(self, nbytes: int) -> None:
         self._nbytes, self._found = nbytes, 0
@@ -134,11 +134,11 @@ class _Around:
 
 
 def _large_template(dtype: torch.dtype, shape: tuple[int, ...], nbytes: int) -> RecordTemplate:
-    """Values of this size are written by torch in one piece: everything before and after it is the template."""
+    """Return the template of a large tensor: torch writes the values in one piece, and the template is the rest."""
     small_enough = tuple(min(length, 2) for length in shape)
-    template(dtype, small_enough)  # the checks that need memory, on a small relative
+    template(dtype, small_enough)  # the checks that need memory, on a smaller tensor
     around = _Around(nbytes)
-    # Never touched, and never charged for: a tensor may be larger than what is free.
+    # Never touched or reserved: a tensor may be larger than the free memory.
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE)
     with _without_checksums():
         torch.save(torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape), cast(IO[bytes], around))
@@ -155,9 +155,9 @@ FileSpan = tuple[str, int, int]
 @peer_message
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What one rank is to write of a tensor: `shape` values from `offsets` on of a tensor of shape `whole`.
+    """A rank's share of a tensor to write: `shape` values from `offsets` on of a tensor of shape `whole`.
 
-    `within` is where they begin in the rank's own part of the tensor.
+    `within` is their start in the rank's own part of the tensor.
     """
 
     key: str
@@ -175,7 +175,7 @@ class Share:
 @peer_message
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A share with its place: `place` is the offset of its values in the buffer, `piece` the entry in the index."""
+    """A share with its location: `place` is the offset of its values in the buffer, `piece` the entry in the index."""
 
     share: Share
     place: int
@@ -196,7 +196,7 @@ class Item:
 
 @dataclass(frozen=True)
 class Part:
-    """What lies in a buffer at one time: everything, or one bucket when there is less memory than that."""
+    """Contents of a buffer at one time: everything, or one bucket if memory is limited."""
 
     files: tuple[FileSpan, ...]
     items: tuple[Item, ...]
@@ -210,7 +210,7 @@ class Layout:
 
     @property
     def buffer_bytes(self) -> int:
-        """Size of a buffer that holds the largest part; a rank that writes nothing still has a page."""
+        """Size of a buffer that holds the largest part; at least a page, even for a rank that writes nothing."""
         return max([PAGE, *(offset + size for part in self.parts for _, offset, size in part.files)])
 
     @property
@@ -223,12 +223,12 @@ class Layout:
 
 
 def file_name(rank: int, number: int) -> str:
-    """DCP's own name for the files of a rank."""
+    """Return DCP's own name for a file of a rank."""
     return f"__{rank}_{number}.distcp"
 
 
 def lay_out(shares: Iterable[Share], rank: int, files: int) -> Layout:
-    """All shares in one buffer, as `files` files of about the same size (fewer when there are fewer tensors)."""
+    """Lay out all shares in one buffer, as `files` files of similar size (fewer if there are fewer tensors)."""
     ordered = _grouped(shares)
     spans, items, offset = [], [], 0
     for number, group in enumerate(_divided(ordered, files)):
@@ -240,7 +240,7 @@ def lay_out(shares: Iterable[Share], rank: int, files: int) -> Layout:
 
 
 def lay_out_in_buckets(shares: Iterable[Share], rank: int, window: int) -> Layout:
-    """Shares in as many parts of one file each as fit a buffer of `window` bytes; what is larger is split."""
+    """Lay out shares as parts of one file each that fit a buffer of `window` bytes; larger shares are split."""
     pieces = [piece for share in shares for piece in split(share, window)]
     parts = []
     for number, group in enumerate(_filled(_grouped(pieces), window)):
@@ -250,7 +250,7 @@ def lay_out_in_buckets(shares: Iterable[Share], rank: int, window: int) -> Layou
 
 
 def split(share: Share, window: int) -> Iterator[Share]:
-    """The share, or pieces of it along its first dimensions whose records fit a window."""
+    """Yield the share, or pieces of it along its first dimensions whose records fit a window."""
     if _room(share) <= window or math.prod(share.shape) <= 1:
         yield share
         return
@@ -270,7 +270,7 @@ def _cut(share: Share, axis: int, start: int, length: int) -> Share:
 
 
 def _grouped(shares: Iterable[Share]) -> list[Share]:
-    """Large tensors first; equal ones of equal place beside each other, in the order of their names."""
+    """Sort large tensors first; equal ones at equal positions are adjacent, ordered by name."""
     return sorted(shares, key=lambda share: (-share.template.nbytes, str(share.dtype), _form(share), share.key))
 
 
@@ -283,7 +283,7 @@ def _room(share: Share) -> int:
 
 
 def _divided(shares: Sequence[Share], files: int) -> Iterator[list[Share]]:
-    """Neighbours together, about the same number of bytes each."""
+    """Yield groups of neighbours of about the same number of bytes."""
     total = sum(map(_room, shares))
     group: list[Share] = []
     passed, number = 0, 1
@@ -311,7 +311,7 @@ def _filled(shares: Iterable[Share], window: int) -> Iterator[list[Share]]:
 
 
 def _placed(shares: Iterable[Share], name: str, offset: int) -> tuple[list[Item], int]:
-    """The items of one file that begins at `offset` of the buffer, and the file's size."""
+    """Return the items of one file that begins at `offset` of the buffer, and the file's size."""
     items, start = [], 0
     for share in shares:
         around = share.template

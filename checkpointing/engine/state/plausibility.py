@@ -32,9 +32,9 @@ class Findings:
 @peer_message
 @dataclass(frozen=True)
 class InspectionReport:
-    """What a rank sends: two 32-bit numbers for each of its items, in their order, and its findings.
+    """Report of one rank: two 32-bit numbers per item, in item order, and its findings.
 
-    `replicas` has as many numbers for each value that other ranks have too, in the order of `Plan.shared`.
+    `replicas` has two numbers for each value that other ranks also hold, in the order of `Plan.shared`.
     """
 
     partials: bytes
@@ -46,13 +46,13 @@ class Inspection:
     """Fingerprint parts and findings of one rank, collected part by part."""
 
     def __init__(self, trained_keys: Collection[str] = ()) -> None:
-        """`trained_keys`: keys of the trained weights; only these are checked for NaN."""
+        """Create an inspection; of the weights, only those in `trained_keys` are checked for NaN."""
         self._trained_keys = trained_keys
         self._partials = bytearray()
         self._broken: list[tuple[str, int]] = []
 
     def inspect(self, memory: Tensor, items: Sequence[Item]) -> None:
-        """Inspect items whose values lie in `memory`, a buffer as bytes."""
+        """Inspect items whose values are in `memory`, a buffer as bytes."""
         for batch in _batches(items):
             self._partials += self._inspect_batch(memory, batch)
 
@@ -91,7 +91,7 @@ def form_of(item: Item) -> Form:
 
 
 def _batches(items: Sequence[Item]) -> Iterator[list[Item]]:
-    """Neighbours of one form, as long as they lie at a constant distance."""
+    """Yield neighbours of one form, as long as they are at a constant distance."""
     for _, alike in groupby(items, form_of):
         batch: list[Item] = []
         for item in alike:
@@ -103,7 +103,7 @@ def _batches(items: Sequence[Item]) -> Iterator[list[Item]]:
 
 
 def _words(memory: Tensor, batch: Sequence[Item], form: Form) -> Tensor:
-    """The values of a batch: items x rows x columns of integers, without a copy."""
+    """Return the values of a batch without a copy: items x rows x columns of integers."""
     kind = word_type(form.dtype)
     distance = batch[1].place - batch[0].place if len(batch) > 1 else 0
     size = (len(batch), form.rows if batch[0].piece.nbytes else 0, form.columns)
@@ -113,11 +113,11 @@ def _words(memory: Tensor, batch: Sequence[Item], form: Form) -> Tensor:
 
 def _values(words: Tensor, dtype: torch.dtype) -> Tensor:
     values = words.contiguous().view(dtype)
-    return values if dtype.itemsize > 1 else values.to(torch.float32)  # eight-bit floats know few operations
+    return values if dtype.itemsize > 1 else values.to(torch.float32)  # 8-bit floats support few operations
 
 
 def _sum_is_nan(block: Tensor, dtype: torch.dtype) -> bool:
-    """Whether there may be a NaN, found by one number: a NaN survives every sum, in which infinities make one, too."""
+    """Return whether a block may contain NaN: a NaN survives every sum, but infinities can produce one too."""
     if dtype.itemsize == 1:
         return bool(torch.isnan(_values(block, dtype)).any())
     values = block.view(dtype)
@@ -139,10 +139,10 @@ class Judgement:
 
 
 class PlausibilityJudge:
-    """Judges every state before its commit; decides on rank 0."""
+    """Judge of every state before its commit; decides on rank 0."""
 
     def __init__(self, mode: str = REFUSE) -> None:
-        """`mode`: `refuse`, `warn` or `off`."""
+        """Create a judge; `mode` is `refuse`, `warn` or `off`."""
         self._mode = mode
 
     @property
@@ -157,7 +157,7 @@ class PlausibilityJudge:
         self, everything: Sequence[Sequence[Item]], reports: Sequence[InspectionReport],
         replicas: Sequence[Sequence[str]] = (),
     ) -> Judgement:  # fmt: skip
-        """`everything` are the items of all ranks, as their reports count them; `replicas` as in `Plan`."""
+        """Judge a state; `everything` has all ranks' items in the order of their reports, `replicas` as in `Plan`."""
         fingerprints = _added_up(everything, [report.partials for report in reports])
         if self.is_off:
             return Judgement(fingerprints)
@@ -179,7 +179,7 @@ def nan_reason(broken: Sequence[tuple[str, int]]) -> str:
 def differing_reason(replicas: Sequence[Sequence[str]], digests: Sequence[bytes]) -> str:
     """Describe the shared values that differ between ranks; empty if all replicas are equal.
 
-    `replicas`: the pieces of each rank that other ranks have too; `digests`: eight bytes for each of them.
+    `replicas`: the pieces of each rank that other ranks also hold; `digests`: eight bytes for each of them.
     """
     first: dict[str, tuple[int, bytes]] = {}
     differing: dict[str, str] = {}
@@ -204,7 +204,7 @@ def _format_tensors(found: Mapping[str, str]) -> str:
 
 
 def _added_up(everything: Sequence[Sequence[Item]], partials: Sequence[bytes]) -> dict[str, str]:
-    """Fingerprints by key. It holds the GIL while training runs: most keys have one part, and those are cheap."""
+    """Return fingerprints by key. Kept cheap because it holds the GIL during training: most keys have one part."""
     found: dict[str, str] = {}
     several: dict[str, list[str]] = {}
     for items, numbers in zip(everything, partials, strict=True):

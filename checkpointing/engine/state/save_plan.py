@@ -1,7 +1,7 @@
-"""Who writes what, and where: agreed once by all ranks, then only confirmed.
+"""The save plan: files and positions for every rank's writes, agreed once by all ranks, then only confirmed.
 
-torch's own planner decides (replicated tensors once, balanced by bytes); rank 0 also makes the two files that describe
-every checkpoint of this plan, DCP's `.metadata` and our `index.json`: nothing in them changes from save to save.
+torch's own planner assigns the writes (replicated tensors once, balanced by bytes). Rank 0 also creates the two files
+that describe every checkpoint of this plan, DCP's `.metadata` and our `index.json`, which are identical for every save.
 """
 
 import pickle
@@ -35,30 +35,30 @@ from checkpointing.storage.digests import digest
 from checkpointing.storage.shared_memory import PAGE
 
 LEAST_WINDOW = 64 * PAGE
-"""Bytes of the smallest bucket, whatever the memory cap says."""
+"""Minimum bucket size in bytes, regardless of the memory limit."""
 
 Lay = Callable[[Sequence[Share], int], Layout]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One rank's part of the agreed layout; `hash` is the same on all ranks, the files' contents are rank 0's."""
+    """A rank's part of the agreed layout; `hash` is the same on all ranks, and rank 0 holds the files' contents."""
 
     hash: str
     layout: Layout
     buffers: int
     whole: bool
-    """Whether a buffer holds all that a rank writes, on every rank: then it can be written again and remembered."""
+    """Whether one buffer holds all of a rank's data, on every rank; it can then be rewritten and kept in memory."""
     metadata: bytes | None = None
     index: bytes | None = None
     everything: tuple[tuple[Item, ...], ...] = ()
     """On rank 0: the items of every rank."""
     places: Places = field(default_factory=dict)
-    """Where this rank's files lie in its node's file; empty when each is a file of its own."""
+    """Positions of this rank's files in its node's file; empty if each is a separate file."""
     shared: tuple[str, ...] = ()
-    """Keys of this rank's values that other ranks have too, and of which one is saved."""
+    """Keys of this rank's values that other ranks also hold and that are saved once."""
     replicas: tuple[tuple[str, ...], ...] = ()
-    """On rank 0: the same of every rank, each key with the place of the values, so that equal names are replicas."""
+    """On rank 0: `shared` of every rank, as key and offsets, so that equal names are replicas."""
 
     @property
     def number(self) -> int:
@@ -83,23 +83,23 @@ class Plan:
 
     @property
     def size(self) -> int:
-        """Bytes of a checkpoint of this plan, but for the small files that describe it; rank 0 only."""
+        """Bytes of a checkpoint of this plan, without the small files that describe it; rank 0 only."""
         return sum(item.piece.length for part in self.everything for item in part)
 
     def on_disk(self) -> "OnDisk":
-        """This rank's part as it is found in a checkpoint's folder."""
+        """Return this rank's part as it appears in a checkpoint's folder."""
         files = tuple((*self.places.get(name, (name, 0)), size) for name, _, size in self.files)
         return OnDisk(self.hash, files, tuple(_moved(self.places, item) for item in self.items), self.index)
 
     def index_of(self) -> Index:
-        """The index of every checkpoint of this plan; rank 0 only."""
+        """Return the index of every checkpoint of this plan; rank 0 only."""
         assert self.index is not None
         return parse_index(self.index)
 
 
 @dataclass(frozen=True)
 class OnDisk:
-    """The files that this rank has written, or parts of: name, where its part begins, size; and the items in them."""
+    """This rank's files or file regions (name, start of its part, size), and the items in them."""
 
     hash: str
     files: tuple[FileSpan, ...]
@@ -108,14 +108,14 @@ class OnDisk:
 
 
 def _moved(places: Places, item: Item) -> Item:
-    """The item with its place in the node's file."""
+    """Return the item with its position in the node's file."""
     piece = item.piece
     file, at = places.get(piece.file, (piece.file, 0))
     return replace(item, piece=replace(piece, file=file, start=piece.start + at, data=piece.data + at))
 
 
 def budgeted(files: int, host_memory: float) -> Lay:
-    """How a rank lays its shares out with at most `host_memory` GiB for its copies; 0 is as much as it takes."""
+    """Return a layout function for at most `host_memory` GiB of copies per rank; 0 is unlimited."""
 
     def lay(shares: Sequence[Share], rank: int) -> Layout:
         whole = lay_out(shares, rank, files)
@@ -130,9 +130,9 @@ def budgeted(files: int, host_memory: float) -> Lay:
 def agree_on_plan(
     ranks: RankGroup, tensors: Mapping[str, Tensor], lay: Lay, most: int = 0, *, by_node: bool = False
 ) -> Plan:
-    """Plan together; collective. Raises ValueError on every rank when any rank's state cannot be saved.
+    """Plan together; collective. Raises ValueError on every rank if any rank's state cannot be saved.
 
-    `most` bytes of host memory (0: no limit) allow a second buffer or not; `by_node`: one file for each node.
+    `most` bytes of host memory (0: no limit) decide whether there is a second buffer; `by_node`: one file per node.
     """
     planned = _distribute(ranks, result_or_failed(lambda: local_plan(tensors)))
     shared = tuple(piece.rpartition("@")[0] for piece in planned.shared)
@@ -147,7 +147,7 @@ def agree_on_plan(
         described = _combined_failure(layouts)
         if described is None:
             described = result_or_failed(lambda: _described(planned.metadata, _all_moved(places, everything)))
-        # With buckets on one rank, no rank retries or remembers: one that did so alone would be out of step.
+        # If one rank uses buckets, no rank retries or keeps copies; otherwise the ranks would get out of step.
         whole = all(found[1] for found in layouts if not isinstance(found, Failed))
         agreed = described if isinstance(described, Failed) else (described[0], whole)
     told = ranks.broadcast(agreed)
@@ -164,7 +164,7 @@ def agree_on_plan(
 
 
 def _agreed_places(ranks: RankGroup, layout: Layout | Failed) -> list[Places]:
-    """Collective: where every rank's files lie in those of the nodes, computed by each rank for itself."""
+    """Return the positions of every rank's files in the nodes' files, computed locally by each rank; collective."""
     sizes = {} if isinstance(layout, Failed) else {name: size for name, _, size in layout.files}
     told = ranks.all_gather((sizes, ranks.looks_after(shared=False)))
     return assign_places([files for files, _ in told], [leads for _, leads in told])
@@ -174,13 +174,13 @@ def _all_moved(places: Sequence[Places], everything: Sequence[Sequence[Item]]) -
     return [[_moved(mine, item) for item in part] for mine, part in zip(places, everything, strict=True)]
 
 
-# ---- a rank's local plan in plain fields, as it is sent: the receiver makes torch's own classes again
+# ---- a rank's local plan in plain fields for sending; the receiver rebuilds torch's classes
 
 
 @peer_message
 @dataclass(frozen=True, slots=True)
 class PlannedItem:
-    """What a rank would write of one tensor if it were alone: `sizes` values from `offsets` on, of shape `whole`."""
+    """Local plan for one tensor: the rank would write `sizes` values from `offsets` on, of shape `whole`."""
 
     key: str
     sharded: bool
@@ -195,24 +195,24 @@ class PlannedItem:
 @peer_message
 @dataclass(frozen=True)
 class LocalPlan:
-    """The items, and the keys of the state, of which a rank may write nothing."""
+    """The items, and all keys of the state, including those for which the rank writes nothing."""
 
     items: tuple[PlannedItem, ...]
     keys: tuple[str, ...]
 
 
 def _plan_message(plan: SavePlan) -> LocalPlan:
-    """The plan as it is sent; raises ValueError for what a dense tensor's never holds."""
+    """Return the plan as a message; raises ValueError for an item that is not a dense tensor."""
     return LocalPlan(tuple(map(_planned, plan.items)), tuple(plan.planner_data))
 
 
 def _save_plan(plan: LocalPlan) -> SavePlan:
-    """The plan as torch's planner takes it."""
+    """Return the plan in the form that torch's planner takes."""
     return SavePlan([_write_item(item) for item in plan.items], planner_data={key: (key,) for key in plan.keys})
 
 
 def _kept(before: SavePlan, after: SavePlan) -> tuple[int, ...]:
-    """The numbers, in the local plan, of the items that the agreed one keeps."""
+    """Return the local plan's item numbers that the agreed plan keeps."""
     number = {item.index: at for at, item in enumerate(before.items)}
     return tuple(number[item.index] for item in after.items)
 
@@ -259,7 +259,7 @@ class _Planned:
 
 
 def _distribute(ranks: RankGroup, plan: SavePlan | Failed) -> _Planned:
-    """Rank 0 lets torch's planner decide and sends each rank its items; raises ValueError on every rank."""
+    """Let torch's planner decide on rank 0 and send each rank its items; raises ValueError on every rank."""
     plans = ranks.gather(plan if isinstance(plan, Failed) else result_or_failed(lambda: _plan_message(plan)))
     shares: list[Any] | None = None
     metadata = None
@@ -283,21 +283,21 @@ def _distribute(ranks: RankGroup, plan: SavePlan | Failed) -> _Planned:
 
 
 def find_replicas(plans: Sequence[LocalPlan]) -> tuple[tuple[str, ...], ...]:
-    """The pieces of each rank that another rank has too, as `key@offsets`."""
+    """Return the pieces of each rank that another rank also holds, as `key@offsets`."""
     pieces = [[f"{item.key}@{','.join(map(str, item.offsets))}" for item in plan.items] for plan in plans]
     counts = Counter(piece for of_rank in pieces for piece in of_rank)
     return tuple(tuple(piece for piece in of_rank if counts[piece] > 1) for of_rank in pieces)
 
 
 def _decided(told: Sequence[LocalPlan]) -> tuple[list[tuple[int, ...]], Metadata]:
-    """For each rank the numbers of those of its items that it writes, and what they all are."""
+    """Return for each rank the numbers of the items that it writes, and the metadata of all items."""
     plans = [_save_plan(each) for each in told]
     agreed, metadata = DefaultSavePlanner().create_global_plan(plans)
     return [_kept(before, after) for before, after in zip(plans, agreed, strict=True)], metadata
 
 
 def _combined_failure(results: Sequence[Any]) -> Failed | None:
-    """One failure that says what every rank that failed has said."""
+    """Return one failure with the reasons of the failed ranks."""
     reasons = [
         result.reason if len(results) == 1 else f"rank {rank}: {result.reason}"
         for rank, result in enumerate(results)
@@ -307,16 +307,16 @@ def _combined_failure(results: Sequence[Any]) -> Failed | None:
 
 
 def local_plan(tensors: Mapping[str, Tensor]) -> SavePlan:
-    """What this rank would write if it were alone; raises ValueError for what has no well-defined content."""
+    """Return this rank's plan as if it were alone; raises ValueError for state without well-defined content."""
     with torch.no_grad():
         checked = {key: _checked(key, tensor).detach() for key, tensor in sorted(tensors.items())}
         plan = create_default_local_save_plan(checked, is_coordinator=False)
-    # As DCP does for a flat state dict: tools that rebuild a nested one look the key's path up here.
+    # Like DCP for a flat state dict: tools that rebuild a nested one look up the key's path here.
     return replace(plan, planner_data={key: (key,) for key in checked})
 
 
 def _checked(key: str, tensor: Tensor) -> Tensor:
-    """The tensor; raises ValueError for one whose values cannot be copied into a file and back."""
+    """Return the tensor; raises ValueError if its values cannot be copied into a file and back."""
     if not isinstance(tensor, Tensor):
         raise ValueError(f"{key}: a {type(tensor).__name__} is no tensor; put it into `extra`")
     if isinstance(tensor, DTensor):
@@ -349,18 +349,18 @@ def _share(item: WriteItem) -> Share:
 
 
 def _described(metadata: Metadata | None, everything: Sequence[Sequence[Item]]) -> tuple[str, bytes, bytes]:
-    """The plan's hash, `.metadata` and `index.json`."""
+    """Return the plan's hash, `.metadata` and `index.json`."""
     assert metadata is not None
     items = [item for part in everything for item in part]
     tensors = {item.key: TensorInfo(str(item.dtype).removeprefix("torch."), item.share.whole) for item in items}
     index = Index(tensors, tuple(item.piece for item in items)).encode()
-    # Not of `.metadata`: the same content may be pickled in other words by another process.
+    # `.metadata` is left out of the hash: another process may pickle the same content differently.
     name = f"{torch.__version__} {len(everything)} ".encode()
     return digest(name + index), _metadata_bytes(metadata, [item.piece for item in items]), index
 
 
 def _metadata_bytes(metadata: Metadata, pieces: Sequence[Piece]) -> bytes:
-    """DCP's own description of these files; nothing in it tells one save from another."""
+    """Return DCP's description of these files, which is the same for every save."""
     known = {key: info for key, info in metadata.state_dict_metadata.items() if isinstance(info, TensorStorageMetadata)}
     tensors = {key: replace(info, chunks=[]) for key, info in known.items()}
     places = {}

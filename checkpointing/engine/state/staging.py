@@ -23,8 +23,9 @@ _log = logging.getLogger(__name__)
 Fits = Callable[[], bool]
 
 _LATER = 0.25
-"""Seconds; a change of one tensor takes no longer than this and a copy of all of them together, on a busy machine too:
-its thread may lose its core in the middle. A caller that settles ends this wait.
+"""Seconds that bound the change of one tensor, and a copy of all of them, even on a busy machine.
+
+The copying thread may lose its core in the middle. A caller that settles ends this wait.
 """
 
 
@@ -32,18 +33,18 @@ _version = operator.attrgetter("_version")
 
 
 class Copy:
-    """One copy under way. `failure` is settled when `wait` has returned."""
+    """A copy in progress. `failure` is settled once `wait` has returned."""
 
     def __init__(self, views: Sequence[Tensor], sources: Sequence[Tensor], versions: list[int] | None) -> None:
         self.failure: Failed | None = None
         self._views, self._sources, self._versions = views, list(sources), versions
         self._issued, self._settled, self._lock = threading.Event(), threading.Event(), threading.Lock()
-        self._copied: Any = None  # on a GPU, the event behind the last copy
+        self._copied: Any = None  # on a GPU, the event after the last copy
 
     def run(self, side: Any, ready: Any, fits: Fits) -> None:
-        """Do it, or on a GPU enqueue it on the stream `side`, behind the event `ready`; what does not fit fails."""
+        """Copy, or on a GPU enqueue the copy on the stream `side` after the event `ready`; a misfit is a failure."""
         try:
-            # Cheaper than `no_grad` for many small tensors: nothing is noted about what is copied.
+            # Cheaper than `no_grad` for many small tensors: nothing about the copied tensors is recorded.
             with torch.inference_mode():
                 if side is None:
                     self._copy()
@@ -51,13 +52,13 @@ class Copy:
                     self._enqueue(side, ready)
         except FAILURES as error:
             self.failure = Failed.of(error)
-        if not fits():  # asked now, when all of them are in the cache
+        if not fits():  # checked now, while they are all in the cache
             self.failure = Failed("tensors were given other memory since the last save", final=True)
         self._issued.set()
 
     def _enqueue(self, side: Any, ready: Any) -> None:
         with torch.cuda.stream(side):
-            side.wait_event(ready)  # not before the optimizer's kernels have written what is copied
+            side.wait_event(ready)  # only after the optimizer's kernels have written the values
             self._copy(non_blocking=True)
             copied = torch.cuda.Event()
             copied.record(side)
@@ -68,13 +69,13 @@ class Copy:
             torch._foreach_copy_(list(self._views), list(self._sources), non_blocking=non_blocking)
 
     def wait(self) -> None:
-        """Return when the values are in the arena, or never will be."""
+        """Return once the values are in the arena, or the copy has failed."""
         self._issued.wait()
         if self._copied is not None:
             self._copied.synchronize()
 
     def settle(self, gpu: torch.device | None) -> None:
-        """Return when the caller may change the tensors: on a GPU its stream waits, not its thread."""
+        """Return once the caller may change the tensors; on a GPU the caller's stream waits, not its thread."""
         self._issued.wait()
         if self._copied is not None:
             torch.cuda.current_stream(gpu).wait_event(self._copied)
@@ -82,32 +83,31 @@ class Copy:
         self._settled.set()
 
     def certify_later(self, seconds: float) -> None:
-        """Certify it in the copy's own thread, unless the caller was faster: then the caller need not do it."""
+        """Certify the copy in its own thread, unless the caller settles first and saves this work."""
         self.wait()
         self._settled.wait(seconds)
         self.certify()
 
     def certify(self) -> None:
-        """Decide whether it is whole; only the first call counts.
+        """Decide whether the copy is consistent; only the first call counts.
 
-        A tensor that was changed while it was copied would be a state that never was. torch counts a change when it has
-        ended. So the caller's own thread may look when it settles, which is before it changes anything; anybody else
-        has to look so long after the copy that a change that was under way has ended, and takes any change for one that
-        came too early.
+        A tensor that changed while it was copied yields a state that never existed. torch counts a change when it ends.
+        The caller's own thread may therefore check when it settles, before it changes anything. Any other thread must
+        wait after the copy until a change in progress has ended, and treats every change as too early.
         """
         with self._lock:
             if self._versions is not None and _versions(self._sources) != self._versions:
                 self.failure = self.failure or Failed(
                     "torn: tensors were changed while they were copied; call before_optimizer_step() first", final=True
                 )
-            # From here on the caller may change them, and what they hold need not be kept alive.
+            # From here on the caller may change the tensors, so they need not be kept alive.
             self._versions = None
             if self._copied is None or self._copied.query():
                 self._sources = []
 
 
 def _versions(sources: Sequence[Tensor]) -> list[int] | None:
-    """torch counts the changes of every tensor; None when these have no such count (inference tensors)."""
+    """Return torch's change counts of the tensors, or None if they have none (inference tensors)."""
     try:
         return list(map(_version, sources))
     except RuntimeError:
@@ -115,10 +115,10 @@ def _versions(sources: Sequence[Tensor]) -> list[int] | None:
 
 
 class Copier:
-    """Runs copies: in the caller's thread, or in one thread of its own when they are lazy."""
+    """Runner of copies: in the caller's thread, or in its own thread if they are lazy."""
 
     def __init__(self, *, lazy: bool, gpu: torch.device | None) -> None:
-        """`gpu`: where the tensors are; None for host memory."""
+        """Create a copier; `gpu` is the device of the tensors, None for host memory."""
         self._lazy, self._gpu = lazy, gpu
         self._last: Copy | None = None
         self._side = torch.cuda.Stream(gpu) if gpu is not None else None
@@ -127,7 +127,7 @@ class Copier:
         self._thread = start_background_thread(self._serve, "checkpoint-copy") if lazy else None
 
     def pin(self, memory: Sequence[Tensor]) -> None:
-        """Lock the buffers in memory for the GPU's copy engines: once, not per tensor. Without it copies are slow."""
+        """Pin the buffers for the GPU's copy engines, once for all tensors. Without it copies are slow."""
         if self._gpu is None:
             return
         for buffer in memory:
@@ -139,9 +139,9 @@ class Copier:
             self._pinned.append(buffer)
 
     def copy(self, views: Sequence[Tensor], sources: Sequence[Tensor], fits: Fits) -> Copy:
-        """Begin a copy; when it is not a lazy one, it is done by then. Failures are the copy's.
+        """Start a copy, or finish it if it is not lazy. Failures are stored in the copy.
 
-        `fits` is asked where the copy is made.
+        `fits` is called in the thread that copies.
         """
         self.settle()
         copy = Copy(views, sources, _versions(sources) if self._lazy else None)
@@ -155,14 +155,14 @@ class Copier:
         return copy
 
     def settle(self) -> None:
-        """Return when the caller may change what the last lazy copy reads."""
+        """Return once the caller may change the tensors that the last lazy copy reads."""
         if self._last is not None:
             self._last.settle(self._gpu)
             self._last = None
 
     def _serve(self) -> None:
         if self._gpu is not None:
-            # A thread begins with GPU 0: leaving the side stream would go back there, and make a context on it.
+            # A new thread uses GPU 0: leaving the side stream would switch back to it and create a context there.
             torch.cuda.set_device(self._gpu)
         while (order := self._orders.get()) is not None:
             copy, ready, fits = order
@@ -180,9 +180,9 @@ class Copier:
 
 
 def _clear_last_error(gpu: torch.device) -> None:
-    """Take away the error that the CUDA runtime keeps of a failed call: the next kernel launch would raise it.
+    """Clear the error that the CUDA runtime keeps after a failed call; the next kernel launch would raise it.
 
-    torch binds no cudaGetLastError; the check behind a launch of its own reads the error and clears it.
+    torch does not expose cudaGetLastError; its own check after a launch reads and clears the error.
     """
     try:
         torch.ones(1, device=gpu)
@@ -194,7 +194,7 @@ _dtype, _nbytes = operator.attrgetter("dtype"), operator.attrgetter("nbytes")
 
 
 class Structure:
-    """Recognizes a state: the same keys, dtypes, shapes and placements; cheap when the same tensors come again."""
+    """Identity of a state: keys, dtypes, shapes and placements; cheap to match when the same tensors come again."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._keys, self._known = list(tensors), list(tensors.values())
@@ -207,9 +207,9 @@ class Structure:
         self._outgrown = False
 
     def match(self, tensors: Mapping[str, Tensor]) -> list[Tensor] | None:
-        """This rank's part of every tensor, in the order of the keys; None when the structure is another one.
+        """Return this rank's part of every tensor in key order, or None if the structure differs.
 
-        What `fits` finds is not looked for: that takes as long as a tenth of the copy when tensors are small.
+        Does not check what `fits` checks, which takes a tenth of the copy's time for small tensors.
         """
         if self._outgrown or list(tensors) != self._keys:
             return None
@@ -222,7 +222,7 @@ class Structure:
         return self._locals(given)
 
     def fits(self, parts: Sequence[Tensor]) -> bool:
-        """Whether no tensor object was given other memory of another type or size since (`tensor.data = ...`)."""
+        """Return whether every tensor still has memory of the same type and size (no `tensor.data = ...`)."""
         same = list(map(_dtype, parts)) == self._dtypes and list(map(_nbytes, parts)) == self._nbytes
         self._outgrown = self._outgrown or not same
         return same
@@ -235,7 +235,7 @@ class Structure:
         return [cast(DTensor, tensor)._local_tensor if sharded else tensor for tensor, sharded in pairs]
 
     def forget(self) -> None:
-        """Let go of the caller's tensors."""
+        """Release the caller's tensors."""
         self._known = [torch.empty(0)] * len(self._keys)
 
 
@@ -247,10 +247,10 @@ def _form(tensor: Tensor) -> tuple[object, ...]:
 
 
 class Buffers:
-    """Which buffers of the arena nobody reads; a buffer is taken by a save and given back when the save has ended."""
+    """Free buffers of the arena; a save takes a buffer and returns it when it has ended."""
 
     def __init__(self, order: Sequence[int]) -> None:
-        """`order`: all buffers, the one that may be overwritten first at the head."""
+        """Create the pool from `order`: all buffers, beginning with the first one to overwrite."""
         self._all, self._free, self._changed = len(order), list(order), threading.Condition()
 
     @property
@@ -262,7 +262,7 @@ class Buffers:
         return len(self._free) == self._all
 
     def take(self) -> int:
-        """The free buffer that was used longest ago; waits until there is one."""
+        """Return the least recently used free buffer; waits until there is one."""
         with self._changed:
             self._changed.wait_for(lambda: self._free)
             return self._free.pop(0)
@@ -275,7 +275,7 @@ class Buffers:
 
 @dataclass(frozen=True)
 class Bucket:
-    """One part of a rank's state in a buffer; `copy` says when it is all there."""
+    """A part of a rank's state in a buffer; `copy` is the copy that fills it."""
 
     part: Part
     buffer: int
@@ -284,12 +284,12 @@ class Bucket:
 
 
 class Staged:
-    """One step's state on its way through the buffers, part by part: filled by one thread, emptied by another."""
+    """A step's state on its way through the buffers, part by part: filled by one thread, emptied by another."""
 
     def __init__(self, buffers: Buffers, parts: int, *, kept: bool, replicas: Tensor | None = None) -> None:
-        """`kept`: whether all of it is still there after it was written, on every rank, to be written again.
+        """Create an empty state; `kept` if all data stays in memory on every rank after the write, for retries.
 
-        `replicas`: digests of the values that other ranks have too, in the order of the plan.
+        `replicas`: digests of the values that other ranks also hold, in the order of the plan.
         """
         self._buffers, self._parts, self.kept, self._replicas = buffers, parts, kept, replicas
         self._filled: list[Bucket] = []
@@ -302,7 +302,7 @@ class Staged:
             self._changed.notify_all()
 
     def buckets(self) -> Iterator[Bucket]:
-        """The parts as they come; a part's copy may still be under way."""
+        """Yield the parts as they arrive; a part's copy may still be in progress."""
         for number in range(self._parts):
             with self._changed:
                 while len(self._filled) <= number:
@@ -310,27 +310,27 @@ class Staged:
             yield self._filled[number]
 
     def replicas(self) -> bytes:
-        """Eight bytes for each value that other ranks have too; waits for the device that computes them."""
+        """Return eight bytes for each value that other ranks also hold; waits for the device that computes them."""
         return b"" if self._replicas is None else bytes(self._replicas.cpu().view(torch.uint8).flatten().tolist())
 
     def empty(self, bucket: Bucket) -> None:
-        """Nobody needs this part any more."""
+        """Return the buffer of a part that has been written."""
         if bucket not in self._emptied:
             self._emptied.append(bucket)
             self._buffers.give_back(bucket.buffer)
 
     def drain(self) -> None:
-        """Nobody needs any of it any more; waits until the last part has been handed over and copied."""
+        """Release all buffers; waits until the last part has been handed over and copied."""
         for bucket in self.buckets():
             bucket.copy.wait()
             self.empty(bucket)
 
 
 class Stager:
-    """The views of an arena's buffers that belong to one plan, and the way of a state into them."""
+    """Views of an arena's buffers for one plan, and the copying of states into them."""
 
     def __init__(self, arena: Arena, plan: Plan, structure: Structure, mode: str) -> None:
-        """Writes the templates into the arena; `mode` is `block` or `lazy`. WARNING: no order may be in flight."""
+        """Write the templates into the arena; `mode` is `block` or `lazy`. WARNING: no order may be in flight."""
         self.plan, self._arena, self._structure = plan, arena, structure
         self._memory = [torch.frombuffer(arena.buffer(at), dtype=torch.uint8) for at in range(arena.buffers)]
         self._copier = Copier(lazy=mode == "lazy" and plan.whole, gpu=structure.gpu)
@@ -350,14 +350,14 @@ class Stager:
         return self.buffers.free > 0 if self.plan.whole else self.buffers.idle
 
     def match(self, tensors: Mapping[str, Tensor]) -> list[Tensor] | None:
-        """This rank's parts of the tensors, None when they are not of the plan's structure."""
+        """Return this rank's parts of the tensors, or None if they do not match the plan's structure."""
         return self._structure.match(tensors)
 
     def stage(self, parts: Sequence[Tensor], *, compare: bool = True) -> Staged:
-        """Copy the state, or begin to; a failure shows when the copy is waited for.
+        """Copy the state, or start to; a failure appears when the copy is waited for.
 
-        With buckets, returns when the last one is copied: the receiver must be emptying them meanwhile. `compare`:
-        with digests of what other ranks have too.
+        With buckets, this only prepares the state; `stage_buckets` copies it. `compare`: also digest the values that
+        other ranks hold.
         """
         shared = [parts[at] for at in self._shared] if compare else []
         replicas = digest_replicas(shared) if shared else None
@@ -370,14 +370,17 @@ class Stager:
         return staged
 
     def stage_buckets(self, staged: Staged, parts: Sequence[Tensor]) -> None:
-        """The rest of `stage` for a plan with buckets, after somebody began to empty them."""
+        """Copy the parts of a plan with buckets, while another thread empties them.
+
+        Returns once the last bucket is copied.
+        """
         if self.plan.whole:
             return
         of = {item: parts[at] for item, at in zip(self.plan.items, self._sources, strict=True)}
         for part in self.plan.parts:
             buffer = self._clear()
             memory = self._memory[buffer]
-            memory.zero_()  # what pads a file is no part of any tensor, of another one least of all
+            memory.zero_()  # the padding of a file must not contain data of another tensor
             _write_templates(self._arena.buffer(buffer), part.items)
             views = [_view(memory, item) for item in part.items]
             sources = [_region(of[item], item) for item in part.items]
@@ -390,20 +393,20 @@ class Stager:
         return buffer
 
     def sample(self) -> tuple[Tensor, list[Item]]:
-        """A buffer as bytes, and one item of every kind in it: enough to try out whatever works on items."""
+        """Return a buffer as bytes and one item of every kind in it, enough for a trial run."""
         kinds = {(item.dtype, item.share.shape, item.share.offsets): item for item in self.plan.parts[0].items}
         return self._memory[0], list(kinds.values())
 
     def write_templates(self, buffer: int) -> None:
-        """Write the record templates into a buffer that was used for something else."""
+        """Write the record templates into a buffer that held other data."""
         _write_templates(self._arena.buffer(buffer), self.plan.items)
 
     def before_optimizer_step(self) -> None:
-        """Return when no copy reads the caller's tensors any more."""
+        """Return once no copy reads the caller's tensors."""
         self._copier.settle()
 
     def forget(self) -> None:
-        """Let go of the tensors that were seen last: their owner may drop them."""
+        """Release the tensors seen last, so that their owner can free them."""
         self._structure.forget()
 
     def close(self) -> None:
@@ -412,7 +415,7 @@ class Stager:
 
 
 def _oldest_first(arena: Arena) -> list[int]:
-    """Buffers whose records nobody would miss come first: what an earlier generation left may be worth loading."""
+    """Order buffers by the step of their records, those without a record first: newer ones may be worth loading."""
     steps = [record.step if (record := arena.record(at)) else -1 for at in range(arena.buffers)]
     return sorted(range(arena.buffers), key=lambda at: steps[at])
 
@@ -422,7 +425,7 @@ def _view(memory: Tensor, item: Item) -> Tensor:
 
 
 def _region(tensor: Tensor, item: Item) -> Tensor:
-    """The values of an item in the rank's part of its tensor."""
+    """Return the values of an item within the rank's part of its tensor."""
     if tuple(tensor.shape) == item.shape:
         return tensor
     region = tensor.detach()
@@ -432,7 +435,7 @@ def _region(tensor: Tensor, item: Item) -> Tensor:
 
 
 def _write_templates(memory: memoryview, items: Sequence[Item]) -> None:
-    """Everything of the files that is not a value."""
+    """Write all bytes of the files that are not values."""
     for item in items:
         around = item.share.template
         end = item.place + around.nbytes

@@ -1,4 +1,4 @@
-"""Flushing: what is committed in a fast tier is copied to the slower ones, beside training and saving."""
+"""Flushing: copies checkpoints committed in a fast tier to the slower ones, in parallel with training and saving."""
 
 import errno
 import logging
@@ -38,12 +38,12 @@ _RETRY_SECONDS = 10.0
 
 
 class Flusher:
-    """One per rank, made by all ranks together; with fewer than two tiers it does nothing.
+    """Flusher of one rank, created by all ranks together; does nothing with fewer than two tiers.
 
-    All ranks call `committed`, `drain` and `close` in the same order. Newest first: what was committed while a copy was
-    under way is skipped in favour of the newest one. A tier that fails or hangs is reported (`checkpoint.failed`,
-    `checkpoint.stuck`, with the tier) and tried again after the next commit, in `drain` after pauses; it holds up
-    neither saves nor training.
+    All ranks call `committed`, `drain` and `close` in the same order. Only the newest checkpoint is copied next; those
+    committed during a copy are skipped in its favour. A tier that fails or hangs is reported (`checkpoint.failed`,
+    `checkpoint.stuck`, with the tier) and retried after the next commit, in `drain` after pauses. It blocks neither
+    saves nor training.
     """
 
     def __init__(
@@ -58,10 +58,10 @@ class Flusher:
         distrusted: DistrustedCheckpoints | None = None,
         timeouts: TransferTimeouts | None = None,
     ) -> None:
-        """Begin with what an earlier generation or attempt has not copied.
+        """Begin with the checkpoints that an earlier generation or attempt has not copied.
 
-        Takes `ranks` over: a group for this thread alone. `link` returns the current writer; `distrusted` checkpoints
-        are neither copied nor counted as substitutes.
+        Takes ownership of `ranks`, a group for this thread only. `link` returns the current writer; `distrusted`
+        checkpoints are neither copied nor counted as substitutes.
         """
         self._timeouts = timeouts or TransferTimeouts()
         emit = emit if ranks.leads else emit_nothing
@@ -81,24 +81,25 @@ class Flusher:
         self._reached = [0] * len(self._tiers)
         self._ended = False
         self.held: frozenset[str] = frozenset()
-        """Checkpoints that are being copied: retention must not delete them."""
+        """Checkpoints now being copied, which retention must not delete."""
         self._thread: threading.Thread | None = None
         if len(self._tiers) > 1:
             self._signals = self._everything = 1
             self._thread = start_background_thread(self._serve, "checkpoint-flush")
 
     def committed(self, name: str) -> None:
-        """A save was committed in the first tier; returns at once."""
+        """Record a commit in the first tier; returns at once."""
         with self._changed:
             self._state.latest = name
             self._signal()
 
     def drain(self, timeout: float | Callable[[], float]) -> bool:
-        """Bring the newest checkpoint to every tier, whatever `every` says; False when that took too long.
+        """Copy the newest checkpoint to every tier regardless of `every`; return False on timeout.
 
-        A tier that fails is tried again until then.
+        A tier that fails is retried until then.
 
-        `timeout` in seconds, or a function that is asked once a second how many are left; rank 0's counts for all.
+        `timeout` is in seconds, or a function that is called once a second and returns the seconds left; rank 0's value
+        counts for all.
         """
         if self._thread is None:
             return True
@@ -115,14 +116,14 @@ class Flusher:
         return arrived
 
     def _await(self, at: int, left: Callable[[], float]) -> None:
-        # Rank 0 tells the others that it waits no longer; a rank that left earlier would end its copies.
+        # Rank 0 announces when it stops waiting; a rank that left earlier would end its copies.
         slack = 0.0 if self._ranks.leads else _SLACK
         with self._changed:
             while self._done < at and not self._ended and (rest := left() + slack) > 0:
                 self._changed.wait(min(rest, _POLL_SECONDS))
 
     def close(self, timeout: float = 10.0) -> None:
-        """End, without waiting for a copy that is under way: the run's next start goes on with it."""
+        """End without waiting for a copy in progress; the run's next start continues it."""
         if self._thread is not None:
             with self._changed:
                 self._state.closing = True
@@ -135,7 +136,7 @@ class Flusher:
         self._ranks.close()
 
     def _signal(self) -> int:
-        """All ranks number the same signals in the same way, whenever each of them receives one."""
+        """Count a signal; all ranks give the same number to a signal, whenever they receive it."""
         self._signals += 1
         self._changed.notify_all()
         return self._signals
@@ -152,7 +153,7 @@ class Flusher:
             self._changed.notify_all()
 
     def _round(self) -> bool:
-        """Serve all signals that rank 0 has received by now; False at the end."""
+        """Serve all signals that rank 0 has received so far; return False at the end."""
         with self._changed:
             self._changed.wait_for(lambda: self._signals > self._done)
             order = (self._signals, self._everything > self._done, self._state.closing)
@@ -160,7 +161,7 @@ class Flusher:
         if closing:
             return False
         arrived = []
-        # The same on all ranks: tiers that did not answer, or were too slow, come after those that did.
+        # The same order on all ranks: tiers that did not answer or were too slow come last.
         for target in sorted(range(1, len(self._tiers)), key=lambda target: target in self._stuck):
             arrived.append(self._serve_tier(target, everything))
             self._reached[target] = upto
@@ -171,14 +172,14 @@ class Flusher:
                 self._changed.wait_for(lambda: self._state.closing or not self._draining, _RETRY_SECONDS)
             return True
         with self._changed:
-            # A rank that receives some of these signals later finds them served already.
+            # A rank that receives some of these signals later finds them already served.
             self._done = upto
             self._whole = upto if all(arrived) else self._whole
             self._changed.notify_all()
         return True
 
     def _serve_tier(self, target: int, everything: bool) -> bool:
-        """Bring one tier up to date; False when it should have received something and did not."""
+        """Bring one tier up to date; return False if it should have received a checkpoint and did not."""
         mine: Route | tuple[()] | TransferFailure | None = None
         if self._ranks.leads:
             mine = tried(lambda: self._route(target, everything))
@@ -207,7 +208,7 @@ class Flusher:
             self.held = frozenset()
 
     def _route(self, target: int, everything: bool) -> "Route | tuple[()]":
-        """Rank 0's decision, an empty tuple for nothing to do; raises what keeps the target or the source away."""
+        """Return rank 0's route, or an empty tuple if there is nothing to copy; raises errors of target or source."""
         if not self._owner.fence():
             return ()
         choice = self._choice(target, everything)
@@ -224,7 +225,7 @@ class Flusher:
 
     def _make_folder(self, tier: ResolvedTier, name: str) -> None:
         if tier.catalog.is_tombstoned(name):
-            delete(tier.storage, name, self._owner.fence)  # somebody began to, and did not finish
+            delete(tier.storage, name, self._owner.fence)  # begun by another process and not finished
         warning = make_striped_folder(tier, name)
         if warning:
             _log.warning("%s", warning)
@@ -236,7 +237,7 @@ class Flusher:
             if isinstance(content, TransferFailure):
                 if number == target:
                     raise OSError(errno.ETIMEDOUT, content.reason) if content.stuck else OSError(content.reason)
-                content = TierContents(())  # some other tier may have what is needed
+                content = TierContents(())  # another tier may have the checkpoint
             if number < target:
                 doubted = self._doubted(each.tier)
                 content = TierContents(tuple(name for name in content.committed if name not in doubted))

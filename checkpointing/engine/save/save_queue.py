@@ -24,9 +24,9 @@ _NEVER = -1
 
 @dataclass(frozen=True, kw_only=True)
 class SaveReadiness:
-    """What one rank knows when a save begins; `plan` is the number of its plan, 0 when its state has another form.
+    """State of one rank when a save begins; `plan` is its plan's number, 0 if its state no longer matches.
 
-    `rank_state` is a number that stands for the facts which may differ between ranks.
+    `rank_state` is a digest of the facts that may differ between ranks.
     """
 
     plan: int
@@ -39,7 +39,7 @@ class SaveReadiness:
 
 @dataclass(frozen=True, kw_only=True)
 class SaveAgreement:
-    """The same on every rank: `same` when all can use the plan that they have, `alike` when all have one rank state."""
+    """Agreement, equal on every rank: `same` if all can use their current plan, `alike` if rank states are equal."""
 
     same: bool
     has_room: bool
@@ -49,7 +49,7 @@ class SaveAgreement:
 
 
 def agree_on_save(ranks: RankGroup, mine: SaveReadiness) -> SaveAgreement:
-    """Exchange 72 bytes for each rank; raises ValueError on every rank when they are not at the same step."""
+    """Exchange 72 bytes per rank; raises ValueError on every rank if their steps differ."""
     committed = _NEVER if mine.committed is None else mine.committed
     alike = (mine.rank_state, -mine.rank_state)
     least = ranks.minimum([mine.plan, -mine.plan, mine.step, -mine.step, mine.has_room, mine.idle, committed, *alike])
@@ -66,7 +66,7 @@ def agree_on_save(ranks: RankGroup, mine: SaveReadiness) -> SaveAgreement:
 
 
 RETRY_PAUSES = (1.0, 2.0, 5.0, 10.0, 20.0, 30.0)
-"""Seconds before a failed save is tried again."""
+"""Seconds before each retry of a failed save."""
 
 _WAITED_TRIES, _WAITED_PAUSE = 2, 1.0
 
@@ -74,7 +74,7 @@ _log = logging.getLogger(__name__)
 
 
 class SaveQueue:
-    """All ranks submit the same jobs in the same order; rank 0 decides whether one that failed is tried again."""
+    """Queue of save jobs; all ranks submit the same jobs in the same order, and rank 0 decides on retries."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class SaveQueue:
         ended: Callable[[Job, Saved | SaveFailed], None],
         pauses: Sequence[float] = RETRY_PAUSES,
     ) -> None:
-        """`ended` is called with each job, and what was saved or why it failed; then its buffers are free."""
+        """Create a queue; `ended` is called with each job and its result or failure; its buffers are then free."""
         self._saver, self._ranks, self._emit, self._ended, self._pauses = saver, ranks, emit, ended, pauses
         self._jobs: collections.deque[Job] = collections.deque()
         self._changed = threading.Condition()
@@ -93,7 +93,7 @@ class SaveQueue:
 
     @property
     def alive(self) -> bool:
-        """False when the thread ended by an unexpected error: no save of this rank ends any more."""
+        """False after the thread ended with an unexpected error; no further save of this rank can finish."""
         return not self._dead
 
     def submit(self, job: Job) -> None:
@@ -104,7 +104,7 @@ class SaveQueue:
             self._thread = start_background_thread(self._serve, "checkpoint-saves")
 
     def wait(self) -> None:
-        """Return when no save is under way; one that fails meanwhile is not tried again for long."""
+        """Return once no save is running; a save that fails meanwhile is retried only briefly."""
         with self._changed:
             self._waited = True
             self._changed.notify_all()
@@ -135,13 +135,13 @@ class SaveQueue:
     def _serve_one(self, job: Job) -> None:
         result = self._work(job)
         job.staged.drain()
-        # The save is committed or failed by now: nothing that follows may change that, or stop the next one.
+        # The save is committed or failed by now; later errors must not change that or stop the next save.
         ended = result_or_failed(lambda: self._ended(job, result))
         if isinstance(ended, Failed):
             _log.error("after the save of step %d: %s", job.step, ended.reason)
 
     def _die(self, job: Job, error: Exception) -> None:
-        """Leave nothing waiting: no caller of `wait`, no training on its way into buckets, no other rank."""
+        """Release everything that waits: callers of `wait`, training that fills buckets, other ranks."""
         _log.error("the thread that saves has ended", exc_info=error)
         with self._changed:
             self._dead = True
@@ -180,7 +180,7 @@ class SaveQueue:
             tries += 1
 
     def _broken(self, job: Job, error: BaseException) -> str:
-        """The group itself broke: nobody can speak for the others any more."""
+        """Report a broken group; no rank can act for the others any more."""
         reason = f"rank {self._ranks.rank}: {explain(error)}"
         self._emit("checkpoint.failed", {"step": job.step, "reason": reason})
         return reason
@@ -190,11 +190,11 @@ class SaveQueue:
             self._emit("checkpoint.failed", {"step": job.step, "reason": reason, "bytes": job.plan.size})
 
     def _decided(self, job: Job, failure: SaveFailed, tries: int) -> bool:
-        """On rank 0, for all: what keeps it from deciding, or from telling, decides against it."""
+        """Decide on a retry on rank 0 for all ranks; an error while deciding or emitting the event means no."""
         return result_or_failed(lambda: self._again(job, failure, tries)) is True
 
     def _again(self, job: Job, failure: SaveFailed, tries: int) -> bool:
-        """Whether to write these bytes once more, after a pause; a newer save is always the better one."""
+        """Return whether to write these bytes again after a pause; a newer save always takes precedence."""
         if isinstance(failure, (FencedOff, Unsound)) or not job.staged.kept or tries >= len(self._pauses):
             return False
         if self._jobs or (self._waited and tries >= _WAITED_TRIES):
@@ -203,7 +203,7 @@ class SaveQueue:
         return self._pause(self._pauses[tries])
 
     def _pause(self, seconds: float) -> bool:
-        """False as soon as a newer save waits; short while somebody waits for this one."""
+        """Return False as soon as a newer save waits; shorter while a caller waits for this one."""
         start = time.monotonic()
         with self._changed:
             while not self._jobs:

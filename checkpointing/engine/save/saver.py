@@ -1,4 +1,4 @@
-"""One save, agreed between ranks: name, write, inspect, seal. Runs on the queue's thread, over a group of its own."""
+"""A save, agreed between ranks: name, write, inspect, seal. Runs on the queue's thread, over its own group."""
 
 import concurrent.futures
 import logging
@@ -26,19 +26,19 @@ from checkpointing.writer.arena import Arena
 from checkpointing.writer.write_orders import WriteOrder, WriteResult
 
 STUCK_SECONDS = 30.0
-"""A write that takes so much longer than a slow disk would is reported as stuck."""
+"""Seconds beyond the time of a slow disk after which a write is reported as stuck."""
 
 _SLOW_DISK = 32 << 20  # bytes per second
 _POLL_SECONDS = 1.0
 _HEAD_START = 0.001
 _NAMED_RANKS = 2
-"""Ranks whose failures are reported one by one: a disk that is full is full for all of them."""
+"""Number of ranks whose failures are reported individually: a full disk is full for all of them."""
 
 _log = logging.getLogger(__name__)
 
 
 class Writer(Protocol):
-    """The part of a link to the writer that saves and copies to further tiers use."""
+    """The part of a writer link that saves and copies to further tiers use."""
 
     arena: Arena
 
@@ -60,19 +60,19 @@ class Writer(Protocol):
 
 @dataclass(frozen=True)
 class Job:
-    """Everything that one save needs; the state is copied, or being copied."""
+    """Inputs of one save; the state is copied, or being copied."""
 
     step: int
     plan: Plan
     staged: Staged
     extra: dict[str, Any]
     world: dict[str, Any]
-    trained: frozenset[str] = frozenset()  # keys of this rank's weights that train
+    trained: frozenset[str] = frozenset()  # keys of this rank's trained weights
 
 
 @dataclass
 class _Submitted:
-    """What the writer was ordered to write, and what this rank has seen of it."""
+    """Orders given to the writer for one save, and this rank's inspection report."""
 
     writes: "list[tuple[Bucket, Future[WriteResult]]]" = field(default_factory=list)
     described: "list[Future[FileEntry]]" = field(default_factory=list)
@@ -90,7 +90,7 @@ class Saved:
 
 
 class Saver:
-    """Runs one save at a time; every rank of the group calls `run` for the same step."""
+    """Runner of one save at a time; every rank of the group calls `run` for the same step."""
 
     def __init__(
         self,
@@ -102,14 +102,14 @@ class Saver:
         emit: EmitEvent,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`place` is the first tier."""
+        """Create a saver for the first tier, `place`."""
         self._place, self._storage, self._ranks, self._owner = place, place.storage, ranks, owner
         self._judge, self._emit, self._clock = judge, emit, clock
         self._seals = ranks.looks_after(shared=place.shared)
         self.writer = writer
 
     def run(self, job: Job) -> Saved:
-        """Write, seal and name one checkpoint; raises SaveFailed on every rank when any of them failed."""
+        """Name, write and seal one checkpoint; raises SaveFailed on every rank if any rank failed."""
         start = self._clock()
         name = self._agreed_name(job)
         submitted = _Submitted()
@@ -118,7 +118,7 @@ class Saver:
         reports = self._ranks.gather(submitted.report)
         judgement = None if reports is None else result_or_failed(lambda: self._checked(job, name, reports, described))
         if self._ranks.broadcast(_refusal(judgement) is not None):
-            self._forget(job)  # now: the disk may take long, and a restart meanwhile would prefer what is in memory
+            self._forget(job)  # now: the write may take long, and a restart meanwhile would prefer the copy in memory
         everything = self._ranks.gather(result_or_failed(lambda: self._written(job, submitted)))
         manifest: Manifest | Failed | None = None
         if everything is not None:
@@ -136,7 +136,7 @@ class Saver:
         saved = Saved(name, told.size, self._clock() - start, told.manifest)
         if isinstance(judgement, Judgement):
             accepted = judgement
-            # It is committed: an event that cannot be written must not make one rank believe otherwise.
+            # It is committed: a failed event must not make one rank believe otherwise.
             not_emitted = result_or_failed(lambda: self._emit_saved(job, saved, accepted))
             if isinstance(not_emitted, Failed):
                 _log.error("%s is committed, which could not be told: %s", name, not_emitted.reason)
@@ -145,7 +145,7 @@ class Saver:
     # ---- a name
 
     def _agreed_name(self, job: Job) -> str:
-        """A fresh name from rank 0; raises SaveFailed everywhere when there is none to be had."""
+        """Agree on a fresh name from rank 0; raises SaveFailed on every rank if that fails."""
         there = None if self._place.shared else self._ranks.gather(result_or_failed(self._place.catalog.names))
         name: str | Failed | None = None
         if self._ranks.leads:
@@ -158,7 +158,7 @@ class Saver:
     def _named(self, job: Job, there: Sequence[Any] | None) -> str:
         owner, step = self._owner, job.step
         taken = self._place.catalog.names() if there is None else [each for names in there for each in names]
-        # Steps grow within a generation: no name is used twice, even after retention has deleted its first folder.
+        # Steps grow within a generation: no name is reused, even after retention has deleted the first folder.
         name = fresh_name(step, owner.attempt, owner.nonce, taken, first=int(job.world.get("generation") or 1))
         self._emit("checkpoint.saving", {"step": step, "name": name})
         warning = make_striped_folder(self._place, name)
@@ -174,7 +174,7 @@ class Saver:
             self.writer = self.writer.replacement()
 
     def _submit_parts(self, job: Job, name: str, submitted: _Submitted) -> InspectionReport:
-        """Hand every part to the writer as soon as it is copied, and inspect it while it is being written."""
+        """Hand every part to the writer once it is copied, and inspect it while it is being written."""
         self._ensure_writer()
         inspection = self._judge.inspection(job.trained)
         for bucket in job.staged.buckets():
@@ -184,7 +184,7 @@ class Saver:
             submitted.writes.append((bucket, self.writer.write(self._order(job, name, bucket))))
             if not submitted.described:
                 submitted.described += self._describe(job, name)
-            # The writer was woken on this core, and is not nice enough to be given it while this thread computes.
+            # The writer woke up on this core, and its low priority would not get it the core during the inspection.
             time.sleep(_HEAD_START)
             inspection.inspect(bucket.memory, bucket.part.items)
             if not job.staged.kept:
@@ -193,7 +193,7 @@ class Saver:
         return inspection.report(job.staged.replicas())
 
     def _describe(self, job: Job, name: str) -> "list[Future[FileEntry]]":
-        """Have rank 0's writer put the two files that describe the layout beside the data, which takes longer."""
+        """Have rank 0's writer put the two files that describe the layout while the data is written."""
         blobs = ((METADATA, job.plan.metadata), (INDEX, job.plan.index))
         return [self.writer.put(self._place.path, name, file, blob) for file, blob in blobs if blob is not None]
 
@@ -211,7 +211,7 @@ class Saver:
         )
 
     def _written(self, job: Job, submitted: _Submitted) -> tuple[FileEntry | Region, ...]:
-        """Wait until nothing reads the buffers any more; raises what went wrong."""
+        """Wait until the writer has read the buffers; return the written files or raise the first failure."""
         for bucket, write in submitted.writes:
             self._await_write(write, job, bucket)
             bucket.copy.certify()
@@ -226,7 +226,7 @@ class Saver:
         return tuple(Region.of(entry, filled, job.plan.places) for entry, filled in written)
 
     def _await_write(self, write: "Future[WriteResult]", job: Job, bucket: Bucket) -> None:
-        """Wait as long as it takes; one that takes far too long is reported, once."""
+        """Wait as long as the write takes; report once if it takes far too long."""
         size = sum(size for _, _, size in bucket.part.files)
         late = self._clock() + STUCK_SECONDS + size / _SLOW_DISK
         told = False
@@ -239,7 +239,7 @@ class Saver:
     # ---- the verdict
 
     def _checked(self, job: Job, name: str, reports: Sequence[Any], described: "list[Future[FileEntry]]") -> Judgement:
-        """Rank 0: put the fingerprints beside the rest, all while the data is being written; raises Unsavable."""
+        """Judge the state on rank 0 and write the fingerprints while the data is written; raises Unsavable."""
         failed = _failures(reports)
         if failed is not None:
             raise failed.error(job.step)
@@ -268,7 +268,7 @@ class Saver:
         )
 
     def _sealed(self, manifest: Manifest | Failed | None) -> Commit | Failed:
-        """Seal wherever a checkpoint of this place needs it; COMMIT, or why there is none. The same on every rank."""
+        """Seal on every rank that must; return COMMIT, or the failure, the same on every rank."""
         if not self._place.shared:
             told: Manifest | Failed = self._ranks.broadcast(manifest)
             manifest = told
@@ -287,7 +287,7 @@ class Saver:
         return agreed
 
     def _undo(self, job: Job, name: str, failed: Failed) -> None:
-        """Delete a half-written folder: all ranks have stopped writing to it, and no other process ever will."""
+        """Delete an unfinished folder, which no rank and no other process writes to any more."""
         if failed.final:
             self._forget(job)
         if failed.fenced or not self._seals:
@@ -298,12 +298,12 @@ class Saver:
             _log.warning("half-written %s could not be removed yet: %s", name, error)
 
     def _forget(self, job: Job) -> None:
-        """It must not be loaded from memory either; the writer publishes its record once all of it is digested."""
+        """Invalidate the copy in memory too; the writer publishes its record once it is fully digested."""
         for bucket in job.staged.buckets() if job.staged.kept else ():
             self.writer.arena.clear(bucket.buffer)
 
     def _emit_saved(self, job: Job, saved: Saved, judgement: Judgement) -> None:
-        """On rank 0."""
+        """Emit the events of a commit on rank 0."""
         facts = {"step": job.step, "name": saved.name, "bytes": saved.size, "seconds": saved.seconds}
         self._emit("checkpoint.committed", {**facts, "manifest": saved.manifest})
         if judgement.reasons:
@@ -329,5 +329,5 @@ def _first_failure(result: Any) -> Failed | None:
 
 
 def _refusal(result: Any) -> Failed | None:
-    """A failure that no further try can change; it outweighs whatever went wrong with the disk."""
+    """Return a failure that no retry can change; it takes precedence over disk failures."""
     return result if isinstance(result, Failed) and result.final else None

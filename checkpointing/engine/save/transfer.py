@@ -25,24 +25,24 @@ T = TypeVar("T")
 
 
 class BoundedTier:
-    """One rank's accesses to a tier: nobody waits for one that hangs, and no other begins before it has ended."""
+    """A rank's accesses to a tier; a hung access is abandoned, and no other begins before it has ended."""
 
     def __init__(self, tier: ResolvedTier, seconds: float) -> None:
-        """`seconds` limit one access to names and markers."""
+        """Create a tier with a limit of `seconds` for each access to names and markers."""
         self.tier, self._seconds, self._threads = tier, seconds, OrderThreads()
         self._abandoned: Future[Any] | None = None
 
     @property
     def stuck(self) -> bool:
-        """Whether an abandoned access is still under way."""
+        """Whether an abandoned access is still running."""
         return self._abandoned is not None and not self._abandoned.done()
 
     def run(self, act: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call `act` in a thread of its own; raises what it raises, or OSError (ETIMEDOUT)."""
+        """Call `act` in its own thread; raises what it raises, or OSError (ETIMEDOUT)."""
         return self.run_within(self._seconds, lambda: act(*args, **kwargs))
 
     def run_within(self, seconds: float, act: Callable[[], T]) -> T:
-        """As `run`, with another limit."""
+        """Like `run`, with another limit."""
         self.check()
         future = self._threads.start(lambda _: act())
         try:
@@ -54,11 +54,11 @@ class BoundedTier:
         raise OSError(errno.ETIMEDOUT, f"{self.tier.path} has not answered for {seconds:.0f} s")
 
     def abandon(self, future: "Future[Any]") -> None:
-        """Stop waiting for an access; nothing else begins here before it has ended."""
+        """Stop waiting for an access; no other access begins here before it has ended."""
         self._abandoned = future
 
     def check(self) -> None:
-        """Raises OSError (ETIMEDOUT) while an abandoned access is still under way."""
+        """Raise OSError (ETIMEDOUT) while an abandoned access is still running."""
         if self.stuck:
             raise OSError(errno.ETIMEDOUT, f"{self.tier.path} has still not answered an earlier access")
 
@@ -66,7 +66,7 @@ class BoundedTier:
 @peer_message
 @dataclass(frozen=True)
 class TransferFailure:
-    """Why a checkpoint did not arrive; `stuck` when something gave no answer, `bad` when the source is damaged."""
+    """Reason why a checkpoint did not arrive; `stuck` if an access did not answer, `bad` if the source is damaged."""
 
     reason: str
     stuck: bool = False
@@ -78,15 +78,15 @@ class TransferFailure:
 
 
 class FlushState:
-    """Written by the flusher; `emit` does nothing on all ranks but rank 0."""
+    """State and events of the flusher; `emit` does nothing on ranks other than 0."""
 
     def __init__(self, emit: EmitEvent) -> None:
         self._emit = emit
         self.latest: str | None = None
-        """Name of the newest checkpoint that was committed in the first tier."""
+        """Name of the newest checkpoint committed in the first tier."""
         self.closing = False
-        """Whether the run ends: copies under way are abandoned, and failures are no longer reported."""
-        self._failing: dict[str, tuple[str | None, str]] = {}  # by tier: what was reported last
+        """Whether the run is ending; copies in progress are abandoned, and failures are no longer reported."""
+        self._failing: dict[str, tuple[str | None, str]] = {}  # last report per tier
 
     def report_arrival(self, tier: ResolvedTier, manifest: Manifest, seconds: float) -> None:
         self._failing.pop(tier.path, None)
@@ -94,7 +94,7 @@ class FlushState:
         self._emit("checkpoint.flushed", {**facts, "bytes": manifest.size, "seconds": seconds})
 
     def report_presence(self, tier: ResolvedTier) -> None:
-        """The newest checkpoint is in the tier, although the last report of it was a failure."""
+        """Report that the tier has the newest checkpoint, if the last report on the tier was a failure."""
         if self._failing.pop(tier.path, None) is not None and (parts := parse_name(self.latest or "")) is not None:
             facts = {"step": parts.step, "name": self.latest, "tier": tier.path}
             self._emit("checkpoint.flushed", {**facts, "bytes": 0, "seconds": 0.0})
@@ -107,7 +107,7 @@ class FlushState:
             self._emit_of_latest(kind, tier, f"not copied to {tier.path}: {failure.reason}")
 
     def report_late(self, tier: ResolvedTier, first: ResolvedTier) -> None:
-        """There was no time left to copy the newest checkpoint from the `first` tier."""
+        """Report that time ran out before the newest checkpoint was copied from the `first` tier."""
         reason = (
             f"the newest checkpoint is not known to be in {tier.path}: there was no time left to copy it from "
             f"{first.path}, where the next start finds it"
@@ -124,15 +124,19 @@ _POLL_SECONDS = 0.2
 
 
 class FileCopier(Protocol):
-    """The part of a link to the writer that a flush uses."""
+    """The part of a writer link that a flush uses."""
 
     def copy(self, order: CopyOrder) -> "Future[Copied]": ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class TransferTimeouts:
-    """Seconds: for one access to names and markers, for a rank's copies on top of what a slow disk takes for them, and
-    between two looks at how far the other ranks are, and until files of other ranks must be visible."""
+    """Time limits of a transfer, in seconds.
+
+    `access` limits one access to names and markers. `copy` is the allowance for a rank's copies beyond the time of a
+    slow disk. `look` is the interval between checks of the other ranks' progress. `late` is the time by which files of
+    other ranks must be visible.
+    """
 
     access: float = 120.0
     copy: float = 300.0
@@ -143,7 +147,7 @@ class TransferTimeouts:
 @peer_message
 @dataclass(frozen=True)
 class Route:
-    """What goes where; `source` and `target` count the tiers."""
+    """A checkpoint's route; `source` and `target` are tier numbers."""
 
     source: int
     target: int
@@ -151,7 +155,7 @@ class Route:
 
 
 class Transfer:
-    """All ranks call `run` with the same route; every step that can fail or hang is agreed on before the next one."""
+    """Transfer by all ranks, which call `run` with the same route; every step that may fail or hang is agreed on."""
 
     def __init__(
         self,
@@ -166,7 +170,7 @@ class Transfer:
         self._link, self._timeouts, self._state = link, timeouts, state
 
     def run(self, route: Route) -> TransferFailure | None:
-        """Copy and seal; None when the checkpoint is committed in the target, else the same failure on every rank."""
+        """Copy and seal; return None once the target has committed, else the same failure on every rank."""
         seen = self._ranks.all_gather(tried(lambda: self._seen(route)))
         failure = _first(seen)
         if failure is not None:
@@ -174,7 +178,7 @@ class Transfer:
         names = [None if isinstance(found, TransferFailure) else found for found in seen]
         shares = tried(lambda: divide_files(route.manifest.files, names))
         if isinstance(shares, TransferFailure):
-            return shares  # the same on every rank: all have computed it from the same lists
+            return shares  # the same on every rank, computed from the same lists
         mine = shares[self._ranks.rank]
         failure = _first(self._copied(route, mine, max(map(_size, shares))))
         return failure or _first(self._ranks.all_gather(tried(lambda: self._sealed(route, mine))))
@@ -186,7 +190,7 @@ class Transfer:
         return frozenset(source.run(source.tier.storage.list, route.manifest.name))
 
     def _copied(self, route: Route, files: tuple[FileEntry, ...], most: int) -> list[Copied | TransferFailure | None]:
-        """What became of the copies of all ranks; a rank that is done waits here for the others."""
+        """Return the outcomes of all ranks' copies; a rank that is done waits here for the others."""
         begun = tried(lambda: self._begin(route, files))
         late = time.monotonic() + self._allowed(route, files)
         report_at = time.monotonic() + self._timeouts.access + self._usual(route, most)
@@ -230,7 +234,7 @@ class Transfer:
         return 2 * size / MIB / min(self._tiers[route.target].tier.bandwidth or _DISK, _DISK)
 
     def _outcome(self, route: Route, begun: "Future[Copied]", late: float) -> Copied | TransferFailure | None:
-        """None while it is under way."""
+        """Return the outcome of this rank's copy, or None while it is running."""
         if not concurrent.futures.wait([begun], self._timeouts.look).done:
             if time.monotonic() < late:
                 return None
@@ -252,10 +256,10 @@ class Transfer:
         return target.run(self._sealed_whole, target.tier.storage, route.manifest, expected)
 
     def _sealed_whole(self, storage: Storage, manifest: Manifest, expected: Sequence[FileEntry]) -> Commit:
-        """Seal once every file is visible: somebody may have deleted one since it was written."""
+        """Seal once every file is visible; another process may have deleted one since it was written."""
         late = time.monotonic() + self._timeouts.late
         while missing := _missing(storage, manifest.name, expected):
-            # Shared file systems show names and sizes late.
+            # Shared file systems may show names and sizes late.
             if time.monotonic() >= late or self._state.closing:
                 raise OSError(errno.ENOENT, f"{manifest.name}/{missing[0]} is not there although it was copied")
             time.sleep(_POLL_SECONDS)
@@ -272,12 +276,12 @@ def _missing(storage: Storage, folder: str, expected: Sequence[FileEntry]) -> li
 
 
 def tried(act: Callable[[], T]) -> T | TransferFailure:
-    """`result_or` for transfers."""
+    """Return the result of `act`, or its error as a TransferFailure."""
     return result_or(act, TransferFailure.of)
 
 
 def _first(outcomes: Sequence[object]) -> TransferFailure | None:
-    """What went wrong on all ranks, as one failure."""
+    """Combine the failures of all ranks into one."""
     failures = [outcome for outcome in outcomes if isinstance(outcome, TransferFailure)]
     if not failures:
         return None

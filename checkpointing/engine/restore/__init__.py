@@ -1,1 +1,1 @@
-"""Restores: candidates, who reads what, verified buffers, delivery into tensors."""
+"""Restores: candidates, read assignment, verified buffers, delivery into tensors."""

@@ -12,21 +12,21 @@ from checkpointing.engine.restore.read_buffers import ReadBuffers
 from checkpointing.format.read_plan import Shard, Strip
 
 Wanted = Mapping[int, int]
-"""How many bytes of a chunk a rank needs, by the chunk's number."""
+"""Bytes that a rank needs of each chunk, by the chunk's number."""
 
 Readers = Sequence[tuple[int, ...]]
-"""For every chunk the ranks that read it."""
+"""For every chunk, the ranks that read it."""
 
 _ALMOST_ALL = 0.8
 _NEARLY_AS_MUCH = 0.9
 
 
 def assign(shards: Sequence[Shard], wanted: Sequence[Wanted], seen: Sequence[Collection[str]]) -> Readers:
-    """For every chunk of all files the ranks that read it, the first of which passes on what others need of it.
+    """Return for every chunk of all files the ranks that read it; the first one forwards what others need.
 
-    `wanted` and `seen` are by rank: bytes needed of each chunk, files that the rank can read. A chunk has one reader.
-    There is one exception: a chunk that two ranks need, both almost all of it, is read by both, which is no slower
-    than to send it. Chunks that nobody needs are read too: a checkpoint with any damage is not trusted.
+    `wanted` and `seen` are by rank: bytes needed of each chunk, files that the rank can read. A chunk has one reader,
+    with one exception: a chunk of which two ranks each need almost all is read by both, which is as fast as sending it.
+    Chunks that no rank needs are read too, because a checkpoint with any damage is not trusted.
     """
     loads = [0] * len(wanted)
     chosen: dict[int, tuple[int, ...]] = {}
@@ -46,7 +46,7 @@ def assign(shards: Sequence[Shard], wanted: Sequence[Wanted], seen: Sequence[Col
                     loads[rank] += end - start
             else:
                 open_ones.append((chunk, end - start, candidates))
-    # What has one natural reader is settled by now; the rest evens out the loads.
+    # Chunks with one natural reader are settled by now; the rest balances the loads.
     for chunk, size, candidates in open_ones:
         reader = min(candidates, key=lambda rank: (loads[rank], rank))
         chosen[chunk] = (reader,)
@@ -55,7 +55,7 @@ def assign(shards: Sequence[Shard], wanted: Sequence[Wanted], seen: Sequence[Col
 
 
 def _candidates(able: list[int], wanted: Sequence[Wanted], chunk: int) -> list[int]:
-    """The ranks that need about as much of a chunk as the one that needs most; all that can read it if none does."""
+    """Return the ranks that need nearly the most of a chunk, or all that can read it if none needs it."""
     needs = {rank: need for rank in able if (need := wanted[rank].get(chunk, 0))}
     most = max(needs.values(), default=0)
     return [rank for rank, need in needs.items() if need >= _NEARLY_AS_MUCH * most] or able
@@ -71,7 +71,7 @@ def _a_pair(candidates: list[int], wanted: Sequence[Wanted], chunk: int, size: i
 
 
 ROUND = 256 << 20
-"""Most bytes that a rank sends, and receives, at a time."""
+"""Maximum bytes that a rank sends, and receives, at a time."""
 
 _SMALLEST = 1 << 20
 
@@ -91,7 +91,7 @@ class Send:
 
 
 def gather(buffers: ReadBuffers, piece: Send, goal: Tensor) -> None:
-    """Copy a part of a packed slice out of the read buffers; `goal` has as many bytes."""
+    """Copy a part of a packed slice out of the read buffers; `goal` has the same number of bytes."""
     flat, delta = buffers.flat(piece.chunk)
     at = done = 0
     for strip in piece.rows:
@@ -103,7 +103,7 @@ def gather(buffers: ReadBuffers, piece: Send, goal: Tensor) -> None:
 
 
 def _copy_rows(flat: Tensor, start: int, strip: Strip, low: int, high: int, goal: Tensor) -> None:
-    """Bytes `low` to `high` of a strip that begins at `start`: a torn first row, whole ones, a torn last one."""
+    """Copy bytes `low` to `high` of a strip at `start`: a partial first row, whole rows, a partial last row."""
     if strip.repeats == 1 or strip.stride == strip.length:
         goal.copy_(flat[start + low : start + high])
         return
@@ -127,7 +127,7 @@ def _copy_rows(flat: Tensor, start: int, strip: Strip, low: int, high: int, goal
 def exchange(
     ranks: RankGroup, buffers: ReadBuffers, sends: Sequence[Sequence[Send]], receives: Sequence[Sequence[Tensor]]
 ) -> None:
-    """Collective: to rank r go `sends[r]`, from rank r come `receives[r]`, memory of as many bytes, in its order."""
+    """Send `sends[r]` to rank r and receive `receives[r]` from it, in its order and of equal size; collective."""
     totals = [sum(piece.nbytes for piece in pieces) for pieces in sends]
     coming = [sum(len(goal) for goal in goals) for goals in receives]
     cap = max(ROUND // ranks.size, _SMALLEST)

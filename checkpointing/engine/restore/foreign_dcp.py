@@ -1,7 +1,8 @@
-"""DCP checkpoints of other makers: nothing vouches for their bytes, so they are read only when somebody says so.
+"""DCP checkpoints of other tools: their bytes have no digests, so they are read only if the user allows it.
 
-Their `.metadata` is unpickled by the same allow-list, and values are found by way of the records around them, whose
-descriptions are read with stand-ins. A tensor that is not a plain row of values is left to torch.load, weights only.
+Their `.metadata` is unpickled with the same allow-list, and values are located through the records around them, whose
+descriptions are read with substitute classes. A tensor in another form than a plain row of values is left to
+torch.load, weights only.
 """
 
 import io
@@ -29,7 +30,7 @@ _STEP = re.compile(r"(\d+)$")
 
 
 class ForeignAllowList(AllowList):
-    """Knows items that are no tensors too, so as to leave them out: what they hold is never unpickled."""
+    """Allow-list that also accepts non-tensor items in order to skip them; their contents are never unpickled."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == _BYTES_ITEM or module in _PATHS:
@@ -38,7 +39,7 @@ class ForeignAllowList(AllowList):
 
 
 class _Leftover:
-    """Stands in for an item that is no tensor, and for the path at which the checkpoint once was."""
+    """Substitute for a non-tensor item, and for the path where the checkpoint was written."""
 
     def __init__(self, *_: Any) -> None:
         return
@@ -48,7 +49,7 @@ class _Leftover:
 
 
 def foreign_names(storage: Storage) -> list[str]:
-    """Folders with `.metadata` that were never ours, the highest number at the end of a name first."""
+    """Return folders with `.metadata` that orch did not write, highest number at the end of the name first."""
     found = []
     for name, size in storage.list("").items():
         if size is not None or parse_name(name) is not None:
@@ -60,14 +61,14 @@ def foreign_names(storage: Storage) -> list[str]:
 
 
 def step_of(name: str) -> int:
-    """The number at the end of a folder's name (`step-1000`, `iter_0001000`), 0 when there is none."""
+    """Return the number at the end of a folder's name (`step-1000`, `iter_0001000`), or 0."""
     match = _STEP.search(name)
     return int(match.group(1)) if match else 0
 
 
 @dataclass(frozen=True)
 class Described:
-    """What `.metadata` says, with the sizes of the files that it names."""
+    """Index read from `.metadata`, with the sizes of the files that it names."""
 
     index: Index
     sizes: Mapping[str, int]
@@ -88,7 +89,7 @@ def describe(storage: Storage, name: str) -> Described:
 
 
 def source_of(storage: Storage, name: str, told: Described) -> Source:
-    """What to load a foreign checkpoint from; its chunks have no digests. Raises Refused or OSError."""
+    """Return the source of a foreign checkpoint; its chunks have no digests. Raises Refused or OSError."""
     pieces, odd = [], dict[int, Callable[[], Tensor]]()
     for number, piece in enumerate(told.index.pieces):
         dtype = told.index.tensors[piece.key].dtype
@@ -107,7 +108,7 @@ def source_of(storage: Storage, name: str, told: Described) -> Source:
 
 
 def _located(storage: Storage, name: str, piece: Piece, dtype: str) -> Piece | None:
-    """The piece with the place of its values; None when they are not one plain row."""
+    """Return the piece with the position of its values, or None if they are not one plain row."""
     try:
         with storage.open(f"{name}/{piece.file}" if name else piece.file) as stream:
             record = read_record(read_at(stream), piece.start, piece.length)
@@ -119,7 +120,7 @@ def _located(storage: Storage, name: str, piece: Piece, dtype: str) -> Piece | N
 
 
 def _loaded(storage: Storage, name: str, piece: Piece, dtype: str) -> Tensor:
-    """A tensor that is a view, quantised, or in a format of its own; raises Refused when it is none at all."""
+    """Load a tensor that is a view, quantized, or in a custom format; raises Refused if it does not match."""
     with storage.open(f"{name}/{piece.file}" if name else piece.file) as stream:
         stream.seek(piece.start)
         data = stream.read(piece.length)

@@ -1,9 +1,9 @@
 """Loading of tensors from one checkpoint: read, verify, agree, exchange, deliver, compare fingerprints.
 
-Every copy of a tensor is compared: a plain tensor by its own rank, a DTensor over the ranks of its mesh together.
+Every copy of a tensor is compared: a plain tensor by its own rank, a DTensor by the ranks of its mesh together.
 
-Every rank reads its share of the chunks into memory of its own and verifies it there. Nothing is copied into a tensor
-before all ranks have agreed that all bytes of all of them matched.
+Every rank reads its share of the chunks into its own memory and verifies it there. No tensor is written before all
+ranks have agreed that all of their bytes matched.
 """
 
 import math
@@ -50,7 +50,7 @@ from checkpointing.verification.verify import read_listed, read_sealed
 @peer_message
 @dataclass(frozen=True, slots=True)
 class ShardFingerprint:
-    """A rank's shard of a DTensor: where it lies, and `sums`, its part of the fingerprint.
+    """A rank's shard of a DTensor: its position, and `sums`, its contribution to the fingerprint.
 
     `first_rank` is the lowest rank of the DTensor's mesh; ranks with the same one hold one copy together. `whole` is
     the number of values of the whole tensor.
@@ -66,14 +66,14 @@ class ShardFingerprint:
 @peer_message
 @dataclass(frozen=True)
 class RankFingerprints:
-    """What one rank tells: fingerprints of its plain tensors, those that differ alone, and of its shards, all."""
+    """Fingerprints of one rank: of its differing plain tensors, and of all its shards."""
 
     differing: dict[str, str]
     shards: dict[str, ShardFingerprint]
 
 
 def saved_fingerprints(storage: Storage, name: str) -> dict[str, str]:
-    """The fingerprints taken at save, by key; empty when the checkpoint has none.
+    """Return the fingerprints taken at save, by key; empty if the checkpoint has none.
 
     Raises Refused, ManifestError or OSError.
     """
@@ -88,10 +88,10 @@ def saved_fingerprints(storage: Storage, name: str) -> dict[str, str]:
 def differing_tensors(
     ranks: RankGroup, name: str, tensors: Mapping[str, Tensor], saved: Mapping[str, str]
 ) -> list[str]:
-    """Collective: a line for each tensor that is not as it was saved, sorted, the same list on every rank.
+    """Return a line for each tensor that differs from its saved values, sorted, the same on every rank; collective.
 
-    `tensors` are those of this rank that were loaded from the checkpoint `name`. Raises Refused on every rank when one
-    of them could not compute its fingerprints.
+    `tensors` are this rank's tensors loaded from the checkpoint `name`. Raises Refused on every rank if one of them
+    could not compute its fingerprints.
     """
     told = ranks.gather(result_or_failed(lambda: _of_rank(ranks.rank, tensors, saved)))
     mine: list[str] | Failed | None = None if told is None else result_or_failed(lambda: _lines(name, told, saved))
@@ -160,7 +160,7 @@ _WORTH_A_THREAD = 4 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Loaded:
-    """What a load did; bytes are sums over all ranks, needed ones counted once however many ranks need them."""
+    """Result of a load; bytes are sums over all ranks, and bytes that several ranks need count once."""
 
     absent: tuple[str, ...]
     bytes_read: int
@@ -168,12 +168,12 @@ class Loaded:
 
 
 def refused_for(error: BaseException, name: str = "") -> Refused:
-    """The refusal of a checkpoint whose load raised this error."""
+    """Return the refusal of a checkpoint whose load raised this error."""
     return Refused(name, explain(error), is_damage(error), not is_misfit(error), is_unreadable(error))
 
 
 def on_all_ranks(ranks: RankGroup, name: str, act: Callable[[], T]) -> list[T]:
-    """Do this rank's part, and learn what came of the others'; raises the same Refused on every rank if one failed."""
+    """Do this rank's part and return all ranks' results; raises the same Refused on every rank if one failed."""
     told: list[tuple[T | None, Refused | None]] = ranks.all_gather(
         result_or(lambda: (act(), None), lambda error: (None, refused_for(error)))
     )
@@ -192,7 +192,7 @@ def on_all_ranks(ranks: RankGroup, name: str, act: Callable[[], T]) -> list[T]:
 def load(
     source: Source, ranks: RankGroup, tensors: Mapping[str, Tensor], optional_keys: OptionalKeys, lend: Lend
 ) -> Loaded:
-    """Collective: read and verify everything, then fill `tensors`; raises Refused, and then no tensor has changed."""
+    """Read and verify everything, then fill `tensors`; collective. Raises Refused before any tensor has changed."""
     rank_load = RankLoad(source, ranks, tensors)
     wanted = on_all_ranks(ranks, source.name, lambda: rank_load.plan(optional_keys))
 
@@ -224,7 +224,7 @@ def load_own(
     optional_keys: OptionalKeys,
     lend: Lend,
 ) -> Loaded:
-    """As `load`, for a checkpoint of the run's own layout: who reads what is known, so all is planned meanwhile."""
+    """Load a checkpoint in the run's own layout: like `load`, but readers are known, so planning overlaps reading."""
     rank_load = RankLoad(source, ranks, tensors)
 
     def read() -> tuple[Wanted, ReadResult]:
@@ -246,26 +246,26 @@ def _check_present(source: Source, wanted: Sequence["Wanted"]) -> None:
     seen = frozenset[str]().union(*(want.seen for want in wanted))
     missing = [shard.name for shard in source.shards if shard.name not in seen]
     if missing:
-        # Files that are nowhere are found missing by their names; these may be on nodes that are not in this job.
+        # A file that exists nowhere fails the check by name; these may be on nodes outside this job.
         raise Refused(source.name, "; ".join(f"{name}: missing" for name in missing[:4]), damaged=False)
 
 
 @peer_message
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """What a rank tells the others before anything is read."""
+    """Needs of a rank, exchanged before anything is read."""
 
     seen: frozenset[str]
     by_chunk: dict[int, int]  # bytes needed of each chunk
     unique: int  # bytes needed that no other rank counts
-    plain: dict[tuple[str, int], int]  # bytes needed of values that other ranks may count too, by file and place
-    surplus: bytes  # as of OptionalKeys
+    plain: dict[tuple[str, int], int]  # bytes needed of values that other ranks may count too, by file and offset
+    surplus: bytes  # as in OptionalKeys
 
 
 @peer_message
 @dataclass(frozen=True, kw_only=True)
 class ReadResult:
-    """What a rank tells the others once all it has read is verified: the needs that others must send it parts of."""
+    """Result of a rank's verified read: the slices of which other ranks must send it parts."""
 
     bytes_read: int
     requests: "Requests"
@@ -276,21 +276,21 @@ Requests = list[tuple[str, list[Strip]]]
 
 
 class RankLoad:
-    """One rank's part of loading `source` into `tensors`: what it needs, has read, passes on and delivers."""
+    """A rank's part of loading `source` into `tensors`: what it needs, reads, forwards and delivers."""
 
     def __init__(self, source: Source, ranks: RankGroup, tensors: Mapping[str, Tensor]) -> None:
         self._source, self._ranks, self._tensors = source, ranks, tensors
         self._slices: list[Slice] = []
-        self._slice_bytes: list[SliceBytes | None] = []  # none of an odd piece
+        self._slice_bytes: list[SliceBytes | None] = []  # None for an odd piece
         self._readers: Readers = ()
         self._buffers = ReadBuffers()
-        self._goals: list[Tensor] = []  # for every need where its values go, and below where they come from
+        self._goals: list[Tensor] = []  # destination of each slice; its source is below
         self._sources: list[Tensor] = []
-        self._unfilled: list[tuple[SliceBytes, Tensor]] = []  # memory of values that do not lie in one piece
+        self._unfilled: list[tuple[SliceBytes, Tensor]] = []  # memory of values that are not in one piece
         self._absent: tuple[str, ...] = ()
 
     def plan(self, optional_keys: OptionalKeys) -> Wanted:
-        """Find out what is needed; raises Refused when the checkpoint does not fit."""
+        """Determine what is needed; raises Refused if the checkpoint does not fit."""
         source = self._source
         self._slices, self._absent = find_slices(source, self._tensors, optional_keys)
         surplus = optional_keys.surplus(self._tensors, source.index.tensors)
@@ -310,9 +310,9 @@ class RankLoad:
         return Wanted(seen=source.seen, by_chunk=by_chunk, unique=unique, plain=plain, surplus=surplus)
 
     def expect(self, buffers: ReadBuffers, readers: Readers) -> Requests:
-        """Make ready for what is being read; returns the needs of which other ranks read a part.
+        """Prepare for the data being read; return the slices of which other ranks read a part.
 
-        `readers` says of every chunk which ranks have it.
+        `readers` lists the ranks that read each chunk.
         """
         self._buffers, self._readers = buffers, readers
         me, requests = self._ranks.rank, []
@@ -326,7 +326,7 @@ class RankLoad:
         return requests
 
     def finish(self, held: Sequence[ReadResult], wanted: Sequence[Wanted]) -> Loaded:
-        """Collective, when all ranks have agreed: pass on what others need, then fill the tensors."""
+        """Forward what others need, then fill the tensors; collective, after all ranks have agreed."""
         receives: list[list[Tensor]] = [[] for _ in held]
         for slice_bytes, packed in self._unfilled:
             self._fill(slice_bytes, packed, receives)
@@ -341,7 +341,7 @@ class RankLoad:
         )
 
     def _place_of(self, need: Slice, slice_bytes: SliceBytes | None) -> Tensor:
-        """The memory that a need's values are or will be in."""
+        """Return the memory that holds or will hold a slice's values."""
         if slice_bytes is None:
             return _region(self._source.odd[need.piece](), need.source, need.sizes)
         view = self._view(need, slice_bytes)
@@ -352,7 +352,7 @@ class RankLoad:
         return view
 
     def _view(self, need: Slice, slice_bytes: SliceBytes) -> Tensor | None:
-        """A slice as a view of the buffers; None when not all of it lies there in one piece, or at odd addresses."""
+        """Return a slice as a view of the buffers, or None if it is not in one piece there or misaligned."""
         if not self._buffers.holds(slice_bytes.chunks):
             return None
         dtype = self._tensors[need.key].dtype
@@ -363,7 +363,7 @@ class RankLoad:
         return flat.as_strided(need.sizes, _steps(self._source.index.pieces[need.piece].sizes), start)
 
     def _fill(self, slice_bytes: SliceBytes, packed: Tensor, receives: Sequence[list[Tensor]]) -> None:
-        """Copy what this rank has itself; the rest is to be received from the rank that has it."""
+        """Copy what this rank has itself; the rest comes from the ranks that have it."""
         for part in parts(slice_bytes.rows, slice_bytes.shard):
             readers = self._readers[part.chunk]
             goal = packed[part.low : part.high]
@@ -373,7 +373,7 @@ class RankLoad:
                 receives[readers[0]].append(goal)
 
     def _sends(self, rank: int, held: ReadResult) -> list[Send]:
-        """What a rank must be sent from here, in the order in which it will receive it."""
+        """Return what to send to a rank, in the order in which it will receive it."""
         if rank == self._ranks.rank:
             return []
         return [
@@ -385,10 +385,10 @@ class RankLoad:
 
 
 def copy(goals: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy all sources into their goals, by a few threads; on CUDA it waits for the copies."""
+    """Copy all sources to their goals with a few threads; on CUDA, wait for the copies."""
     groups = _evenly([goal.nbytes for goal in goals], threads())
     gpu = next((goal.device for goal in goals if goal.is_cuda), None)
-    # A thread begins with GPU 0.
+    # A new thread uses GPU 0.
     begin: dict[str, Any] = {} if gpu is None else {"initializer": torch.cuda.set_device, "initargs": (gpu,)}
     with ThreadPoolExecutor(max(1, len(groups)), thread_name_prefix="checkpoint-delivery", **begin) as pool:
         work = [pool.submit(_copy_some, goals[group], sources[group]) for group in groups[1:]]
@@ -401,12 +401,12 @@ def copy(goals: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 
 
 def _copy_some(goals: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    with torch.no_grad():  # every thread has a mode of its own
+    with torch.no_grad():  # the mode is per thread
         torch._foreach_copy_(list(goals), list(sources), non_blocking=goals[0].is_cuda)
 
 
 def _evenly(sizes: Sequence[int], count: int) -> list[slice]:
-    """Neighbours in groups of about the same number of bytes; one group when there is little to do."""
+    """Group neighbours into slices of about the same number of bytes; one group if there is little to do."""
     total, groups, start, filled = sum(sizes), list[slice](), 0, 0
     least = max(_WORTH_A_THREAD, -(-total // count))
     for at, size in enumerate(sizes):
@@ -427,7 +427,7 @@ def _region(tensor: Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> Ten
 
 @lru_cache(maxsize=4096)
 def _steps(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides of a row-major array, in values."""
+    """Return the strides of a row-major array, in values."""
     steps, step = [], 1
     for size in reversed(shape):
         steps.append(step)
@@ -436,7 +436,7 @@ def _steps(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _first_replica(tensor: DTensor) -> bool:
-    """Whether of all ranks that hold the same part of a tensor this is the one that counts it."""
+    """Return whether this rank counts a tensor's part, among all ranks that hold the same part."""
     coordinate: Sequence[int] = tensor.device_mesh.get_coordinate() or ()
     return all(
         at == 0

@@ -1,7 +1,7 @@
-"""The fastest tier: what the arena still holds of an earlier generation's saves, if its bytes are as they were.
+"""The fastest tier: an earlier generation's saves that are still intact in the arena.
 
-The arena outlives the rank that filled it. Each rank has its own files in it; all ranks' files together are treated as
-one checkpoint, whose chunks are verified where they lie.
+The arena outlives the rank that filled it. Each rank has its own files in it; the files of all ranks together are
+treated as one checkpoint, whose chunks are verified in place.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -16,27 +16,28 @@ from checkpointing.engine.restore.saved_layout import PlannedFiles, SavedLayout,
 from checkpointing.engine.restore.source import OptionalKeys, Source, in_one_row
 from checkpointing.writer.arena import Arena, Record
 
-_WORTH_IT = 8  # a buffer's templates are not written again for less than this part of it
+_WORTH_IT = 8  # rewrite a buffer's templates only if at least this fraction (1/8) of it is used
 
 
 class Memory:
-    """One rank's arena as a place to restore from, and as memory to land in meanwhile.
+    """A rank's arena as a source for restores, and as landing memory for reads.
 
-    `write_templates` writes them into a buffer anew; without it no buffer is lent, since reading into it destroys them.
+    `write_templates` rewrites the templates of a buffer; without it no buffer is lent, because reading into a buffer
+    destroys them.
     """
 
     def __init__(
         self, arena: Arena, plan: PlannedFiles, write_templates: Callable[[int], None] | None = None,
         on_disk: PlannedFiles | None = None,
     ) -> None:  # fmt: skip
-        """`on_disk`: the same plan as its files are found in a checkpoint's folder, where that differs."""
+        """Create the tier; `on_disk` is the plan with its files as in a checkpoint's folder, if they differ."""
         self._arena, self._write_templates = arena, write_templates
         self.layout, self.on_disk = SavedLayout(plan), SavedLayout(on_disk or plan)
         self._lent: set[int] = set()
         self._held: dict[str, tuple[int, Record]] = {}  # by the name of the save: buffer, record
 
     def names(self, ranks: RankGroup) -> list[str]:
-        """Collective: the saves of which every rank holds its part, the newest first."""
+        """Return the saves of which every rank holds its part, newest first; collective."""
         self._held = {record.name: (at, record) for at, record in self._records()}
         told = ranks.all_gather(sorted(self._held))
         common = set(told[0]).intersection(*told[1:])
@@ -52,11 +53,11 @@ class Memory:
         return self._held[name][1].step
 
     def extra(self, name: str) -> dict[str, Any]:
-        """The caller's own facts that were saved with it."""
+        """Return the caller's own facts saved with it."""
         return dict(self._held[name][1].extra)
 
     def load(self, name: str, ranks: RankGroup, tensors: Mapping[str, Tensor], optional_keys: OptionalKeys) -> Loaded:
-        """Collective: verify what is held of this save and fill `tensors`; raises Refused, then none has changed."""
+        """Verify this save's copy in memory and fill `tensors`; collective. Raises Refused before any has changed."""
         at, record = self._held[name]
         lacking = on_all_ranks(ranks, record.name, lambda: self.layout.lacking(tensors))
         facts = self.layout.exchange_facts(ranks, lacking, [(entry.name, 0, entry.size) for entry in record.files])
@@ -80,12 +81,12 @@ class Memory:
         return rank_load.finish(on_all_ranks(ranks, record.name, check), wanted)
 
     def forget(self, name: str) -> None:
-        """What was refused is no candidate any more."""
+        """Remove a refused save from the candidates."""
         at, _ = self._held.pop(name)
         self._arena.clear(at)
 
     def lend(self, size: int) -> list[memoryview]:
-        """A buffer to land in that holds no candidate any more, if there is one; it may be too small for everything."""
+        """Return a buffer without a candidate as landing memory, if there is one; it may be too small for all bytes."""
         kept = {at for at, _ in self._held.values()}
         free = [at for at in range(self._arena.buffers) if at not in kept]
         if self._write_templates is None or not free or size < self._arena.buffer_bytes // _WORTH_IT:
@@ -95,7 +96,7 @@ class Memory:
         return [self._arena.buffer(free[0])]
 
     def take_back(self) -> None:
-        """Make the lent buffers what they were: nothing may land in them any more."""
+        """Restore the padding and templates of the lent buffers; nothing may land in them after that."""
         lent, self._lent = self._lent, set()
         for at in sorted(lent):
             assert self._write_templates is not None
@@ -106,7 +107,7 @@ class Memory:
 
 
 def _gaps(plan: PlannedFiles) -> Iterator[tuple[int, int]]:
-    """What pads the files: it is written with them, and no part of any tensor."""
+    """Yield the padding of the files, which is written with them but belongs to no tensor."""
     at = 0
     for item in sorted(plan.items, key=lambda item: item.place):
         start = item.place - (item.piece.data - item.piece.start)

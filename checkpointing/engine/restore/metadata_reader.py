@@ -1,4 +1,4 @@
-"""Reads what describes a checkpoint: `index.json`, or the `.metadata` of older ones; verified bytes, known classes."""
+"""Reader of a checkpoint's index: `index.json`, or `.metadata` of older ones; verified bytes, allowed classes."""
 
 import copyreg
 import io
@@ -38,10 +38,10 @@ _MALFORMED = (
 
 
 class AllowList(pickle.Unpickler):
-    """Builds DCP's metadata classes and torch dtypes, nothing else: no bytes items, no callables of anyone else.
+    """Unpickler limited to DCP's metadata classes and torch dtypes: no bytes items and no other callables.
 
-    A pickle can set attributes of whatever it names, so what it gets is made for it: subclasses of those classes, and
-    stand-ins for the two functions, which keep a layout or memory format as the pickle spells it.
+    A pickle can set attributes of anything it names, so it gets objects made for it: subclasses of those classes, and
+    substitutes for the two functions, which keep a layout or memory format as spelled in the pickle.
     """
 
     def __init__(self, data: bytes, name: str) -> None:
@@ -49,12 +49,12 @@ class AllowList(pickle.Unpickler):
         self._name = name
         self._made: dict[str, type] = {}
         self._format = lambda value: value
-        # What an extension code stood for once is taken from this cache without asking `find_class`.
+        # Extension codes resolved earlier come from this cache and bypass `find_class`.
         copyreg.clear_extension_cache()
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("builtins", "getattr"):
-            # How Python before 3.11.4 pickles the members of an enum.
+            # Python before 3.11.4 pickles enum members this way.
             return lambda kind, member: self._enum_member(kind, member)
         if (module, name) in _ALLOWED:
             if name not in self._made:
@@ -76,7 +76,7 @@ class AllowList(pickle.Unpickler):
 
 
 def _made_of(kind: type) -> type:
-    """A subclass whose instances take their state up as those of the class do, as far as we read it."""
+    """Return a subclass whose instances load their state like the class, as far as we read it."""
 
     def take(self: Any, state: Any) -> None:
         if issubclass(kind, TensorProperties):
@@ -87,14 +87,14 @@ def _made_of(kind: type) -> type:
 
 
 class VerifiedFile:
-    """Ranges of one file, every chunk compared with its digest as it is read; keeps the last chunks."""
+    """Reader of ranges of one file, which compares every chunk with its digest; keeps the last chunks."""
 
     def __init__(self, stream: BinaryIO, entry: FileEntry, name: str) -> None:
         self._stream, self._entry, self._name = stream, entry, name
         self._held: dict[int, bytes] = {}
 
     def read(self, offset: int, length: int) -> bytes:
-        """Exactly these bytes; raises Refused when the file has others, or fewer."""
+        """Return exactly these bytes; raises Refused if the file has other bytes or fewer."""
         size = self._entry.chunk_size
         if offset < 0 or length < 0 or offset + length > self._entry.size:
             raise Refused(self._name, f"{self._entry.name} has no bytes {offset}..{offset + length}")
@@ -127,9 +127,9 @@ def _read(storage: Storage, manifest: Manifest, file: str) -> bytes:
 
 
 def read_index(storage: Storage, manifest: Manifest) -> Index:
-    """The index of a checkpoint from verified bytes; raises Refused or OSError.
+    """Return a checkpoint's index from verified bytes; raises Refused or OSError.
 
-    One that has no `index.json` is described by its `.metadata`, without the places of values: see `with_places`.
+    Without `index.json`, it is built from `.metadata`, without the positions of values: see `with_places`.
     """
     if manifest.file(INDEX) is None:
         return index_from_metadata(read_metadata(storage, manifest))
@@ -140,7 +140,7 @@ def read_index(storage: Storage, manifest: Manifest) -> Index:
 
 
 def read_whole_index(storage: Storage, manifest: Manifest) -> Index:
-    """The index with the places of all values, for one process alone; raises Refused or OSError."""
+    """Return the index with the positions of all values, in a single process; raises Refused or OSError."""
     index = read_index(storage, manifest)
     if manifest.file(INDEX) is not None:
         return index
@@ -154,7 +154,7 @@ def read_metadata(storage: Storage, manifest: Manifest) -> Metadata:
 
 
 def metadata_from(data: bytes, name: str, kind: type[AllowList] = AllowList) -> Metadata:
-    """Unpickle a `.metadata` through an allow-list, fit for `index_from_metadata`; raises Refused (UnsafePickle)."""
+    """Unpickle `.metadata` through an allow-list, for `index_from_metadata`; raises Refused (UnsafePickle)."""
     try:
         metadata = kind(data, name).load()
         if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
@@ -170,7 +170,7 @@ def _chunks(saved: TensorStorageMetadata | BytesStorageMetadata) -> list[ChunkSt
 
 
 def index_from_metadata(metadata: Metadata) -> Index:
-    """The tensors and torch.save records that `.metadata` lists; it does not say where in a record the values lie."""
+    """Return the tensors and records that `.metadata` lists; it lacks the positions of values in a record."""
     tensors = {
         key: TensorInfo(str(saved.properties.dtype).removeprefix("torch."), _whole(saved.size))
         for key, saved in metadata.state_dict_metadata.items()
@@ -191,7 +191,7 @@ def index_from_metadata(metadata: Metadata) -> Index:
 
 
 def _whole(numbers: Iterable[Any], count: int | None = None) -> tuple[int, ...]:
-    """The numbers, when they are whole, none below 0, and so many."""
+    """Return the numbers if they are non-negative integers and `count` of them."""
     found = tuple(numbers)
     if any(type(number) is not int or number < 0 for number in found) or count not in (None, len(found)):
         raise ValueError(f"{found} is no place or size")
@@ -199,7 +199,10 @@ def _whole(numbers: Iterable[Any], count: int | None = None) -> tuple[int, ...]:
 
 
 def with_places(storage: Storage, manifest: Manifest, index: Index, files: Iterable[str]) -> list[Piece]:
-    """The pieces in `files` with the places of their values, by way of verified records; raises Refused or OSError."""
+    """Return the pieces in `files` with the positions of their values; reads verified records.
+
+    Raises Refused or OSError.
+    """
     found = []
     for file in files:
         entry = manifest.file(file)

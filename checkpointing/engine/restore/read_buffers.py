@@ -1,6 +1,6 @@
-"""Where the bytes of a checkpoint land: memory shaped like its files, each chunk digested by the thread that read it.
+"""Read buffers: memory laid out like a checkpoint's files, each chunk digested by the thread that read it.
 
-Nothing is copied on the way: a saved tensor is a view of this memory, and what was verified is what is delivered.
+Nothing is copied in between: a saved tensor is a view of this memory, and the verified bytes are the delivered ones.
 """
 
 import contextlib
@@ -24,31 +24,31 @@ from checkpointing.storage.shared_memory import PAGE, whole_pages
 from checkpointing.verification.verify import Fault
 
 READ = 8 << 20
-"""Bytes of one read call, where chunks are larger."""
+"""Bytes per read call, if chunks are larger."""
 
 Open = Callable[[str], BinaryIO]
 """Opens one of a checkpoint's files; raises OSError."""
 
 Lend = Callable[[int], Sequence[memoryview]]
-"""Lends page-aligned memory to land in, given the bytes that are wanted; what does not fit lands elsewhere."""
+"""Lends page-aligned landing memory for a number of bytes; the rest lands elsewhere."""
 
 
 def threads() -> int:
-    """Threads that read and digest; two keep a disk busy while one of them digests."""
+    """Return the number of reading threads; two keep a disk busy while one of them digests."""
     return min(2, os.cpu_count() or 1)
 
 
 class ReadBuffers:
-    """Memory for some chunks of some files. Chunks that follow each other in a file do so in the memory."""
+    """Memory for some chunks of some files; adjacent chunks of a file are adjacent in memory."""
 
     def __init__(self) -> None:
         self._blocks: list[memoryview] = []
         self._flat: dict[tuple[int, torch.dtype], Tensor] = {}
-        self._at: dict[int, tuple[int, int]] = {}  # chunk -> block, and what to add to a place in the file
+        self._at: dict[int, tuple[int, int]] = {}  # chunk -> block, and what to add to an offset in the file
 
     @classmethod
     def allocate(cls, shards: Sequence[Shard], chunks: Iterable[int], lend: Lend) -> "ReadBuffers":
-        """Memory for `chunks`: what is lent as far as it reaches, else new."""
+        """Allocate memory for `chunks`: lent memory first, then new memory."""
         buffers = cls()
         runs = sorted(_runs(shards, sorted(chunks)), key=lambda run: -run[2])
         rooms = list(lend(sum(size for *_, size in runs))) if runs else []
@@ -71,7 +71,7 @@ class ReadBuffers:
 
     @classmethod
     def of(cls, memory: memoryview, placed: Iterable[tuple[Shard, int]]) -> "ReadBuffers":
-        """Files that lie in memory already, each whole, at the places given with them."""
+        """Wrap files that are already in memory, each whole, at the given offsets."""
         buffers = cls()
         block = buffers._add(memory)
         for shard, place in placed:
@@ -88,7 +88,7 @@ class ReadBuffers:
             self._at[chunk] = (block, delta)
 
     def memory(self, shard: Shard, chunk: int) -> tuple[memoryview, memoryview]:
-        """The bytes of one chunk, and the same up to the end of their last page."""
+        """Return the bytes of one chunk, and the same range extended to the end of its last page."""
         block, delta = self._at[chunk]
         start, end = shard.span(chunk)
         size = end - start
@@ -97,14 +97,14 @@ class ReadBuffers:
         return whole[:size], whole
 
     def flat(self, chunk: int, dtype: torch.dtype = torch.uint8) -> tuple[Tensor, int]:
-        """The memory a chunk lies in, as values, and how many bytes to add to a place in its file to find it there."""
+        """Return a chunk's memory as values, and the bytes to add to an offset in its file to find it there."""
         block, delta = self._at[chunk]
         if (block, dtype) not in self._flat:
             self._flat[block, dtype] = torch.frombuffer(self._blocks[block], dtype=dtype)
         return self._flat[block, dtype], delta
 
     def holds(self, chunks: range) -> bool:
-        """Whether all of them are here, one behind the other."""
+        """Return whether all chunks are here and contiguous."""
         if len(chunks) == 1:
             return chunks[0] in self._at
         places = {self._at.get(chunk) for chunk in chunks}
@@ -112,7 +112,7 @@ class ReadBuffers:
 
 
 def _runs(shards: Sequence[Shard], chunks: Sequence[int]) -> Iterator[tuple[Shard, range, int]]:
-    """Chunks that follow each other in one file, with the memory they take, whole pages."""
+    """Yield runs of adjacent chunks in one file, with their memory size in whole pages."""
     wanted = iter(chunks)
     chunk = next(wanted, None)
     for shard in shards:
@@ -128,12 +128,12 @@ def _runs(shards: Sequence[Shard], chunks: Sequence[int]) -> Iterator[tuple[Shar
 def _fresh(size: int) -> memoryview:
     memory = mmap.mmap(-1, size)
     with contextlib.suppress(OSError, AttributeError):
-        memory.madvise(mmap.MADV_HUGEPAGE)  # few page faults instead of many: they cost as much as the reading
+        memory.madvise(mmap.MADV_HUGEPAGE)  # fewer page faults, which cost as much as the reading
     return memoryview(memory)
 
 
 class _File:
-    """One file opened for several threads; cached bytes come from the page cache, others past it."""
+    """A file opened for several threads; cached bytes are read from the page cache, others with direct I/O."""
 
     def __init__(self, stream: BinaryIO) -> None:
         self._stream, self._lock = stream, threading.Lock()
@@ -147,7 +147,10 @@ class _File:
             os.posix_fadvise(self._probe, 0, 0, os.POSIX_FADV_RANDOM)
 
     def fill(self, view: memoryview, room: memoryview, offset: int) -> int:
-        """Read as many bytes as `view` takes, fewer at the end of the file; `room` is `view` up to a page's end."""
+        """Fill `view` from `offset`; return the bytes read, fewer at the end of the file.
+
+        `room` is `view` up to a page's end.
+        """
         if self._descriptor < 0:
             with self._lock:
                 return self._stream_into(view, offset)
@@ -162,7 +165,7 @@ class _File:
         return done
 
     def _cached(self, offset: int) -> bool:
-        """Whether the first page is in the page cache: then reading past it would be slower, and not spare it."""
+        """Return whether the first page is cached; direct I/O would then be slower and save no cache."""
         if self._probe < 0:
             return False
         try:
@@ -176,7 +179,7 @@ class _File:
             try:
                 count = os.preadv(self._direct, [room[done : done + READ]], offset + done)
             except OSError:
-                break  # the file system refuses it after all, or the disk has an error: the other way tells
+                break  # refused by the file system, or a disk error, which the other path reports
             if count == 0:
                 break
             done += count
@@ -201,7 +204,7 @@ class _File:
 
 
 def _reopened(descriptor: int, flags: int) -> int:
-    """The same file, whatever its name means by now; -1 when that cannot be done."""
+    """Reopen the same file, even if it was renamed; return -1 on failure."""
     try:
         return os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC | flags)
     except OSError:
@@ -209,12 +212,12 @@ def _reopened(descriptor: int, flags: int) -> int:
 
 
 class Reader:
-    """Reads chunks of one checkpoint into read buffers and verifies them there."""
+    """Reader of a checkpoint's chunks into read buffers, where it verifies them."""
 
     def __init__(
         self, name: str, shards: Sequence[Shard], open_file: Open, *, patience: float = 0, pause: float = 0
     ) -> None:
-        """`patience` is how long to wait for files that others have seen already, in seconds."""
+        """Create a reader; `patience` is how long to wait for files that other ranks have seen, in seconds."""
         self._name, self._open_file = name, open_file
         self._patience, self._pause = patience, pause
         self._shards = {chunk: shard for shard in shards for chunk in range(shard.first, shard.first + shard.count)}
@@ -223,7 +226,7 @@ class Reader:
         self.bytes_read = 0
 
     def read(self, chunks: Sequence[int], buffers: ReadBuffers) -> None:
-        """Fill the buffers; raises Refused when a byte differs, OSError is told as one that differs."""
+        """Fill the buffers; raises Refused if a byte differs or a file cannot be read."""
         try:
             self._verified(chunks, lambda chunk: self._read_chunk(chunk, buffers))
         finally:
@@ -231,7 +234,7 @@ class Reader:
                 file.close()
 
     def check(self, chunks: Sequence[int], buffers: ReadBuffers) -> None:
-        """Verify what lies there already; raises Refused."""
+        """Verify data already in the buffers; raises Refused."""
         self._verified(chunks, lambda chunk: self._compare(chunk, buffers.memory(self._shards[chunk], chunk)[0]))
 
     def _verified(self, chunks: Sequence[int], act: Callable[[int], Fault | None]) -> None:

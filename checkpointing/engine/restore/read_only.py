@@ -1,4 +1,4 @@
-"""Restores one named checkpoint of any run, and changes nothing where it lies: for tests of a restore."""
+"""Restore of one named checkpoint of any run without changing it, for restore tests."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -20,7 +20,7 @@ from checkpointing.tiers.tier import ResolvedTier
 
 
 class ReadOnlyCheckpoint:
-    """The checkpoint `name` in the folder or URL `place`, in the place of a `Checkpointer` that never saves.
+    """The checkpoint `name` in the folder or URL `place`, as a replacement for a `Checkpointer` that never saves.
 
     It writes and deletes nothing, starts no process and takes no memory for saves. All ranks call the same methods in
     the same order; `place` must show the whole checkpoint to each of them.
@@ -33,7 +33,7 @@ class ReadOnlyCheckpoint:
     save_seconds: Sequence[float] = ()
 
     def __init__(self, place: str, name: str, on_event: EmitEvent, world: World) -> None:
-        """Create one process group: collective. Raises ValueError when `name` is no checkpoint's, or as `storage_at`.
+        """Create one process group; collective. Raises ValueError if `name` is invalid, and as `storage_at` does.
 
         `on_event` is called on rank 0.
         """
@@ -42,7 +42,7 @@ class ReadOnlyCheckpoint:
         path = place if "://" in place else str(Path(place).absolute())
         storage = storage_at(path)
         tier = ResolvedTier(path=path, storage=storage, catalog=Catalog(path, storage))
-        # No checkpoint bears an empty nonce: this owner has none of its own, and may load the inherited one alone.
+        # No checkpoint has an empty nonce, so this owner may load only the inherited checkpoint.
         owner = Owner(attempt=0, nonce="", inherit=(name,), fence=lambda: False)
         self._name, self._storage, self._events = name, storage, EventSink(on_event)
         self._ranks = world.group()
@@ -53,12 +53,12 @@ class ReadOnlyCheckpoint:
 
     @property
     def restored(self) -> Restored | None:
-        """What `restore` has loaded; None before."""
+        """Result of `restore`; None before."""
         return self._restored
 
     @property
     def has_fingerprints(self) -> bool:
-        """Whether the checkpoint has fingerprints to compare with; known after `restore`, on all ranks."""
+        """Whether the checkpoint has fingerprints to compare with; known on all ranks after `restore`."""
         return bool(self._saved)
 
     def restore(
@@ -71,7 +71,7 @@ class ReadOnlyCheckpoint:
     ) -> Restored:
         """Fill `tensors` in place from this checkpoint; the arguments are those of `Checkpointer.restore`.
 
-        Raises NothingVerifies on every rank when it cannot be loaded. One that is not there is waited for as long as
+        Raises NothingVerifies on every rank if it cannot be loaded. A missing checkpoint is waited for as long as
         shared file systems may take to show a name, `restorer.LATE_S`.
         """
         targets = Targets(tensors)
@@ -91,17 +91,17 @@ class ReadOnlyCheckpoint:
         return restored
 
     def fingerprint_faults(self) -> list[str]:
-        """Collective: a line for each loaded tensor whose values are not those that were saved, sorted, on every rank.
+        """Return a line for each loaded tensor whose values differ from the saved ones; collective.
 
-        It looks at the tensors as they are now: call it before they are trained. Tensors of the checkpoint that no rank
-        has loaded are not compared; without fingerprints (`has_fingerprints`) none is. Raises Refused.
+        The list is sorted and the same on every rank. It reads the current values, so call it before training. Tensors
+        that no rank has loaded are not compared; without fingerprints (`has_fingerprints`) none is. Raises Refused.
         """
         if not self.has_fingerprints:
             return []
         return differing_tensors(self._ranks, self._name, self._loaded, self._saved)
 
     def prepare(self, tensors: Mapping[str, Tensor]) -> None:
-        """Nothing is to be prepared where nothing is saved."""
+        """Do nothing, because nothing is saved."""
 
     def save(
         self,
@@ -111,18 +111,18 @@ class ReadOnlyCheckpoint:
         rank_state: dict[str, Any] | None = None,
         trained: Collection[str] = (),
     ) -> bool:
-        """Raises RuntimeError."""
+        """Raise RuntimeError."""
         raise RuntimeError(f"step {step} is not saved: {self._name} was opened to be read only")
 
     def before_optimizer_step(self) -> None:
-        """The tensors may change at any time."""
+        """Return at once, because no copy reads the tensors."""
 
     def wait(self) -> None:
-        """Return when every event has been written, or tried."""
+        """Return once every event has been written or attempted."""
         self._events.flush()
 
     def close(self, flush_for: Callable[[], float] | None = None) -> None:
-        """Give the process group back; raises what kept an event from being written."""
+        """Release the process group; raises the error that kept an event from being written."""
         self._loaded = {}
         self._ranks.close()
         self._events.close()

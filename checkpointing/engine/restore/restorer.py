@@ -62,7 +62,7 @@ def newer_names(names: Sequence[str], found: Sequence[Candidate]) -> list[str]:
 def agree_on_committed_step(
     ranks: RankGroup, places: Sequence[ResolvedTier], owner: Owner, restored: "Restored"
 ) -> int | None:
-    """Collective: return the newest committed step up to the restored step, or None if no step is committed.
+    """Return the newest committed step up to the restored step, or None if no step is committed; collective.
 
     It is older than the restored step if that was loaded from memory and never reached a disk.
     """
@@ -84,7 +84,7 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 LATE_S = 30.0
-"""How long to wait for what must be there by what others have seen: shared file systems show names late."""
+"""Seconds to wait for checkpoints that must exist, because shared file systems may show names late."""
 
 _PATIENCE_S = 0.2
 _PROMPT_S = 0.0002
@@ -92,12 +92,12 @@ _PROMPT_S = 0.0002
 
 @dataclass(frozen=True, kw_only=True)
 class RestoreOptions:
-    """Which checkpoints a restore may choose: steps that are `suspects` only when nothing else can be loaded.
+    """Selection of checkpoints for a restore; steps in `suspects` are loaded only if nothing else can be.
 
-    `optional_names` are inherited names that need not be there: nodes that are not in this job may hold them.
-    `trust_foreign` allows DCP checkpoints of other makers, for whose bytes nothing vouches. `corrupt` are names of
-    earlier attempts that must not be loaded: with nothing else, the restore fails. `verdicts` is the storage of the
-    run's own folder, where restore tests and verifications record bad copies.
+    `optional_names` are inherited names that may be missing, because nodes outside this job may hold them.
+    `trust_foreign` allows DCP checkpoints of other tools, whose bytes have no digests. `corrupt` are names from earlier
+    attempts that must not be loaded; if nothing else exists, the restore fails. `verdicts` is the storage of the run's
+    own folder, where restore tests and verifications record bad copies.
     """
 
     suspects: Collection[int] = ()
@@ -109,10 +109,10 @@ class RestoreOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Restored:
-    """What was loaded; `absent` are optional keys of this rank that the checkpoint does not have.
+    """Result of a restore; `absent` are optional keys of this rank that the checkpoint does not have.
 
-    `tier` is `memory` or the path of the tier. `bytes_read` is what all ranks together have read from it,
-    `bytes_needed` what they needed, every byte counted once. Nothing vouches for what is not `verified`.
+    `tier` is `memory` or the path of the tier. `bytes_read` is what all ranks together read from it, `bytes_needed`
+    what they needed, with every byte counted once. Without `verified`, the bytes had no digests.
     """
 
     step: int
@@ -126,7 +126,7 @@ class Restored:
 
 
 class Restorer:
-    """Tries checkpoints in turn; every decision is taken by all ranks together, so all load the same one.
+    """Search for a loadable checkpoint; all ranks take every decision together, so all load the same one.
 
     `memory` may be set at any time before `run`.
     """
@@ -148,10 +148,10 @@ class Restorer:
         self._corrupt, self._verdicts = tuple(options.corrupt), options.verdicts
         self.memory = memory
         self.distrusted = DistrustedCheckpoints()
-        """What must not be relied on from now on."""
+        """Checkpoints that must not be relied on from now on."""
 
     def run(self, tensors: Mapping[str, Tensor] | Targets, optional_keys: OptionalKeys) -> Restored | None:
-        """Load the newest checkpoint that can be trusted; None when there is none; raises NothingVerifies."""
+        """Load the newest trusted checkpoint, or return None without checkpoints. Raises NothingVerifies."""
         with _without_gc():
             return self._try_candidates(tensors if isinstance(tensors, Targets) else Targets(tensors), optional_keys)
 
@@ -182,12 +182,12 @@ class Restorer:
     # ---- what there is
 
     def _candidates(self) -> tuple[list[Candidate], list[str]]:
-        """What there is to load, best first, and what should be there and be newer than all of it, but is not."""
+        """Return the candidates, best first, and the required names that are missing and newer than all of them."""
         listed = [_or_refused(self._listed)] if self._ranks.leads or self._some_places_are_of_a_node() else [None]
         told = [each for (each,) in self._ranks.all_gather(listed) if each is not None]
         for each in told:
             if isinstance(each, Refused):
-                # Not knowing what there is must never look like a fresh start.
+                # An unreadable folder must never look like a fresh start.
                 raise NothingVerifies([Refused("the checkpoint folder", each.reason)], touched=False)
         names = {each for listing in told if not isinstance(listing, Refused) for each in listing}
         found = [candidate for candidate in names if not candidate.foreign]
@@ -203,16 +203,16 @@ class Restorer:
         return any(not place.shared for place in self._places)
 
     def _listed(self) -> list[Candidate]:
-        """What this rank is to look for: everything below its node's places, and on rank 0 below the shared ones.
+        """Return the candidates in this node's own tiers, and on rank 0 also in the shared ones.
 
-        Raises OSError for a place that cannot be read, unless the newest that is to be inherited is in another one.
+        Raises OSError for an unreadable place, unless another place has the newest checkpoint to inherit.
         """
         deadline = time.monotonic() + LATE_S
         while True:
             found, unread = self._read_places()
             if unread is not None and (not found or newer_names([*self._required_names, *self._optional_names], found)):
                 raise unread
-            # Only what lies in a shared place can be late; the others' nodes tell for themselves.
+            # Only names in shared places can appear late; other nodes report their own.
             late = (
                 self._ranks.leads and not self._some_places_are_of_a_node() and newer_names(self._required_names, found)
             )
@@ -246,7 +246,7 @@ class Restorer:
         ]
 
     def _without_corrupt(self, found: Sequence[Candidate], refusals: list[Refused]) -> list[Candidate]:
-        """Leave out what was found CORRUPT since it was committed, also what memory still holds of it."""
+        """Leave out checkpoints found CORRUPT after their commit, including their copies in memory."""
         mine = corrupt_copies(self._verdicts, self._places) if self._ranks.leads else ()
         copies = self._ranks.broadcast(mine)
         kept = []
@@ -261,7 +261,7 @@ class Restorer:
         return kept
 
     def _without_suspects(self, found: Sequence[Candidate]) -> list[Candidate]:
-        """Suspects come last: they are loaded only when nothing else can be."""
+        """Move suspects to the end, so that they are loaded only if nothing else can be."""
         trusted = [candidate for candidate in found if candidate.step not in self._suspects]
         doubted = [candidate for candidate in found if candidate.step in self._suspects]
         if trusted:
@@ -276,10 +276,10 @@ class Restorer:
     def _load_one_of(
         self, copies: Sequence[Candidate], targets: Targets, optional_keys: OptionalKeys, refusals: list[Refused]
     ) -> Restored | None:
-        """Load the first of these copies of one step that can be loaded; None when all are refused for good.
+        """Load the first loadable copy of one step; return None if all are permanently refused.
 
-        Copies in shared places that cannot be read are tried again for LATE_S. Raises UnreadableNow after that: an
-        older checkpoint would train again what these hold.
+        Unreadable copies in shared places are retried for LATE_S, then UnreadableNow is raised: an older checkpoint
+        would repeat the training that these hold.
         """
         deadline = 0.0
         while True:
@@ -297,7 +297,7 @@ class Restorer:
                     self._refuse(refusal, candidate)
             deadline = deadline or time.monotonic() + LATE_S  # a first try may take long
             again = restored is None and bool(unread) and time.monotonic() < deadline
-            if not self._ranks.broadcast(again):  # their clocks differ
+            if not self._ranks.broadcast(again):  # the ranks' clocks differ
                 break
             time.sleep(_PATIENCE_S)
             copies = [candidate for candidate, _ in unread]
@@ -354,7 +354,7 @@ class Restorer:
     def _filled_as_laid(
         self, place: ResolvedTier, manifest: Manifest, tensors: Mapping[str, Tensor], optional_keys: OptionalKeys
     ) -> Loaded:
-        """Of a checkpoint in the run's own layout each rank reads what it would write."""
+        """Load a checkpoint in the run's own layout: each rank reads the files that it would write."""
         memory, ranks, name = self.memory, self._ranks, manifest.name
         assert memory is not None
         layout = memory.on_disk
@@ -371,15 +371,15 @@ class Restorer:
             memory.take_back()
 
     def _local_result(self, name: str, act: Any) -> Any:
-        """This rank's result of what all ranks do; raises Refused on all of them when one failed."""
+        """Return this rank's result of a common operation; raises Refused on all ranks if one failed."""
         kept: list[Any] = []
         on_all_ranks(self._ranks, name, lambda: kept.append(act()))
         return kept[0]
 
     def _sealed(self, place: ResolvedTier, name: str) -> tuple[Manifest, Index | None]:
-        """The manifest and the index as one rank reads them, the same on all; raises Refused on all of them.
+        """Return the manifest and the index, the same on all ranks; raises Refused on all of them.
 
-        There is no index of a checkpoint that has the run's own layout: that one is known already.
+        No index is returned for a checkpoint in the run's own layout, which is known already.
         """
         ranks = self._ranks
         if place.shared:
@@ -408,7 +408,7 @@ class Restorer:
         return manifest, read_index(place.storage, manifest)
 
     def _resolved(self, place: ResolvedTier, manifest: Manifest, index: Index) -> Index:
-        """With the places of all values; in older checkpoints only the files tell, of which each rank looks at some."""
+        """Return the index with the positions of all values; for older checkpoints, ranks share reading the files."""
         if manifest.file(INDEX) is not None:
             return index
         ranks = self._ranks
@@ -446,7 +446,7 @@ class Restorer:
         )
 
     def _where(self, place: int) -> dict[str, str]:
-        """The tier, when there is more than one that it could be."""
+        """Return the tier as event data if there is more than one."""
         if place < 0:
             return {"tier": MEMORY}
         return {"tier": self._places[place].path} if len(self._places) > 1 or self.memory is not None else {}
@@ -475,9 +475,9 @@ def _restored(candidate: Candidate, tier: str, extra: dict[str, Any], loaded: Lo
 
 @contextmanager
 def _without_gc() -> Iterator[None]:
-    """No garbage collection, which takes longer than a restore does, and a lock that readers get as soon as they ask.
+    """Disable garbage collection, which takes longer than a restore, and shorten the GIL switch interval.
 
-    They ask twice for every chunk; Python's usual interval, while another thread computes, is longer than a read.
+    Readers request the GIL twice per chunk, and Python's default interval is longer than a read.
     """
     enabled, interval = gc.isenabled(), sys.getswitchinterval()
     gc.disable()
@@ -491,5 +491,5 @@ def _without_gc() -> Iterator[None]:
 
 
 def _or_refused(act: Callable[[], T]) -> T | Refused:
-    """`result_or` for restores."""
+    """Return the result of `act`, or its error as a Refused."""
     return result_or(act, lambda error: error if isinstance(error, Refused) else refused_for(error))

@@ -1,7 +1,7 @@
-"""The layout that this run saves in: a checkpoint with the same one needs no planning before it is read.
+"""The run's own save layout: a checkpoint in the same layout needs no planning before it is read.
 
-Each rank has, or reads, the files that it would write itself, and gets from others what they wrote for all of them
-(replicated tensors).
+Each rank has, or reads, the files that it would write itself, and receives from others the replicated tensors that they
+wrote for all.
 """
 
 import math
@@ -45,14 +45,14 @@ class PlannedFiles(Protocol):
 @peer_message
 @dataclass(frozen=True)
 class Facts:
-    """What ranks tell each other: the parts of files that they have, and pieces that others lack."""
+    """Facts exchanged by ranks: their file regions, and pieces that others lack."""
 
-    files: tuple[tuple[str, int, int], ...]  # name, where the part begins, its size
+    files: tuple[tuple[str, int, int], ...]  # name, start of the region, its size
     pieces: tuple[tuple[Piece, TensorInfo], ...]
 
 
 class SavedLayout:
-    """One rank's plan, as far as reading goes."""
+    """A rank's plan for reading."""
 
     def __init__(self, plan: PlannedFiles) -> None:
         self.plan = plan
@@ -61,7 +61,7 @@ class SavedLayout:
         self._alone = Index({piece.key: info for piece, info in self._own.items()}, tuple(self._own))
 
     def matches(self, manifest: Manifest) -> bool:
-        """Whether a checkpoint has this very layout; rank 0 knows."""
+        """Return whether a checkpoint has exactly this layout; known on rank 0."""
         entry, index = manifest.file(INDEX), self.plan.index
         if entry is None or index is None or entry.size != len(index):
             return False
@@ -71,13 +71,13 @@ class SavedLayout:
         return self._digests[entry.chunk_size] == entry.chunks
 
     def holds_nearly_all(self, tensors: Mapping[str, Tensor]) -> bool:
-        """Whether this rank's files hold nearly all that it needs: the rest is small enough to be sent."""
+        """Return whether this rank's files hold nearly all that it needs; the rest is small enough to be sent."""
         needed = sum(_nbytes(tensor) for tensor in tensors.values())
         held = sum(item.piece.nbytes for item in self.plan.items)
         return (needed - held) * _FEW <= needed
 
     def lacking(self, tensors: Mapping[str, Tensor], alone: bool = False) -> list[str]:
-        """Keys of which this rank does not write all of its part itself; a lone rank writes whatever it knows."""
+        """Return keys whose part this rank does not write completely itself; a lone rank writes every key it knows."""
         if alone:
             return sorted(tensors.keys() - self._alone.tensors.keys())
         own: dict[str, list[Item]] = {}
@@ -88,17 +88,17 @@ class SavedLayout:
     def exchange_facts(
         self, ranks: RankGroup, lacking: Iterable[Sequence[str]], files: Sequence[tuple[str, int, int]]
     ) -> list[Facts]:
-        """Collective: every rank's parts of files (name, begin, size), and the pieces that any rank lacks."""
+        """Return every rank's file regions (name, start, size), and the pieces that any rank lacks; collective."""
         asked = set[str]().union(*lacking)
         pieces = tuple((item.piece, _info(item)) for item in self.plan.items if item.key in asked)
         return ranks.all_gather(Facts(tuple(files), pieces))
 
     def unknown(self, lacking: Iterable[Sequence[str]], facts: Iterable[Facts]) -> set[str]:
-        """Keys that some rank lacks and nobody has."""
+        """Return keys that some rank lacks and no rank has."""
         return set[str]().union(*lacking) - {piece.key for told in facts for piece, _ in told.pieces}
 
     def index(self, facts: Sequence[Facts]) -> Index:
-        """What this rank needs to know of where tensors lie: its own pieces, and those that any rank lacks."""
+        """Return the index that this rank needs: its own pieces and all pieces that any rank lacks."""
         if not any(told.pieces for told in facts):
             return self._alone
         pieces = dict(self._own)
@@ -108,7 +108,7 @@ class SavedLayout:
 
 
 def owners(shards: Iterable[Shard], facts: Sequence[Facts]) -> Readers:
-    """For every chunk the rank whose part of a file it is in; files that are nobody's belong to rank 0."""
+    """Return for every chunk the rank whose file region contains it; files without an owner belong to rank 0."""
     parts: dict[str, list[tuple[int, int, int]]] = {}
     for rank, told in enumerate(facts):
         for file, begin, size in told.files:
@@ -129,7 +129,10 @@ def _nbytes(tensor: Tensor) -> int:
 
 
 def _served(tensor: Tensor, items: Sequence["Item"]) -> bool:
-    """Whether the rank's own items hold all of its part; an empty part needs one too, or nobody tells of the tensor."""
+    """Return whether the rank's own items hold all of its part.
+
+    An empty part needs an item too; otherwise no rank reports the tensor.
+    """
     local = local_box(tensor)
     needs = [intersect(item.piece, 0, local) for item in items if item.share.whole == tuple(tensor.shape)]
     return bool(items) and sum(math.prod(need.sizes) for need in needs if need is not None) == local.volume

@@ -1,4 +1,4 @@
-"""What a restore reads from: files with their digests, an index of what lies in them, and what of it a rank needs."""
+"""Source of a restore: files with their digests, an index of their contents, and the slices that a rank needs."""
 
 import math
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
@@ -20,24 +20,24 @@ from checkpointing.format.read_plan import Box, Shard, Slice, Strip, intersect, 
 
 @dataclass(frozen=True, kw_only=True)
 class OptionalKeys:
-    """Which keys a checkpoint may be without: those below `alone`, and whole folders directly below `together`.
+    """Keys that a checkpoint may lack: those below `alone`, and whole folders directly below `together`.
 
-    A folder is a key up to its last slash: the state that an optimizer keeps for one parameter. A checkpoint that has
-    nothing at all below a prefix of `together` lacks more than a folder.
+    A folder is a key up to its last slash: an optimizer's state for one parameter. A checkpoint without any key below a
+    prefix of `together` lacks more than a folder, which is an error.
     """
 
     alone: tuple[str, ...] = ("rng/",)
     together: tuple[str, ...] = ()
     complete: tuple[str, ...] = ()
-    """Below these a checkpoint must hold nothing that no rank wants: it would be lost silently."""
+    """Prefixes below which every saved key must be wanted by some rank; otherwise it would be lost silently."""
 
     def surplus(self, wanted: Container[str], known: Iterable[str]) -> bytes:
-        """A bit for each known key that must not be lost, in their order: 1 where it is not wanted."""
+        """Return a bit for each known key that must not be lost, in order: 1 if it is not wanted."""
         bits = [key not in wanted for key in self._kept(known)]
         return sum(1 << at for at, bit in enumerate(bits) if bit).to_bytes(len(bits) // 8 + 1, "little")
 
     def lost(self, surplus: Sequence[bytes], known: Iterable[str]) -> list[str]:
-        """The keys that no rank wants; `surplus` is what each rank's `surplus` has returned."""
+        """Return the keys that no rank wants, given the `surplus` of each rank."""
         common = reduce(and_, (int.from_bytes(bits, "little") for bits in surplus))
         return [key for at, key in enumerate(self._kept(known)) if common >> at & 1]
 
@@ -45,7 +45,7 @@ class OptionalKeys:
         return sorted(key for key in known if key.startswith(self.complete) and key != NO_OPTIMIZER_STATE)
 
     def needed(self, absent: Iterable[str], known: Iterable[str]) -> list[str]:
-        """The keys among `absent` that must not be."""
+        """Return the keys among `absent` that are required."""
         whole = tuple(prefix for prefix in self.together if any(key.startswith(prefix) for key in known))
         folders = {_folder(key) for key in known}
         rest = [key for key in absent if not key.startswith(self.alone)]
@@ -53,7 +53,7 @@ class OptionalKeys:
 
 
 NO_OPTIMIZER_STATE = "optimizer/fresh/state"
-"""In imported weights: its presence shows that there is no state of an optimizer, not that it was forgotten."""
+"""Marker in imported weights: the optimizer state is missing on purpose."""
 
 
 def _folder(key: str) -> str:
@@ -61,35 +61,35 @@ def _folder(key: str) -> str:
 
 
 TensorsFor = Callable[[dict[str, Any]], Mapping[str, Tensor]]
-"""From the `extra` of a checkpoint to the tensors that are to be filled from it."""
+"""Returns the tensors to fill from a checkpoint, given its `extra`."""
 
 
 class Targets:
-    """The tensors to be filled: the same for every checkpoint, or made for each that is tried."""
+    """Tensors to fill: the same for every checkpoint, or made for each checkpoint that is tried."""
 
     def __init__(self, tensors: Mapping[str, Tensor] | TensorsFor) -> None:
         self._make: TensorsFor = tensors if callable(tensors) else lambda _: tensors
         self.last: Mapping[str, Tensor] = {}
-        """Those of the checkpoint that was tried last."""
+        """Tensors of the checkpoint that was tried last."""
 
     def of(self, extra: dict[str, Any]) -> Mapping[str, Tensor]:
-        """Called on all ranks with the same `extra`."""
+        """Return the tensors for `extra`; called on all ranks with the same value."""
         self.last = self._make(extra)
         return self.last
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """The memory of a tensor on this rank, detached from autograd."""
+    """Return a tensor's memory on this rank, detached from autograd."""
     detached = tensor.detach()
     return detached.to_local() if isinstance(detached, DTensor) else detached
 
 
 def local_box(tensor: Tensor) -> Box:
-    """Where this rank's part of a tensor lies in the whole."""
+    """Return the position of this rank's part in the whole tensor."""
     if not isinstance(tensor, DTensor):
         return Box((0,) * tensor.dim(), tuple(tensor.shape))
     sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    # A rank outside of the mesh has nothing, and no offsets.
+    # A rank outside of the mesh has neither values nor offsets.
     return Box(
         tuple(offsets) or (0,) * tensor.dim(), tuple(sizes) if offsets or not tensor.dim() else (0,) * tensor.dim()
     )
@@ -97,13 +97,13 @@ def local_box(tensor: Tensor) -> Box:
 
 @lru_cache(maxsize=256)
 def dtype_of(name: str) -> torch.dtype | None:
-    """The dtype that torch calls so; None when there is none."""
+    """Return torch's dtype of this name, or None."""
     found = getattr(torch, name, None)
     return found if isinstance(found, torch.dtype) else None
 
 
 def in_one_row(files: Iterable[tuple[str, int, int, tuple[str, ...] | None]]) -> tuple[Shard, ...]:
-    """Files (name, size, chunk size, digests) with their chunks numbered through."""
+    """Return files (name, size, chunk size, digests) as shards with consecutively numbered chunks."""
     shards, first = [], 0
     for name, size, chunk_size, digests in files:
         shards.append(Shard(name, size, chunk_size, digests, first))
@@ -112,13 +112,13 @@ def in_one_row(files: Iterable[tuple[str, int, int, tuple[str, ...] | None]]) ->
 
 
 def shards_of(files: Iterable[FileEntry]) -> tuple[Shard, ...]:
-    """The files of a manifest."""
+    """Return the files of a manifest as shards."""
     return in_one_row((entry.name, entry.size, entry.chunk_size, entry.chunks) for entry in files)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """What is to be loaded: all files with their digests, where the tensors lie in them, and how to open one."""
+    """Source of a load: all files with their digests, the positions of tensors in them, and a function to open one."""
 
     name: str
     shards: tuple[Shard, ...]
@@ -135,7 +135,7 @@ class Source:
 
     @cached_property
     def pieces(self) -> dict[str, list[int]]:
-        """Numbers of a tensor's pieces."""
+        """Numbers of the pieces by tensor key."""
         numbers: dict[str, list[int]] = {}
         for number, piece in enumerate(self.index.pieces):
             numbers.setdefault(piece.key, []).append(number)
@@ -146,7 +146,7 @@ class Source:
 
 
 class SliceBytes(NamedTuple):
-    """The bytes of a need: file, rows, how many they are, and the chunks between the first and the last of them."""
+    """Bytes of a needed slice: file, rows, their size, and the range of chunks that they span."""
 
     shard: Shard
     rows: list[Strip]
@@ -154,7 +154,7 @@ class SliceBytes(NamedTuple):
     chunks: range
 
     def by_chunk(self) -> Iterator[tuple[int, int]]:
-        """How many of the bytes lie in which chunk."""
+        """Yield how many of the bytes are in which chunk."""
         if len(self.chunks) == 1:
             yield self.chunks[0], self.nbytes
         else:
@@ -164,7 +164,7 @@ class SliceBytes(NamedTuple):
 def find_slices(
     source: Source, tensors: Mapping[str, Tensor], optional_keys: OptionalKeys
 ) -> tuple[list[Slice], tuple[str, ...]]:
-    """What this rank needs, and the optional keys that are absent; raises Refused when it does not fit."""
+    """Return this rank's slices and the absent optional keys; raises Refused if the checkpoint does not fit."""
     known = source.index.tensors
     absent = sorted(key for key in tensors if key not in known)
     needed = optional_keys.needed(absent, known)
@@ -188,7 +188,7 @@ def find_slices(
 
 
 class Boxes:
-    """Boxes of tensors; equal ones of DTensors are found out once."""
+    """Cache of tensors' boxes; equal DTensor layouts are computed once."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[object, ...], Box] = {}
@@ -215,7 +215,7 @@ def _check_fit(source: Source, key: str, tensor: Tensor) -> None:
 
 
 def _check_cover(name: str, key: str, local: Box, needs: Sequence[Slice]) -> None:
-    """A hole between saved shards would leave old values in a tensor, silently."""
+    """Check that slices cover a box exactly: a gap between saved shards would silently leave old values."""
     boxes = [Box(need.goal, need.sizes) for need in needs]
     covered = sum(box.volume for box in boxes)
     if covered != local.volume:
@@ -225,11 +225,11 @@ def _check_cover(name: str, key: str, local: Box, needs: Sequence[Slice]) -> Non
 
 
 def locate_slice(source: Source, need: Slice) -> SliceBytes:
-    """Which bytes of which file a need is; raises Refused when the file has no such bytes."""
+    """Return the bytes of a slice in its file; raises Refused if the file has no such bytes."""
     piece = source.index.pieces[need.piece]
     shard = source.shard.get(piece.file)
     dtype = dtype_of(source.index.tensors[piece.key].dtype)
-    assert dtype is not None  # it fits a tensor that is here
+    assert dtype is not None  # it fits a local tensor
     if shard is None:
         raise Refused(source.name, f"{piece.key} is in {piece.file}, which the manifest does not list")
     if piece.data + piece.nbytes > shard.size:

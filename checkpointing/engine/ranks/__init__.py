@@ -1,1 +1,1 @@
-"""All ranks together: their process group, the messages between them, and what a failed one says."""
+"""Rank communication: process group, messages, and failures of ranks."""

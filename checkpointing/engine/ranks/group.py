@@ -1,8 +1,8 @@
 """Collectives of the ranks that save and restore together, and their failures as values.
 
-gloo treats any process that connects as a peer. Every message therefore carries an HMAC of the generation's key, over
-the group, the number of the exchange, sender, receiver and contents: what no rank of this generation sent in this
-exchange is refused before it is parsed.
+gloo treats any process that connects as a peer. Every message therefore carries an HMAC with the generation's key over
+the group, the number of the exchange, sender, receiver and contents. A message that no rank of this generation sent in
+this exchange is refused before it is parsed.
 """
 
 import hmac
@@ -24,7 +24,7 @@ from checkpointing.storage.storage_errors import FULL
 
 
 def start_background_thread(act: Callable[[], None], name: str) -> threading.Thread:
-    """Start a daemon thread whose torch operations do not spread over the cores that training computes on."""
+    """Start a daemon thread whose torch operations do not spread over the cores that training uses."""
     mine, settled = torch.get_num_threads(), threading.Event()
 
     def run() -> None:
@@ -32,11 +32,11 @@ def start_background_thread(act: Callable[[], None], name: str) -> threading.Thr
         settled.set()
         act()
 
-    # A daemon: a rank that must die does not wait for peers that are already gone.
+    # A daemon thread: a rank that must die does not wait for peers that are already gone.
     thread = threading.Thread(target=run, name=name, daemon=True)
     thread.start()
     settled.wait()
-    # The number is a thread's own, but threads to come begin with the one that was set last.
+    # The thread count is per thread, but new threads start with the count that was set last.
     torch.set_num_threads(mine)
     return thread
 
@@ -45,7 +45,7 @@ T = TypeVar("T")
 F = TypeVar("F")
 
 # Everything that reading, writing, torch and our own code may raise: a rank that fails in a collective operation must
-# report it to its peers, or they wait for it. CheckpointException is a BaseException, so that it must be named.
+# report it to its peers, which otherwise wait for it. CheckpointException is a BaseException and must be listed.
 FAILURES = (
     ArithmeticError,
     AssertionError,
@@ -63,33 +63,33 @@ FAILURES = (
 )
 
 _PASSING = (OSError, MemoryError, torch.OutOfMemoryError, torch.AcceleratorError)
-"""What a save may raise and the next one may not: disks, memory and devices."""
+"""Errors of disks, memory and devices that a later save may not repeat."""
 
 
 def explain(error: BaseException) -> str:
-    """One line for people: a full disk is called that, whatever torch raised."""
+    """Return the error as one line; a full disk is named as such, whatever torch raised."""
     if isinstance(error, (Refused, SaveFailed)):
         return error.reason
     if isinstance(error, OSError):
         return f"disk full ({error})" if error.errno in FULL else str(error) or type(error).__name__
-    # torch's zip writer notices that fewer bytes arrived than it wrote, and says only where.
+    # torch's zip writer notices that fewer bytes arrived than it wrote, and reports only the position.
     if "unexpected pos" in str(error):
         return f"disk full (torch says: {_first_line(error)})"
     return f"{type(error).__name__}: {_first_line(error)}"
 
 
 def is_damage(error: BaseException) -> bool:
-    """Whether a load failed because of the checkpoint's bytes, not because of the program or the machine."""
+    """Return whether a load failed because of the checkpoint's bytes, not because of the program or the machine."""
     return error.damaged if isinstance(error, Refused) else isinstance(error, ManifestError)
 
 
 def is_misfit(error: BaseException) -> bool:
-    """Whether a load failed because the checkpoint is of another model."""
+    """Return whether a load failed because the checkpoint belongs to another model."""
     return isinstance(error, Refused) and not error.fits
 
 
 def is_unreadable(error: BaseException) -> bool:
-    """Whether a load failed because bytes that are there could not be read, which may work later."""
+    """Return whether a load failed because existing bytes could not be read, which may work later."""
     if isinstance(error, Refused):
         return error.unreadable
     return isinstance(error, OSError) and not isinstance(error, FileNotFoundError)
@@ -102,9 +102,9 @@ def _first_line(error: BaseException) -> str:
 @peer_message
 @dataclass(frozen=True)
 class Failed:
-    """What a rank sends instead of its result; `final` when trying again cannot help.
+    """Failure that a rank sends instead of its result; `final` if a retry cannot help.
 
-    `lasting` when no later save can help either: the program, or ours, would fail in the same way.
+    `lasting` if no later save can help either, because the user's program or orch would fail in the same way.
     """
 
     reason: str
@@ -121,7 +121,7 @@ class Failed:
         )  # fmt: skip
 
     def error(self, step: int) -> SaveFailed:
-        """The exception that this is on every rank."""
+        """Return the exception that this failure becomes on every rank."""
         if self.fenced:
             return FencedOff(step, self.reason)
         if self.lasting:
@@ -130,7 +130,7 @@ class Failed:
 
 
 def result_or(act: Callable[[], T], failed: Callable[[BaseException], F]) -> T | F:
-    """Do one rank's part; `failed` makes a message of a failure, so that the peers are not left waiting."""
+    """Return the result of `act`, or `failed(error)`, so that peers are not left waiting."""
     try:
         return act()
     except FAILURES as error:
@@ -138,7 +138,7 @@ def result_or(act: Callable[[], T], failed: Callable[[BaseException], F]) -> T |
 
 
 def result_or_failed(act: Callable[[], T]) -> T | Failed:
-    """`result_or` for saves."""
+    """Return the result of `act`, or its error as a Failed."""
     return result_or(act, Failed.of)
 
 
@@ -147,7 +147,7 @@ _ALL = -1
 
 
 class UnauthenticatedPeer(RuntimeError):
-    """A message that no rank of this generation has sent; what it says was not looked at."""
+    """A message that no rank of this generation sent; its contents were not parsed."""
 
     def __init__(self, rank: int) -> None:
         super().__init__(
@@ -157,9 +157,9 @@ class UnauthenticatedPeer(RuntimeError):
 
 
 class RankGroup:
-    """All members call the same method in the same order; rank 0 of the group coordinates.
+    """Collectives of a group; all members call the same method in the same order, and rank 0 coordinates.
 
-    torch's own object collectives are not used: they unpickle what peers send.
+    torch's own object collectives are not used, because they unpickle what peers send.
     """
 
     def __init__(
@@ -170,11 +170,11 @@ class RankGroup:
         key: bytes = b"",
         leads_node: bool = True,
     ) -> None:
-        """Create the group; collective over the whole default group, so it belongs on the caller's main thread.
+        """Create the group; collective over the whole default group, so call it on the caller's main thread.
 
-        `patience` is how long a member may keep the others waiting; by default as long as in the default group.
-        `key` is known to the ranks of this generation alone; an empty one authenticates nobody. `leads_node`: this rank
-        looks after the disks of its own node.
+        `patience` is how long a member may keep the others waiting (default: as in the default group). `key` is known
+        only to the ranks of this generation; an empty key authenticates no messages. `leads_node`: this rank manages
+        its node's disks.
         """
         self._group: dist.ProcessGroup | None = None
         self.rank, self.size, self._leads_node = 0, 1, leads_node
@@ -191,11 +191,11 @@ class RankGroup:
         return self.rank == 0
 
     def looks_after(self, *, shared: bool) -> bool:
-        """Whether this rank seals and deletes in a tier: rank 0 in a shared one, one rank of each node elsewhere."""
+        """Return whether this rank seals and deletes in a tier: rank 0 in a shared one, else one rank of each node."""
         return self.leads if shared else self._leads_node
 
     def gather(self, value: T) -> list[T] | None:
-        """Every rank's value, in rank order, on rank 0; None elsewhere."""
+        """Return every rank's value, in rank order, on rank 0; None elsewhere."""
         if self.size == 1:
             return [value]
         data = self._next_message(value, to=0)
@@ -206,7 +206,7 @@ class RankGroup:
         return self._all_opened(received, sizes, to=0) if received else None
 
     def all_gather(self, value: T) -> list[T]:
-        """Every rank's value, in rank order, on every rank."""
+        """Return every rank's value, in rank order, on every rank."""
         if self.size == 1:
             return [value]
         data = self._next_message(value, to=_ALL)
@@ -217,7 +217,7 @@ class RankGroup:
         return self._all_opened(received, sizes, to=_ALL)
 
     def scatter(self, values: Sequence[T] | None) -> T:
-        """Rank 0 gives one value to each rank; the others pass None."""
+        """Return this rank's value from rank 0, which passes one per rank; the others pass None."""
         if self.size == 1:
             assert values is not None
             return values[0]
@@ -231,7 +231,7 @@ class RankGroup:
         return mine
 
     def broadcast(self, value: Any) -> Any:
-        """Rank 0's value, on every rank, in whatever type rank 0 has sent it."""
+        """Return rank 0's value on every rank, with the type that rank 0 sent."""
         if self.size == 1:
             assert value is not None
             return value
@@ -242,7 +242,7 @@ class RankGroup:
         return self._opened(room, sender=0, to=_ALL)
 
     def minimum(self, numbers: Sequence[int]) -> list[int]:
-        """The least of every rank's number, place by place, on every rank: 8 bytes each, not authenticated."""
+        """Return the element-wise minimum over all ranks, on every rank: 8 bytes each, not authenticated."""
         if self.size == 1:
             return list(numbers)
         tensor = torch.tensor(list(numbers), dtype=torch.int64)
@@ -252,7 +252,7 @@ class RankGroup:
     # ---- messages
 
     def _next_message(self, value: Any, to: int) -> bytes:
-        """Begin the next exchange; this rank's message in it."""
+        """Begin the next exchange and return this rank's message in it."""
         self._exchanges += 1
         return self._sealed(value, to)
 
@@ -296,9 +296,9 @@ class RankGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """The ranks of one generation; `facts` about them (sizes of the mesh) stand in every manifest.
+    """The ranks of one generation; `facts` about them (sizes of the mesh) are recorded in every manifest.
 
-    `key` authenticates the ranks to each other; `leads_node`: this rank looks after the disks of its own node.
+    `key` authenticates the ranks to each other; `leads_node`: this rank manages its node's disks.
     """
 
     facts: dict[str, Any] = field(default_factory=dict)
@@ -307,7 +307,7 @@ class World:
     leads_node: bool = True
 
     def group(self, patience: timedelta | None = None) -> RankGroup:
-        """A new group of all of them; collective, see `RankGroup`."""
+        """Create a new group of all ranks; collective, see `RankGroup`."""
         return RankGroup(self.process_group, patience, key=self.key, leads_node=self.leads_node)
 
 
@@ -316,6 +316,6 @@ def _room(size: int) -> tuple[Tensor, bytearray]:
 
 
 def _padded(data: bytes, size: int) -> tuple[Tensor, bytearray]:
-    """A tensor over `size` bytes that begin with `data`, and the same memory as a bytearray."""
+    """Return a tensor over `size` bytes that begin with `data`, and the same memory as a bytearray."""
     room = bytearray(data.ljust(size, b"\0"))
     return torch.frombuffer(room, dtype=torch.uint8), room

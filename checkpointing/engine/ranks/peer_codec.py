@@ -1,7 +1,8 @@
-"""What ranks send each other, as typed JSON: plain values and classes that are registered here. Never code.
+"""Messages between ranks as typed JSON: plain values and classes that are registered here. Never code.
 
-Plain JSON stands for itself; everything else is an object with one key, its kind: `{"tuple": [...]}`, or with fields in
-their order, `{"Failed": [...]}`. Decoding makes no class but the registered ones, each of fields of its declared types.
+Plain JSON values are unchanged. Everything else is an object with one key, its kind: `{"tuple": [...]}`, or a class
+with its fields in order, `{"Failed": [...]}`. Decoding creates only registered classes, with fields of their declared
+types.
 """
 
 import base64
@@ -32,11 +33,11 @@ _CLASSES: dict[str, type] = {}
 
 
 class InvalidMessage(ValueError):
-    """Bytes that no rank of this version sends, or a value that none can send."""
+    """Bytes that no rank of this version sends, or a value that no rank can send."""
 
 
 def peer_message(kind: type[T]) -> type[T]:
-    """Let ranks send instances of this dataclass or named tuple to each other, field by field."""
+    """Register a dataclass or named tuple as a message between ranks, encoded field by field."""
     if dataclasses.is_dataclass(kind):
         return _register(kind, tuple(field.name for field in dataclasses.fields(kind)))
     return _register(kind, kind._fields)  # type: ignore[attr-defined]
@@ -55,12 +56,12 @@ for _error in (Refused, UnsafePickle):
 
 
 def encode(value: Any) -> bytes:
-    """The message that says `value`; raises InvalidMessage for what ranks do not send each other."""
+    """Return `value` as a message; raises InvalidMessage for a type that ranks do not send."""
     return json.dumps(_encoded(value), allow_nan=False, separators=(",", ":")).encode()
 
 
 def decode(message: bytes | bytearray) -> Any:
-    """The value that `encode` was called with; raises InvalidMessage."""
+    """Return the value that `encode` was called with; raises InvalidMessage."""
     try:
         return json.loads(message, object_hook=_decoded, parse_constant=_refused)
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
@@ -99,7 +100,7 @@ def _pairs(value: Mapping[Any, Any]) -> Any:
 
 _ENCODERS: tuple[tuple[Any, Callable[[Any], Any]], ...] = (
     (float, _float),
-    (str, str),  # what is derived of it, as torch's version is
+    (str, str),  # subclasses too, such as torch's version
     (bytes, lambda value: {"bytes": base64.b64encode(value).decode()}),
     (tuple, lambda value: {"tuple": [_encoded(item) for item in value]}),
     (Mapping, _pairs),
@@ -109,7 +110,7 @@ _ENCODERS: tuple[tuple[Any, Callable[[Any], Any]], ...] = (
 
 
 def _decoded(found: dict[str, Any]) -> Any:
-    """The value of one JSON object, whose parts are made already."""
+    """Return the value of one JSON object whose parts are already decoded."""
     ((kind, value),) = found.items()
     make = _DECODERS.get(kind)
     return make(value) if make is not None else _instance(_CLASSES[kind] if kind in _CLASSES else _refused(kind), value)
@@ -125,7 +126,7 @@ def _instance(kind: Any, values: list[Any]) -> Any:
 
 @cache
 def _declared(kind: type) -> tuple[tuple[type, ...], ...]:
-    """For every field the classes that its annotation allows, outermost ones only; anything where it has none."""
+    """Return for every field the outermost classes that its annotation allows; any class without one."""
     known = typing.get_type_hints(kind)
     return tuple(_classes(known.get(field, Any)) for field in _FIELDS[kind])
 

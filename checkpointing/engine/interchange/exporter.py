@@ -41,11 +41,11 @@ from checkpointing.storage.backends import Storage
 from checkpointing.storage.durable import fsync_dir, temporary_folder
 from checkpointing.verification.verify import Progress, read_listed, read_sealed
 
-_NO_RESERVE = 0x4000  # MAP_NORESERVE, which this Python's mmap does not name
+_NO_RESERVE = 0x4000  # MAP_NORESERVE, missing from this Python's mmap
 
 
 def stand_in(dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """A tensor whose memory is never touched nor charged for, however large it is."""
+    """Return a tensor whose memory is never touched or reserved, whatever its size."""
     numel = torch.Size(shape).numel()
     if not numel:
         return torch.empty(shape, dtype=dtype)
@@ -54,9 +54,9 @@ def stand_in(dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
 
 
 def lay_out_torch_file(path: Path, value: Any, tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """Write everything of `value` but the values of its tensors; where those of the `stand_in`s `tensors` go.
+    """Write all of `value` except its tensors' values; return the file offsets for those of the `stand_in`s `tensors`.
 
-    Checksums of records are left out, as torch itself does not look at them.
+    Checksums of records are left out, as torch itself does not check them.
     """
     before = get_crc32_options()
     set_crc32_options(False)
@@ -72,7 +72,7 @@ def lay_out_torch_file(path: Path, value: Any, tensors: Mapping[str, Tensor]) ->
 
 
 def _order(value: Any) -> dict[int, int]:
-    """Storages of a nested value in the order in which torch numbers them: that of their first occurrence."""
+    """Return the storages of a nested value in torch's numbering order, that of their first occurrence."""
     found: dict[int, int] = {}
 
     def visit(item: Any) -> None:
@@ -89,7 +89,7 @@ def _order(value: Any) -> dict[int, int]:
 
 
 def _records(path: Path) -> list[int]:
-    """Where the values of storage 0, 1, ... begin in the file."""
+    """Return the offsets of the values of storage 0, 1, ... in the file."""
     with zipfile.ZipFile(path) as archive, path.open("rb") as stream:
         members = {info.filename.partition("/")[2]: info for info in archive.infolist()}
         read, size, found = read_at(stream), path.stat().st_size, list[int]()
@@ -99,10 +99,10 @@ def _records(path: Path) -> list[int]:
 
 
 class SealedCheckpoint:
-    """Its structure is sound when this exists; its values are verified as they are read."""
+    """A checkpoint whose structure has been checked; its values are verified as they are read."""
 
     def __init__(self, storage: Storage, name: str) -> None:
-        """Raises Refused or OSError."""
+        """Check the structure; raises Refused or OSError."""
         self.manifest = _sealed(storage, name)
         self.index = read_whole_index(storage, self.manifest)
         listed = {entry.name for entry in self.manifest.files}
@@ -121,14 +121,14 @@ class SealedCheckpoint:
 
     def dtype(self, key: str) -> torch.dtype:
         found = getattr(torch, self.index.tensors[key].dtype)
-        assert isinstance(found, torch.dtype)  # as the cover was checked
+        assert isinstance(found, torch.dtype)  # because the cover was checked
         return found
 
     def shape(self, key: str) -> tuple[int, ...]:
         return self.index.tensors[key].shape
 
     def blocks(self, key: str) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
-        """The whole tensor in the order of its values, in parts with their offsets; raises Refused or OSError."""
+        """Yield the whole tensor in value order, in parts with their offsets; raises Refused or OSError."""
         shape = self.shape(key)
         lead = next((at for at, size in enumerate(shape) if size != 1), None)
         for span in spans(shape, self.dtype(key).itemsize):
@@ -161,7 +161,7 @@ LARGEST_FILE = 5 * 10**9
 
 @dataclass(frozen=True, kw_only=True)
 class ExportedTensor:
-    """One tensor of an export: its key in the checkpoint, its name outside, the dtype that it is converted to."""
+    """A tensor of an export: its key in the checkpoint, its exported name, and the target dtype."""
 
     key: str
     name: str
@@ -170,12 +170,12 @@ class ExportedTensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Exported:
-    """What was written, and the fingerprint of every tensor as it was read back, by its name outside."""
+    """Written files, and the fingerprint of every tensor as it was read back, by its exported name."""
 
     files: dict[str, int]
     fingerprints: dict[str, str]
     compared: int
-    """Tensors whose values were compared with a fingerprint that the checkpoint itself carries."""
+    """Number of tensors whose values were compared with a fingerprint from the checkpoint."""
 
     @property
     def size(self) -> int:
@@ -184,11 +184,11 @@ class Exported:
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """A draft beside `folder` that becomes it at the end, whole and durable; nothing is left when that fails.
+    """Create a draft beside `folder` that replaces it at exit, whole and durable; a failure leaves nothing.
 
-    What a killed export into the same folder has left there goes too.
+    The remains of a killed export into the same folder are removed too.
 
-    Raises FileExistsError when `folder` is there and not empty.
+    Raises FileExistsError if `folder` exists and is not empty.
     """
     folder = folder.absolute()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -197,12 +197,12 @@ def new_folder(folder: Path) -> Iterator[Path]:
     with temporary_folder(folder.parent, folder.name) as made:
         yield made
         fsync_dir(made)
-        os.rename(made, folder)  # over an empty folder too; it raises over one that was filled meanwhile
+        os.rename(made, folder)  # also over an empty folder; raises if it was filled meanwhile
     fsync_dir(folder.parent)
 
 
 def write_json(path: Path, value: Any) -> None:
-    """One new JSON file for people and programs, durable."""
+    """Write one new, indented JSON file, durably."""
     with path.open("xb") as stream:
         stream.write(json.dumps(value, indent=2, ensure_ascii=False).encode() + b"\n")
         _settle(stream)
@@ -216,7 +216,7 @@ def write_safetensors(
     largest: int = LARGEST_FILE,
     progress: Progress | None = None,
 ) -> Exported:
-    """`model.safetensors`, or `model-00001-of-0000N.safetensors` with their index; raises Refused or OSError."""
+    """Write `model.safetensors`, or `model-00001-of-0000N.safetensors` with an index; raises Refused or OSError."""
     meter, groups = _Meter(source, wanted, progress), _groups(source, wanted, largest)
     names = [_file_name(number, len(groups)) for number in range(len(groups))]
     handed: dict[str, str] = {}
@@ -227,7 +227,7 @@ def write_safetensors(
             raise Refused(source.manifest.name, f"{error}; a torch file takes it") from error
         with (folder / name).open("xb") as stream:
             stream.write(head.encoded)
-            # In the order of their places: each begins where the one before it ended.
+            # In the order of their places: each begins at the end of the previous one.
             handed.update({w.name: _copied(source, w, stream, meter) for w in group})
             _settle(stream)
     if len(groups) > 1:
@@ -247,7 +247,7 @@ def write_torch(
     nest: Callable[[Mapping[str, Tensor]], dict[str, Any]],
     progress: Progress | None = None,
 ) -> Exported:
-    """One file for `torch.load(weights_only=True)`; `nest` says how the tensors, by name, stand in its dicts.
+    """Write one file for `torch.load(weights_only=True)`; `nest` arranges the tensors, given by name, in dicts.
 
     Raises Refused or OSError.
     """
@@ -267,7 +267,7 @@ def write_torch(
 
 
 def _paths(value: Any, before: str = "") -> Iterator[tuple[str, Tensor]]:
-    """As `flat` names them, with the very tensors."""
+    """Yield paths as named by `flat`, with the original tensors."""
     if isinstance(value, Tensor):
         yield before, value
     elif isinstance(value, Mapping):
@@ -276,7 +276,7 @@ def _paths(value: Any, before: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 class _Meter:
-    """Counts the bytes that were written and those that were read back."""
+    """Counter of the bytes written and read back."""
 
     def __init__(self, source: SealedCheckpoint, wanted: Sequence[ExportedTensor], progress: Progress | None) -> None:
         self._progress, self._done = progress, 0
@@ -313,9 +313,9 @@ def _file_name(number: int, count: int) -> str:
 
 
 def _copied(source: SealedCheckpoint, w: ExportedTensor, stream: BinaryIO, meter: _Meter) -> str:
-    """Write one tensor; the fingerprint of what was written.
+    """Write one tensor; return the fingerprint of the written values.
 
-    Raises Refused when the checkpoint's own fingerprint says that it should hold other values.
+    Raises Refused if the checkpoint's own fingerprint differs from the values read.
     """
     before, after, shape = [], [], source.shape(w.key)
     same = w.dtype == source.dtype(w.key)
@@ -333,7 +333,7 @@ def _copied(source: SealedCheckpoint, w: ExportedTensor, stream: BinaryIO, meter
 
 
 def _read_back(given: ExternalTensors, names: Mapping[str, str], meter: _Meter) -> dict[str, str]:
-    """Fingerprints of what the files hold; `names` maps a name to the one that it has in the files."""
+    """Return fingerprints of the files' contents; `names` maps exported names to names in the files."""
     found = {}
     for name, inside in names.items():
         parts = []

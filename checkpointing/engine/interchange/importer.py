@@ -48,18 +48,18 @@ from checkpointing.storage.shared_memory import PAGE
 from checkpointing.verification.verify import Progress
 
 BLOCK = 64 << 20
-"""Bytes that are held at once; a single row that is longer is held whole."""
+"""Bytes held in memory at once; a single longer row is held whole."""
 
 INDEX_FILE = "model.safetensors.index.json"
 _LONGEST_DEPTH = 16
 _FOREIGN = re.compile(r"GLOBAL (\S+) was not an allowed global")
 _ZIP, _OLD_FORMAT = b"PK\x03\x04", b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
-"""How files of torch.save begin: since torch 1.6, and before it (a pickled magic number)."""
+"""First bytes of torch.save files: since torch 1.6, and before it (a pickled magic number)."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """Some rows of a tensor: their place in it, and in the row of all its values."""
+    """Some rows of a tensor: their position in it, and the byte range of their values."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -68,7 +68,7 @@ class Span:
 
 
 def spans(shape: tuple[int, ...], itemsize: int, most: int = BLOCK) -> Iterator[Span]:
-    """A tensor cut along its first dimension that is longer than 1, in the order of its values; none when empty."""
+    """Yield spans of a tensor along its first dimension longer than 1, in value order; none if it is empty."""
     total = math.prod(shape) * itemsize
     if not total:
         return
@@ -103,19 +103,19 @@ def put_values(stream: Writable, block: Tensor) -> None:
 
 
 class ExternalTensors(Protocol):
-    """Named tensors of somebody else's files."""
+    """Named tensors of external files."""
 
     tensors: dict[str, TensorInfo]
 
     def blocks(self, name: str) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
-        """The tensor in the order of its values, in parts with their offsets; raises Refused or OSError."""
+        """Yield the tensor in value order, in parts with their offsets; raises Refused or OSError."""
 
 
 class SafetensorsFiles:
-    """One or several safetensors files as one set of tensors."""
+    """A set of tensors from one or several safetensors files."""
 
     def __init__(self, files: Sequence[Path]) -> None:
-        """Raises Refused when a file is not what the format says, or when two files have the same name in them."""
+        """Read the headers; raises Refused if a file violates the format or two files contain the same name."""
         self.tensors: dict[str, TensorInfo] = {}
         self._places: dict[str, tuple[Path, Place]] = {}
         for path in files:
@@ -162,7 +162,7 @@ class TorchTensors:
 
 
 def safetensors_in(place: Path) -> SafetensorsFiles:
-    """A safetensors file, or a folder as Hugging Face lays it out; raises Refused or OSError."""
+    """Return the tensors of a safetensors file or a Hugging Face folder; raises Refused or OSError."""
     if place.is_file():
         return SafetensorsFiles([place])
     if not (place / INDEX_FILE).exists():
@@ -191,7 +191,7 @@ def _weight_map(path: Path) -> dict[str, str]:
 
 
 def load_torch(path: Path) -> Any:
-    """What a torch.save file holds, mapped; no code in it is run. Raises Refused or OSError."""
+    """Return the mapped contents of a torch.save file without running code in it. Raises Refused or OSError."""
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError, KeyError, TypeError, AttributeError) as error:
@@ -199,7 +199,7 @@ def load_torch(path: Path) -> Any:
 
 
 def _why_not_torch(path: Path, said: str) -> str:
-    """Why torch does not load a file; what torch itself advises (to run the code in it) is no help."""
+    """Return why torch does not load a file; torch's own advice, to run the code in it, is not repeated."""
     found = _FOREIGN.search(said)
     if found is not None:
         return f"holds a pickled object ({found[1]}): save model.state_dict() instead"
@@ -209,13 +209,13 @@ def _why_not_torch(path: Path, said: str) -> str:
         return "is damaged, cut off, or no torch file"
     if head == _OLD_FORMAT:
         return "is in torch's old file format: torch.save what it holds again"
-    if head[8:9] == b"{":  # behind the length of the header
+    if head[8:9] == b"{":  # after the length of the header
         return "may be a safetensors file: then its name must end in .safetensors"
     return "is no torch or safetensors file"
 
 
 def flat(value: Any, before: str = "", depth: int = 0) -> dict[str, Tensor]:
-    """The tensors of nested dicts by their path, with slashes between; what is no tensor is left out."""
+    """Return the tensors of nested dicts by slash-separated path; other values are left out."""
     if isinstance(value, Tensor):
         return {before: value.detach()}
     if not isinstance(value, Mapping) or depth > _LONGEST_DEPTH:
@@ -227,18 +227,18 @@ def flat(value: Any, before: str = "", depth: int = 0) -> dict[str, Tensor]:
 
 
 FILE_BYTES = 16 << 30
-"""A file of the checkpoint is closed once it is so large."""
+"""Size at which a file of the checkpoint is closed, in bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImportedTensor:
-    """One tensor of the new checkpoint and where it comes from; rows that its source lacks become zeros."""
+    """A tensor of the new checkpoint and its source; rows missing in the source become zeros."""
 
     external: ExternalTensors
     name: str
     info: TensorInfo
     expected_fingerprint: str | None = None
-    """The fingerprint that the source's maker wrote down for it."""
+    """Fingerprint that the source's exporter recorded for it."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -248,7 +248,7 @@ class ImportedTensor:
 
     @property
     def as_it_is(self) -> bool:
-        """Whether neither dtype nor shape changes on the way."""
+        """Whether neither dtype nor shape changes."""
         return self.external.tensors[self.name] == self.info
 
 
@@ -261,7 +261,7 @@ def write_checkpoint(
     world: dict[str, Any],
     progress: Progress | None = None,
 ) -> Manifest:
-    """Write and commit; raises Refused when a source is not what its maker wrote, OSError. Debris is the caller's."""
+    """Write and commit a checkpoint; the caller removes debris. Raises Refused for an altered source, or OSError."""
     writer = _Writer(storage, str(name), tensors, progress)
     for key in sorted(tensors, key=lambda key: (-writer.template(key).nbytes, key)):
         writer.add(key)
@@ -283,7 +283,7 @@ def write_checkpoint(
 
 
 def metadata_of(index: Index) -> bytes:
-    """DCP's own description of the files of an index."""
+    """Return DCP's description of the files of an index."""
     tensors: dict[str, TensorStorageMetadata] = {}
     for key, info in index.tensors.items():
         properties = TensorProperties(dtype=getattr(torch, info.dtype))
@@ -295,7 +295,7 @@ def metadata_of(index: Index) -> bytes:
         chunks.append(ChunkStorageMetadata(offsets=offsets, sizes=torch.Size(piece.sizes)))
     metadata = Metadata(
         state_dict_metadata={**tensors},
-        # As DCP does for a flat state dict: tools that rebuild a nested one look the key's path up here.
+        # Like DCP for a flat state dict: tools that rebuild a nested one look up the key's path here.
         planner_data={key: (key,) for key in tensors},
         storage_data=places,
         storage_meta=StorageMeta(),
@@ -305,7 +305,7 @@ def metadata_of(index: Index) -> bytes:
 
 
 class _Writer:
-    """Fills shard files one after another."""
+    """Writer of shard files, one after another."""
 
     def __init__(
         self, storage: Storage, folder: str, tensors: Mapping[str, ImportedTensor], progress: Progress | None
@@ -323,10 +323,10 @@ class _Writer:
         return template(imported.dtype, imported.info.shape)
 
     def add(self, key: str) -> None:
-        """One tensor into the current file."""
+        """Write one tensor into the current file."""
         around, shape = self.template(key), self._tensors[key].info.shape
         sink = self._open()
-        sink.write(bytes(-sink.size % ALIGNMENT))  # where a frame must begin for its values to be aligned
+        sink.write(bytes(-sink.size % ALIGNMENT))  # start of a record with aligned values
         start = sink.size
         try:
             sink.write(around.head)
@@ -378,7 +378,7 @@ class _Writer:
 
 
 def _blocks(imported: ImportedTensor) -> Iterator[tuple[Tensor | None, Tensor, tuple[int, ...]]]:
-    """As given, as written, and where; first what the source has, then zeros for rows that it lacks."""
+    """Yield blocks as given, as written, and their offsets: the source's rows, then zeros for missing ones."""
     for block, offsets in imported.external.blocks(imported.name):
         yield block, block.to(imported.dtype), offsets
     have, want = imported.external.tensors[imported.name].shape, imported.info.shape

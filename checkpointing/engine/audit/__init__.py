@@ -1,1 +1,1 @@
-"""Values of a checkpoint on one machine: structure, verification levels 3 and 4, differences."""
+"""Audit of a checkpoint's values on one machine: structure, verification levels 3 and 4, differences."""

@@ -48,7 +48,7 @@ ChooseFiles = Callable[[Sequence[str], Manifest], Sequence[str]]
 
 
 def strays(storage: Storage, manifest: Manifest) -> list[Fault]:
-    """Names in the folder that nobody vouches for."""
+    """Return files in the folder that are listed nowhere."""
     known = {COMMIT, MANIFEST, *(entry.name for entry in manifest.files)}
     found = sorted(set(storage.list(manifest.name)) - known)
     return [Fault(file=name, chunk=None, reason=f"is not listed in {MANIFEST}") for name in found]
@@ -57,9 +57,9 @@ def strays(storage: Storage, manifest: Manifest) -> list[Fault]:
 def structure_faults(
     storage: Storage, manifest: Manifest, progress: Progress | None = None, choose_files: ChooseFiles | None = None
 ) -> tuple[Index | None, list[Fault]]:
-    """What is wrong with the structure of a checkpoint whose bytes are as they were written, and its index.
+    """Return the index of an intact checkpoint and the faults of its structure.
 
-    `choose_files` selects the files whose frames are read here.
+    `choose_files` selects the files whose records are read here.
     """
     faults = strays(storage, manifest)
     try:
@@ -80,7 +80,7 @@ def structure_faults(
 
 
 def disagreements(index: Index, metadata: Metadata) -> list[Fault]:
-    """Where `.metadata`, which plain DCP reads, tells something else than the index, which we read."""
+    """Return the differences between `.metadata`, which plain DCP reads, and the index, which orch reads."""
     theirs = index_from_metadata(metadata)
     foreign = [key for key in metadata.state_dict_metadata if key not in theirs.tensors]
     faults = [_metadata_fault(key, "is no tensor in it") for key in foreign]
@@ -108,7 +108,7 @@ def _kind(info: TensorInfo | None) -> str:
 
 
 def cover_faults(index: Index) -> list[Fault]:
-    """Holes and overlaps: every value of every tensor must lie in exactly one piece, of the right number of bytes."""
+    """Return gaps and overlaps: every value must be in exactly one piece, of the right number of bytes."""
     pieces: dict[str, list[Piece]] = defaultdict(list)
     for piece in index.pieces:
         pieces[piece.key].append(piece)
@@ -136,7 +136,7 @@ def _cover(info: TensorInfo, pieces: Sequence[Piece]) -> str:
 
 
 def _outside(index: Index, files: Mapping[str, FileEntry]) -> Iterator[Fault]:
-    """Frames that no file holds, or that lie in each other."""
+    """Yield records that no file holds or that overlap."""
     for file, pieces in _by_file(index.pieces).items():
         entry = files.get(file)
         if entry is None:
@@ -157,14 +157,14 @@ def record_faults(
     storage: Storage, manifest: Manifest, index: Index, progress: Progress | None = None,
     choose_files: ChooseFiles | None = None,
 ) -> list[Fault]:  # fmt: skip
-    """Frames that do not say themselves what the index says of them: plain `torch.load` reads the frame."""
+    """Return records that contradict the index, because plain `torch.load` reads the record."""
     faults, done = [], 0
     by_file = _by_file(index.pieces)
     for file in choose_files(list(by_file), manifest) if choose_files else by_file:
         pieces, entry = by_file[file], manifest.file(file)
         assert entry is not None
         with storage.open(f"{manifest.name}/{file}") as stream:
-            # By whole chunks: a frame takes many small reads, each of which is a request where the file is far away.
+            # By whole chunks: a record takes many small reads, each of which is a request on remote storage.
             verified = VerifiedFile(stream, entry, manifest.name)
             for piece in pieces:
                 reason = _record_reason(verified.read, piece, index.tensors[piece.key])
@@ -208,10 +208,10 @@ class Expected:
     """Expectations of a checkpoint's owner about its tensors, beyond their bytes."""
 
     required: tuple[str, ...] = ()
-    """Tensors that must be there."""
+    """Tensors that must exist."""
 
     readable: Mapping[str, Callable[[str, Tensor], str]] = field(default_factory=dict)
-    """By the beginning of a key: returns the fault of a key and its tensor, or an empty string."""
+    """By key prefix: returns the fault of a key and its tensor, or an empty string."""
 
     trained: Callable[[Index], Collection[str]] = lambda index: ()
     """Keys whose values must not be NaN. Infinities are legal everywhere: masks contain them."""
@@ -252,10 +252,10 @@ def audit_in(
     storage: Storage, name: str, level: int, progress: Progress | None = None, expect: Expect | None = None,
     share: AuditShare = WHOLE,
 ) -> Report:  # fmt: skip
-    """Verify at level 3 or 4, after level 2 has found every byte as it was written.
+    """Verify at level 3 or 4, after level 2 has found all bytes intact.
 
-    Levels build on each other: one that finds faults is the last. Values pass through memory shard by shard. Several
-    readers with one `share` each read every byte once between them; `merge_reports` joins their reports.
+    The first level that finds faults is the last one run. Values pass through memory shard by shard. Several readers
+    with one `share` each read every byte once between them; `merge_reports` joins their reports.
     """
     if level not in AUDITS:
         raise ValueError(f"audit level {level}: must be one of {sorted(AUDITS)}")
@@ -290,11 +290,11 @@ def merge_reports(reports: Sequence[Report]) -> Report:
 
 @contextmanager
 def _read_twice(storage: Storage, name: str) -> Iterator[PageCacheState | None]:
-    """Lets the page cache keep the files from one reading to the next; afterwards it is as it was before both."""
+    """Keep read files in the page cache for a second reading, then restore the cache's earlier state."""
     if not isinstance(storage, LocalStorage):
         yield None
         return
-    # What does not fit would only throw out what others need, and be gone itself when it is wanted again.
+    # Files that do not fit would evict other data and be evicted before the second reading.
     before = PageCacheState(keeps=_bytes_in(storage, name) <= _available() // 4)
     try:
         yield before
@@ -306,11 +306,11 @@ def _bytes_in(storage: Storage, name: str) -> int:
     try:
         return sum(size or 0 for size in storage.list(name).values())
     except OSError:
-        return 0  # verification says what is wrong
+        return 0  # verification reports the error
 
 
 def _available() -> int:
-    """Bytes of memory that the kernel could give away."""
+    """Return the bytes of memory that the kernel can make available."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     return next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")), 0)
 
@@ -344,7 +344,7 @@ def value_faults(
     storage: Storage, manifest: Manifest, index: Index, expected: Expected, progress: Progress | None = None,
     share: AuditShare = WHOLE,
 ) -> tuple[list[Fault], int, list[str]]:  # fmt: skip
-    """Load every value of the share once; return the faults, the bytes loaded, and what else was seen."""
+    """Load every value of the share once; return the faults, the bytes loaded, and notes."""
     known, faults = _fingerprints(storage, manifest, index)
     with Values(storage, manifest, index) as values:
         keys = share.take(values.in_file_order(), lambda key: sum(piece.nbytes for piece in values.pieces(key)))
@@ -356,7 +356,7 @@ def value_faults(
 
 
 class _Judge:
-    """Fingerprints, NaN and infinities, and what the owner can read: tensor by tensor."""
+    """Check of values tensor by tensor: fingerprints, NaN and infinities, and the owner's own checks."""
 
     def __init__(
         self, manifest: Manifest, values: Values, expected: Expected, known: Mapping[str, str] | None,
@@ -368,7 +368,7 @@ class _Judge:
         self.notes: list[str] = []
 
     def tensor(self, key: str) -> Iterator[Fault]:
-        """What is wrong with one tensor."""
+        """Yield the faults of one tensor."""
         examined = _Examined(self._values.index.tensors[key].shape)
         for piece in self._values.pieces(key):
             before = examined.nans
@@ -389,7 +389,7 @@ class _Judge:
                 yield from [self._fault(key, reason)] if reason else []
 
     def _fault(self, key: str, reason: str, piece: Piece | None = None) -> Fault:
-        """With the file and chunk where the values, or the first of them, lie."""
+        """Return a fault with the file and chunk of the values, or of the first of them."""
         piece = piece or next(iter(self._values.pieces(key)), None)
         entry = self._manifest.file(piece.file) if piece else None
         if piece is None or entry is None:
@@ -398,7 +398,7 @@ class _Judge:
 
 
 class _Examined:
-    """What is learned about one tensor while its blocks pass by."""
+    """Findings about one tensor, collected block by block."""
 
     def __init__(self, shape: tuple[int, ...]) -> None:
         self._shape, self._parts = shape, list[tuple[int, int]]()
@@ -407,7 +407,7 @@ class _Examined:
     def take(self, block: Tensor, offsets: tuple[int, ...]) -> None:
         self._parts.append(partial(block, offsets, self._shape))
         if block.is_floating_point() or block.is_complex():
-            # float8 has no test of its own for infinities.
+            # float8 has no isfinite
             seen = block.float() if block.is_floating_point() and block.itemsize == 1 else block
             self.wild += int(block.numel() - torch.isfinite(seen).sum())
             self.nans += int(torch.isnan(seen).sum())
@@ -418,7 +418,7 @@ class _Examined:
 
 
 def _fingerprints(storage: Storage, manifest: Manifest, index: Index) -> tuple[dict[str, str] | None, list[Fault]]:
-    """Those taken at save; None when the checkpoint has none."""
+    """Return the fingerprints taken at save, or None if the checkpoint has none, and their faults."""
     if manifest.file(FINGERPRINTS) is None:
         return None, []
     try:

@@ -1,4 +1,4 @@
-"""Two checkpoints tensor by tensor: fingerprints show what is equal, the rest is read, a few rows at a time."""
+"""Comparison of two checkpoints by tensor: fingerprints identify equal ones, the rest is read in row blocks."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -20,7 +20,7 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True)
 class Side:
-    """One checkpoint of a comparison, its seal and its index already believed."""
+    """A checkpoint of a comparison, with its seal and index already checked."""
 
     storage: Storage
     manifest: Manifest
@@ -43,10 +43,10 @@ def open_side(storage: Storage, name: str) -> Side:
 
 
 def compare(first: Side, second: Side, progress: Progress | None = None) -> list[TensorDiff]:
-    """Every tensor of either checkpoint, the largest relative difference first; raises Refused or OSError.
+    """Return the diff of every tensor of either checkpoint, largest relative difference first.
 
-    Only tensors that their fingerprints do not show to be equal are read, and verified while they are. `progress` is
-    told bytes of values compared.
+    Only tensors without equal fingerprints are read, and verified as they are read. `progress` receives the bytes of
+    values compared. Raises Refused or OSError.
     """
     keys = sorted(first.index.tensors.keys() | second.index.tensors.keys())
     found = [_told(first, second, key) for key in keys]
@@ -57,7 +57,7 @@ def compare(first: Side, second: Side, progress: Progress | None = None) -> list
 
 
 def _told(first: Side, second: Side, key: str) -> TensorDiff:
-    """What is known of a tensor before its values are read."""
+    """Return what is known of a tensor before its values are read."""
     here, there = first.index.tensors.get(key), second.index.tensors.get(key)
     mark = first.fingerprints.get(key)
     equal = here is not None and here == there and mark is not None and mark == second.fingerprints.get(key)
@@ -69,7 +69,7 @@ def _told(first: Side, second: Side, key: str) -> TensorDiff:
 
 
 class _Reader:
-    """Reads the same rows of both sides."""
+    """Reader of the same rows of both sides."""
 
     def __init__(self, first: Side, second: Side, keys: set[str], progress: Progress | None) -> None:
         self._first = Values(first.storage, first.manifest, first.index)
@@ -78,7 +78,7 @@ class _Reader:
         self._total = sum(self._first.row_bytes(key) * self._first.row_count(key) for key in keys)
 
     def compared(self) -> list[TensorDiff]:
-        """The differences of all those tensors, in the order in which the first side's file holds them."""
+        """Return the differences of those tensors, in the file order of the first side."""
         with self._first as first, self._second as second:
             return [self._difference(key, first, second) for key in first.in_file_order() if key in self._keys]
 
@@ -97,7 +97,7 @@ class _Reader:
 
 
 def _spans(values: Values, key: str) -> Iterator[tuple[int, int]]:
-    """Row spans small enough for several copies in double precision to be held at once."""
+    """Yield row spans small enough for several copies in double precision."""
     step = max(1, BLOCK // 16 // max(1, values.row_bytes(key)))
     count = values.row_count(key)
     for start in range(0, count, step):
@@ -123,7 +123,7 @@ class _Sums:
             return
         self.different += different
         right = _wide(second)
-        # Equal bits are no difference, infinities and NaN included.
+        # Equal bits count as equal values, including infinities and NaN.
         apart = torch.where(same, torch.zeros((), dtype=left.dtype), left - right)
         largest = float(apart.abs().max())
         self.largest = math.nan if math.isnan(largest) or math.isnan(self.largest) else max(self.largest, largest)
@@ -143,13 +143,13 @@ class _Sums:
 
 
 def _same(first: Tensor, second: Tensor) -> Tensor:
-    """Where two tensors of one form have equal bits."""
+    """Return a mask of the values with equal bits in two tensors of one form."""
     equal = _words(first) == _words(second)
     return equal.view(first.numel(), -1).all(dim=-1).view(first.shape) if equal.numel() > first.numel() else equal
 
 
 def _words(tensor: Tensor) -> Tensor:
-    """The values as integers; two for each of the widest complex ones."""
+    """Return the values as integers, two for each of the widest complex values."""
     word = _WORDS[min(8, tensor.itemsize)]
     return tensor.view(-1).view(word) if tensor.itemsize > 8 else tensor.view(word)
 

@@ -1,4 +1,4 @@
-"""The values of a checkpoint's tensors, some rows at a time: whole checkpoints pass through little memory."""
+"""Values of a checkpoint's tensors, a few rows at a time, so that a whole checkpoint needs little memory."""
 
 import math
 from collections import defaultdict
@@ -15,14 +15,14 @@ from checkpointing.format.manifest import Index, Manifest, Piece
 from checkpointing.storage.backends import Storage
 
 BLOCK = 64 << 20
-"""Bytes of one shard that are held at once; a single row that is longer is held whole."""
+"""Bytes of one shard held in memory at once; a single longer row is held whole."""
 _OPEN = 16
 
 
 class Values:
-    """Reads rows of tensors and of their shards, every chunk compared with its digest; raises Refused or OSError.
+    """Reader of rows of tensors and shards, which compares every chunk with its digest; raises Refused or OSError.
 
-    A row is what one index of the first dimension longer than 1 selects.
+    A row is the part that one index of the first dimension longer than 1 selects.
     """
 
     def __init__(self, storage: Storage, manifest: Manifest, index: Index) -> None:
@@ -41,16 +41,16 @@ class Values:
         self.close()
 
     def pieces(self, key: str) -> list[Piece]:
-        """The shards of one tensor, in the order of their places in files."""
+        """Return the shards of one tensor, in file order."""
         return sorted(self._pieces[key], key=lambda piece: (piece.file, piece.start))
 
     def in_file_order(self) -> list[str]:
-        """All tensors as their first shards lie in the files: read so, every chunk is fetched about once."""
+        """Return all tensors in the file order of their first shards; in this order every chunk is read about once."""
         places = {key: min((p.file, p.start) for p in pieces) for key, pieces in self._pieces.items()}
         return sorted(self.index.tensors, key=lambda key: (places.get(key, ("", 0)), key))
 
     def blocks(self, piece: Piece) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
-        """The shard in parts of about BLOCK bytes, each with its offsets in the whole tensor; none when empty."""
+        """Yield the shard in parts of about BLOCK bytes, each with its offsets in the tensor; none if it is empty."""
         if not piece.nbytes:
             return
         lead, dtype = self._lead(piece.key), self._dtype(piece.key)
@@ -71,12 +71,12 @@ class Values:
         return 1 if lead is None else self.index.tensors[key].shape[lead]
 
     def row_bytes(self, key: str) -> int:
-        """Bytes of one row of the whole tensor."""
+        """Return the bytes of one row of the whole tensor."""
         numel = math.prod(self.index.tensors[key].shape)
         return numel // max(1, self.row_count(key)) * self._dtype(key).itemsize
 
     def rows(self, key: str, start: int, stop: int) -> Tensor:
-        """Rows `start` to `stop` of the whole tensor, put together from its shards, with all its dimensions."""
+        """Return rows `start` to `stop` of the whole tensor, assembled from its shards, with all its dimensions."""
         lead, dtype = self._lead(key), self._dtype(key)
         shape = list(self.index.tensors[key].shape)
         if lead is None:
@@ -98,7 +98,7 @@ class Values:
         return found
 
     def _lead(self, key: str) -> int | None:
-        """The dimension whose indices are rows; None for a scalar."""
+        """Return the dimension whose indices are rows; None for a scalar."""
         shape = self.index.tensors[key].shape
         if not shape:
             return None
@@ -114,7 +114,7 @@ class Values:
         return torch.frombuffer(held, dtype=torch.uint8).view(dtype) if held else torch.empty(0, dtype=dtype)
 
     def _file(self, name: str) -> VerifiedFile:
-        """Of the files that were read last some stay open: the shards of one row may lie in several."""
+        """Return a file, keeping the last ones open, because the shards of one row may be in several."""
         if name in self._open:
             self._open[name] = self._open.pop(name)
             return self._open[name][1]

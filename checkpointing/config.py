@@ -1,4 +1,4 @@
-"""What a user may say about checkpoints."""
+"""User settings for checkpoints."""
 
 import math
 from dataclasses import dataclass, field
@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 AUTO = "auto"
 RUN = "run"
 MEMORY = "memory"
-"""The tier of what the ranks' own copies have kept: it is configured by nobody, and told of as any other."""
+"""Implicit tier of the copies in the ranks' memory. Not configurable; reported like any other tier."""
 BY_NODE = "node"
 
 
 @dataclass(frozen=True, kw_only=True)
 class TierConfig:
-    """One place where checkpoints are kept; the first of a run's tiers receives every save, the next ones copies."""
+    """A place for checkpoints; a run's first tier receives every save, the next ones copies."""
 
     path: str = RUN
     """A folder, an fsspec URL (`s3://bucket/prefix`), or `run` for the run's own folder. orch adds the run's name."""
@@ -45,7 +45,7 @@ class TierConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RetentionConfig:
-    """Which checkpoints are kept besides the newest `keep`; pinned ones always are."""
+    """Rules for keeping checkpoints besides the newest `keep`; pinned ones are always kept."""
 
     every: int = 0
     """Keep every checkpoint whose step is a multiple of this; 0: none."""
@@ -57,11 +57,10 @@ class RetentionConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class BestConfig:
-    """The best checkpoints by one number, which stay besides the newest `keep`. A run then also saves after every
-    validation."""
+    """Best checkpoints by a metric, kept besides the newest `keep`; the run then saves after every validation too."""
 
     metric: str = ""
-    """A number that the workload's `validate` or `metrics` returns, or `loss`; empty: none is kept."""
+    """A number that the workload's `validate` or `metrics` returns, or `loss`; empty: keep none."""
 
     mode: str = "min"
     """`min` if a smaller number is better, `max` if a larger one is."""
@@ -80,16 +79,17 @@ class BestConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class StagingConfig:
-    """How a rank hands its state to the writer."""
+    """Staging of a rank's state for the writer."""
 
     mode: str = "block"
     """`block`: training waits for the copy. `lazy`: the copy is made during the next forward and backward pass."""
 
     host_memory: float = 0.0
-    """Largest GiB of host memory for one rank's copies; 0: what two copies need.
+    """Largest GiB of host memory for one rank's copies; 0: enough for two copies.
 
-    If it is too small for one copy, the state passes through buckets: training waits for the disk, even for one that
-    hangs, a failed save is not retried, and no copy stays in memory."""
+    If it is too small for one copy, the state passes through buckets: training waits for the disk, even for a hung one,
+    a failed save is not retried, and no copy stays in memory.
+    """
 
     files: int = 1
     """Number of files that each rank writes."""
@@ -114,7 +114,7 @@ class AutoConfig:
     """Largest number of steps between two saves."""
 
     node_days: float = 64.0
-    """First estimate of the node-days per failure; the cluster's and the run's own failures soon outweigh it."""
+    """First estimate of the node-days per failure; observed failures of the cluster and the run soon outweigh it."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.least <= self.most:
@@ -125,7 +125,7 @@ class AutoConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """How often a run saves, where to, and how many checkpoints it keeps."""
+    """Save interval, locations and number of checkpoints to keep."""
 
     every: int | str = 100
     """Save after every this many steps; `auto` chooses the interval; 0: only at the end and when stopped."""
@@ -136,14 +136,16 @@ class CheckpointConfig:
     """Number of newest checkpoints to keep; at least 2, so that a damaged newest one has a substitute."""
 
     max_unsaved_steps: int = 0
-    """End the attempt when this many steps are in no committed checkpoint; 0: train on, however long saves fail."""
+    """End the attempt when this many steps are in no committed checkpoint; 0: never, even if saves keep failing."""
 
     plausibility: str = "refuse"
-    """What to do when a weight that trains is NaN, or ranks differ in a value saved once: `refuse`, `warn` or `off`."""
+    """Response to NaN in a trainable weight, or ranks that differ in a value saved once: `refuse`, `warn` or `off`."""
 
     files: str = "rank"
-    """`rank`: each rank writes files of its own. `node`: the ranks of a node write one file together, for inode quotas;
-    each begins at a multiple of 8 MiB in it."""
+    """`rank`: each rank writes files of its own. `node`: the ranks of a node share one file, to save inodes.
+
+    Each rank's region in a shared file begins at a multiple of 8 MiB.
+    """
 
     staging: StagingConfig = field(default_factory=StagingConfig)
 

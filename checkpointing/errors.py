@@ -1,37 +1,37 @@
-"""The error tree of checkpoints; knows nothing of runs or exit codes.
+"""The error tree of checkpoints; independent of runs and exit codes.
 
 CheckpointError
  +- ManifestError     the manifest or COMMIT is torn, tampered with, or of another format
  +- Refused           one checkpoint cannot be trusted or does not fit; carries its name and the reason
- |   +- UnsafePickle  `.metadata` asks for a class that no checkpoint needs
+ |   +- UnsafePickle  `.metadata` requests a class outside the allow-list
  +- NothingVerifies   checkpoints exist and every one of them was refused
- |   +- NothingIntact  because every one of them is damaged: another try reads the same bytes
- |   +- NothingFits    because the others are of another model: another try has the same code
- |   +- UnreadableNow  the newest one cannot be read now: an older one would train its steps again
+ |   +- NothingIntact  all of them are damaged: another attempt reads the same bytes
+ |   +- NothingFits    the undamaged ones belong to another model: another attempt runs the same code
+ |   +- UnreadableNow  the newest one cannot be read now: loading an older one would repeat its steps
  +- TierUnavailable   the library for a tier's URL is not installed here
  +- SaveFailed        one save was given up; carries its step and the reason
      +- FencedOff     the attempt no longer holds its launch token, so it must not commit
-     +- Unsound       these bytes must not be saved, however often that is tried
-         +- Unsavable    nor any later state: the program keeps something that cannot be saved
+     +- Unsound       this state must not be saved, even if the save is retried
+         +- Unsavable    no later state can be saved either: the program holds an object that cannot be saved
 """
 
 from collections.abc import Sequence
 
 
 class CheckpointError(Exception):
-    """Something about a checkpoint that its user should hear of."""
+    """Base class of checkpoint errors that are reported to the user."""
 
 
 class ManifestError(CheckpointError):
-    """A manifest or COMMIT that cannot be believed; the message begins with the file's name."""
+    """A manifest or COMMIT that cannot be trusted; the message begins with the file's name."""
 
 
 class Refused(CheckpointError):
     """A checkpoint that must not be loaded.
 
-    It is `damaged` unless that may be due to who wants it, where, or when: to a model that it does not fit, a node that
-    does not have it, a file system that fails for a moment. Where it is the model, it does not `fit`. It is
-    `unreadable` where reading raised nothing but errors that may pass.
+    It counts as `damaged` unless the cause may lie with the reader, place or time: a model that it does not fit, a node
+    that does not have it, a transient file system error. `fits` is False if it belongs to another model. It is
+    `unreadable` if reading raised only errors that may pass.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class UnsafePickle(Refused):
 
 
 class NothingVerifies(CheckpointError):
-    """Every committed checkpoint was refused; `touched` says whether tensors were already written to."""
+    """Every committed checkpoint was refused; `touched` is True if tensors were already overwritten."""
 
     def __init__(self, refusals: Sequence[Refused], *, touched: bool) -> None:
         told = "; ".join(str(refusal) for refusal in refusals)
@@ -59,11 +59,11 @@ class NothingIntact(NothingVerifies):
 
 
 class NothingFits(NothingVerifies):
-    """Every committed checkpoint that is not damaged is of another model."""
+    """Every undamaged committed checkpoint belongs to another model."""
 
 
 class UnreadableNow(NothingVerifies):
-    """The newest checkpoint that is not refused for good cannot be read, at `places`; older ones were not tried."""
+    """The newest checkpoint not permanently refused cannot be read at `places`; older ones were not tried."""
 
     def __init__(self, refusals: Sequence[Refused], places: Sequence[str]) -> None:
         super().__init__(refusals, touched=False)
@@ -75,7 +75,7 @@ class UnreadableNow(NothingVerifies):
 
 
 def nothing_verifies(refusals: Sequence[Refused], *, touched: bool) -> NothingVerifies:
-    """The error for these refusals of all checkpoints that there are."""
+    """Return the error that summarizes the refusals of all existing checkpoints."""
     kind: type[NothingVerifies] = NothingVerifies
     if all(refusal.damaged for refusal in refusals):
         kind = NothingIntact
@@ -93,15 +93,15 @@ class SaveFailed(CheckpointError):
 
 
 class FencedOff(SaveFailed):
-    """A save that was stopped before COMMIT because another attempt owns the run by now."""
+    """A save that was stopped before COMMIT because another attempt now owns the run."""
 
 
 class Unsound(SaveFailed):
-    """A save that was given up because of what was to be saved: it was torn, or cannot be saved as it is."""
+    """A save that was given up because of its state, which was torn or cannot be saved in its present form."""
 
 
 class Unsavable(Unsound):
-    """A state that no later save could save either: training on would only lose more."""
+    """A state that no later save can write either; training on would only lose more work."""
 
 
 class TierUnavailable(CheckpointError, ImportError):

@@ -1,4 +1,4 @@
-"""Events on their way to the journal: in order, and never lost because a disk was full for a moment."""
+"""Queue of events for the journal: keeps their order and retries writes while a disk is full."""
 
 import logging
 import threading
@@ -8,15 +8,15 @@ from typing import Any
 _log = logging.getLogger(__name__)
 
 EmitEvent = Callable[[str, dict[str, Any]], None]
-"""Takes an event's kind and its data."""
+"""Callback that takes an event's kind and its data."""
 
 
 def emit_nothing(kind: str, data: dict[str, Any]) -> None:
-    """For the ranks that do not report: one rank reports for all."""
+    """Discard an event on ranks that do not report; one rank reports for all."""
 
 
 class EventSink:
-    """Called by several threads; `on_event` is called by one at a time, in the order of the events."""
+    """Serializer of events from several threads; `on_event` is called by one thread at a time, in order."""
 
     def __init__(self, on_event: EmitEvent) -> None:
         self._on_event = on_event
@@ -29,18 +29,18 @@ class EventSink:
             self.flush()
 
     def flush(self) -> None:
-        """Try again to write what could not be written."""
+        """Retry writing the pending events."""
         with self._lock:
             try:
                 while self._pending:
                     self._on_event(*self._pending[0])
                     self._pending.pop(0)
             except OSError as error:
-                # The disk that is too full for a checkpoint may be too full for its event: the next call tries again.
+                # A disk too full for a checkpoint may be too full for its event; the next call retries.
                 _log.warning("event %s could not be written yet: %s", self._pending[0][0], error)
 
     def close(self) -> None:
-        """Raises what keeps an event from being written."""
+        """Write the remaining events; raises the error if one cannot be written."""
         with self._lock:
             for kind, data in self._pending:
                 self._on_event(kind, data)

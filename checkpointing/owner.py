@@ -1,4 +1,4 @@
-"""Whose checkpoints these are: one attempt of a run, and what it may load, commit and delete."""
+"""Attempt that owns checkpoints: which ones it may load, commit and delete."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Owner:
-    """One attempt; `fence` says whether it may still commit and delete.
+    """An attempt; `fence` returns whether it may still commit and delete.
 
-    `inherit` are the checkpoints that its launch token lists. `ended_attempts` are earlier attempts, which write no
-    more, as `<attempt>-<nonce>`: what they left half-written is debris.
+    `inherit` lists the checkpoints in its launch token. `ended_attempts` are earlier attempts that no longer write, as
+    `<attempt>-<nonce>`; their unfinished checkpoints are debris.
     """
 
     attempt: int

@@ -1,4 +1,4 @@
-"""PURE: how often to save, when not to, and when at the latest; all times are seconds.
+"""PURE: the save interval, skipped saves, and the latest time of the final save; all times are seconds.
 
 J. W. Young, "A first order approximation to the optimum checkpoint interval", CACM 17(9), 1974, and J. T. Daly, "A
 higher order estimate of the optimum checkpoint interval for restart dumps", FGCS 22(3), 2006.
@@ -9,28 +9,28 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 _SMALL = 1e-3
-"""Below this share of the time between failures a save's cost is small, and Young's formula is exact enough."""
+"""Save cost, as a share of the mean time between failures, below which Young's formula is exact enough."""
 
 _NOTICEABLE = 0.2
-"""An interval that changes by less than this share stays as it is: measurements scatter."""
+"""Relative change below which an interval is kept, because measurements scatter."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SaveCosts:
-    """What saves have cost so far on this run."""
+    """Measured costs of saves on this run, in seconds."""
 
     step: float
-    """A step without a save."""
+    """Duration of a step without a save."""
     stall: float
-    """How long training stands still for one save."""
+    """Time for which one save blocks training."""
     slowdown: float = 0.0
-    """What the steps beside one save take longer, in all."""
+    """Total slowdown of the steps that run during one save."""
     save: float = 0.0
-    """From the beginning of a save to its commit, slow ones counted (the 99th percentile)."""
+    """99th percentile of the time from the start of a save to its commit."""
 
     @property
     def cost(self) -> float:
-        """Training time that one save takes away."""
+        """Training time that one save costs."""
         return self.stall + self.slowdown
 
 
@@ -43,10 +43,10 @@ class Interval:
 
 
 def optimal(cost: float, mtbf: float) -> float:
-    """Seconds of training between two saves that lose the least, for a save's `cost` and the time between failures.
+    """Return the seconds of training between two saves that minimize the lost time.
 
-    Young's sqrt(2 C M) where C is small against M, Daly's higher order form elsewhere; M where a save costs more
-    than two failures are apart.
+    `cost` is the cost of one save, `mtbf` the mean time between failures. Uses Young's sqrt(2 C M) if C is small
+    against M, else Daly's higher-order form; returns M if a save costs more than 2 M.
     """
     if cost <= _SMALL * mtbf:
         return math.sqrt(2 * cost * mtbf)
@@ -57,7 +57,7 @@ def optimal(cost: float, mtbf: float) -> float:
 
 
 def interval(measured: SaveCosts, mtbf: float, *, least: int, most: int) -> Interval:
-    """Steps between two saves: the optimum, never faster than a save takes, within [least, most]."""
+    """Return the optimal steps between two saves, at least as long as a save takes, within [least, most]."""
     wanted = optimal(measured.cost, mtbf)
     words = f"a save costs {_text(measured.cost)}, a failure comes every {_text(mtbf)}: {_text(wanted)} between saves"
     steps = max(1, round(wanted / measured.step))
@@ -72,14 +72,15 @@ def interval(measured: SaveCosts, mtbf: float, *, least: int, most: int) -> Inte
 
 
 def differs_enough(before: int, after: int) -> bool:
-    """Whether a new interval differs enough from the one in force to replace it."""
+    """Return whether a new interval differs enough from the current interval to replace it."""
     return abs(after - before) > _NOTICEABLE * before
 
 
 def retry_after(interval: int, failures: int) -> int:
-    """Steps from a failed or skipped save to the next try: a tenth of the interval, doubled for each failure in a row.
+    """Return the steps from a failed or skipped save to the next try.
 
-    `interval` is 0 where saves have no cadence; then a hundred steps stand for it.
+    It is a tenth of the interval, doubled for each consecutive failure. An `interval` of 0 (no cadence) counts as a
+    hundred steps.
     """
     usual = interval or 100
     pause: int = max(1, usual // 10) << min(failures - 1, 10)
@@ -87,25 +88,25 @@ def retry_after(interval: int, failures: int) -> int:
 
 
 def skip_before_stop(left: float, *, interval: float, save: float) -> bool:
-    """Whether to leave a save out because a stop, which saves too, is due in `left` seconds.
+    """Return whether to skip a save because a stop, which saves too, is due in `left` seconds.
 
-    What a save protects is the work until that stop. After sqrt(2 C M) seconds of work it pays for its cost C when the
-    stop is at least half an interval away; and one that would not be done by then protects nothing.
+    A save protects the work until that stop. It pays for its cost C after sqrt(2 C M) seconds of work, so the stop must
+    be at least half an interval away. A save that cannot finish by then protects nothing.
     """
     return 0 <= left < max(interval / 2, save)
 
 
 def last_save_before(end: float, *, save: float, step: float, slop: float, margin: float) -> float:
-    """The moment at which the last save before `end` must be asked for, so that it is committed `margin` before it.
+    """Return the latest time to request a save so that it is committed `margin` before `end`.
 
-    `save` is the 99th percentile of save times, `step` the length of a step (ranks agree within two), `slop` how much
-    earlier than announced the end may begin.
+    `save` is the 99th percentile of save times, `step` the length of a step (ranks agree within two steps), `slop` the
+    time by which the end may precede its announcement.
     """
     return end - margin - slop - 2 * step - save
 
 
 def quantile(samples: Sequence[float], share: float) -> float:
-    """The smallest sample that at least `share` of all samples do not exceed; 0 when there are none."""
+    """Return the smallest sample that at least `share` of all samples do not exceed; 0 without samples."""
     if not samples:
         return 0.0
     return sorted(samples)[max(0, math.ceil(share * len(samples)) - 1)]

@@ -1,4 +1,4 @@
-"""The seam between training and checkpoints: save in the background, restore what verifies."""
+"""Checkpointing entry point of the training process: background saves, restore from verified checkpoints."""
 
 import collections
 import concurrent.futures
@@ -42,10 +42,11 @@ _FACTS_ROOM = 1 << 18
 
 
 class Checkpointer:
-    """One per rank and generation; all ranks call the same methods in the same order.
+    """Save and restore interface of one rank in one generation; all ranks call the same methods in the same order.
 
-    `on_event` is called on rank 0 (for what only one rank can know: on that one), for saves from the saving thread.
-    `extra` is rank 0's; the owner's `fence` is asked before every COMMIT and every delete.
+    `on_event` is called on rank 0, except for events that only one rank can observe, which are emitted on that rank.
+    Events of saves come from the saving thread. `extra` is taken from rank 0. The owner's `fence` is checked before
+    every COMMIT and every delete.
     """
 
     def __init__(
@@ -60,16 +61,16 @@ class Checkpointer:
         restore: RestoreOptions | None = None,
         pauses: Sequence[float] = RETRY_PAUSES,
     ) -> None:
-        """Create the process groups of the saves: collective, on the caller's thread, before any training step.
+        """Create the process groups for saves. Collective; call on the caller's thread before any training step.
 
-        `link` goes to the writer that the agent owns; without one, a writer process is started when needed. `pauses`
-        are the seconds before a failed save is tried again.
+        `link` connects to the writer that the agent owns; without it, a writer process is started when needed. `pauses`
+        are the seconds before each retry of a failed save.
         """
         self._owner, self._tiers, self._facts = owner, tiers, _plain(world.facts, "world")
         self._config, self._link, self._pauses = config or CheckpointConfig(), link, pauses
         self._events = EventSink(on_event)
-        # One group each for the caller's thread, for saves, and for copies to further tiers. A disk may keep a rank in
-        # its save for long; a dead peer is noticed at once all the same.
+        # Separate groups for the caller's thread, for saves, and for copies to further tiers. A slow disk may block a
+        # rank in its save for a long time, but a dead peer is still detected at once.
         self._ranks, self._save_ranks = world.group(), world.group(_LONG)
         self._flush_ranks = world.group(_LONG) if len(tiers.tiers) > 1 else None
         options = replace(restore or RestoreOptions(), verdicts=tiers.pins)
@@ -87,27 +88,30 @@ class Checkpointer:
         self.committed_step: int | None = None
         """Step of the newest checkpoint that this object has committed or restored; settled after `wait`."""
         self.agreed_committed_step: int | None = None
-        """The same on all ranks: what was committed on every one of them when `save` was last called."""
-        self._newest: int | None = None  # the step of the save that was begun last
+        """The newest step committed on every rank when `save` was last called; the same value on all ranks."""
+        self._newest: int | None = None  # step of the save that started last
         self.failure: str | None = None
-        """Why the newest save did not happen, known on every rank; None when it did. Settled after `wait`."""
+        """Reason why the newest save failed or was skipped, known on every rank; None if it succeeded.
+
+        Settled after `wait`.
+        """
         self.lasting: SaveFailed | None = None
-        """A failure that comes back at every save, known on every rank: training on would only lose more."""
+        """Failure that repeats at every save, known on every rank; training on would only lose more work."""
         self.stall_seconds = 0.0
-        """How long the last `save` kept its caller."""
+        """Seconds for which the last `save` call blocked its caller."""
         self.save_seconds: collections.deque[float] = collections.deque(maxlen=64)
-        """How long the last saves took, from the naming to COMMIT."""
+        """Durations of the latest saves in seconds, from naming to COMMIT."""
 
     def prepare(self, tensors: Mapping[str, Tensor]) -> None:
-        """Do all that is to be done once: plan, memory, record templates, writer; collective. Keeps no tensor.
+        """Do all one-time work: plan, memory, record templates, writer. Collective; keeps no tensor.
 
-        Raises ValueError on every rank for state that cannot be saved, OSError when there is no memory for it.
+        Raises ValueError on every rank for state that cannot be saved, OSError if there is not enough memory for it.
         """
         if not self._agree(0, self._match(tensors)).same:
             self._plan(tensors)
         assert self._saver is not None
         assert self._stager is not None
-        self._judge.inspection().inspect(*self._stager.sample())  # its tables are made once
+        self._judge.inspection().inspect(*self._stager.sample())  # its tables are built only once
         self._stager.forget()
         # A writer that fails now reports it at the first save.
         concurrent.futures.wait([self._saver.writer.warm()], _WARM_SECONDS)
@@ -120,29 +124,29 @@ class Checkpointer:
         rank_state: dict[str, Any] | None = None,
         trained: Collection[str] = (),
     ) -> bool:
-        """Copy the state, then write it in the background; False when it was skipped, on all ranks alike.
+        """Copy the state, then write it in the background; return False on every rank if the save was skipped.
 
-        `rank_state` are facts in JSON that may differ between ranks. They are kept in `extra` as the list
-        `rank_state`, which has one entry for all ranks where they agree, else one for each.
+        `rank_state` holds JSON facts that may differ between ranks. They are stored in `extra` as the list
+        `rank_state`, with one entry if all ranks agree, else one entry per rank.
 
-        `trained` are the keys of weights that train, of which none may be NaN.
+        `trained` are the keys of trainable weights, which must not be NaN.
 
-        DTensors are saved in shards, plain tensors once: replicas that differ between ranks are refused. Raises
-        ValueError or TypeError for state that cannot be saved. Whatever goes wrong later is the event
-        `checkpoint.failed`, and `committed_step` stays behind; `lasting` is set if it comes back at every save. With
-        lazy staging the tensors must not change before `before_optimizer_step` was called.
+        DTensors are saved as shards. Plain tensors are saved once, and replicas that differ between ranks are refused.
+        Raises ValueError or TypeError for state that cannot be saved. Later failures emit the event `checkpoint.failed`
+        and leave `committed_step` unchanged; `lasting` is set if the failure repeats at every save. With lazy staging,
+        the tensors must not change until `before_optimizer_step` has returned.
         """
         start = time.perf_counter()
         facts, own = _plain(extra, "extra"), _plain(rank_state or {}, "rank_state")
         self.before_optimizer_step()
         try:
             parts = self._admitted(step, tensors, facts, own)
-        except OSError as error:  # no memory for a new plan, by agreement
+        except OSError as error:  # no memory for a new plan; all ranks agree on this
             parts, self._newest, self.failure = None, step, explain(error)
             self._emit_on_leader("checkpoint.failed", step=step, reason=self.failure)
-        except NotImplementedError:  # what torch raises for tensors of a kind that it cannot work with
+        except NotImplementedError:  # torch raises this for unsupported kinds of tensors
             raise
-        except RuntimeError as error:  # a broken group: training finds out about its peers by itself
+        except RuntimeError as error:  # a broken group; training detects lost peers on its own
             parts, self._newest, self.failure = None, step, f"rank {self._ranks.rank}: {explain(error)}"
             self._events.emit("checkpoint.failed", {"step": step, "reason": self.failure})
         if parts is not None:
@@ -151,15 +155,15 @@ class Checkpointer:
         return parts is not None
 
     def all_gather(self, value: Any) -> list[Any]:
-        """Collective, on the caller's thread: return every rank's plain value, in rank order, on every rank."""
+        """Return every rank's plain value in rank order. Collective; call on the caller's thread."""
         return self._ranks.all_gather(value)
 
     def _admitted(
         self, step: int, tensors: Mapping[str, Tensor], facts: dict[str, Any], own: dict[str, Any]
     ) -> list[Tensor] | None:
-        """This rank's parts of the tensors, for which there is memory; None when this save has to be skipped.
+        """Return this rank's parts of the tensors once there is memory for them, or None if this save must be skipped.
 
-        Adds the state of the ranks to `facts`.
+        Adds the state of all ranks to `facts`.
         """
         parts = self._match(tensors)
         agreed = self._agree(step, parts, own)
@@ -191,7 +195,10 @@ class Checkpointer:
         )
 
     def _reason_to_skip(self, agreed: SaveAgreement) -> str | None:
-        """Training never waits for a disk: without a free copy on every rank there is no save."""
+        """Return why the save must be skipped.
+
+        Training never waits for a disk: a save needs a free copy on every rank.
+        """
         if not agreed.same and not agreed.idle:
             return "the state has another structure than before, and an earlier save is still being written"
         if not agreed.has_room:
@@ -201,7 +208,7 @@ class Checkpointer:
     def _begin(self, step: int, parts: Sequence[Tensor], facts: dict[str, Any], trained: frozenset[str]) -> None:
         assert self._stager is not None
         assert self._queue is not None
-        # The result of an earlier save says nothing about this one.
+        # The result of an earlier save does not apply to this one.
         self._newest, self.failure = step, None
         staged = self._stager.stage(parts, compare=not self._judge.is_off)
         job = Job(step, self._stager.plan, staged, facts, self._facts, trained)
@@ -209,7 +216,7 @@ class Checkpointer:
         self._stager.stage_buckets(staged, parts)
 
     def _plan(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:
-        """Agree on a plan and allocate memory for it; no save is under way. Returns this rank's parts."""
+        """Agree on a plan and allocate memory for it while no save is running. Returns this rank's parts."""
         staging = self._config.staging
         lay = budgeted(staging.files, staging.host_memory)
         by_node = self._config.files == BY_NODE
@@ -237,7 +244,7 @@ class Checkpointer:
         arena = writer.arena
         arena.reload()
         if (arena.plan, arena.buffers) == (plan.hash, plan.buffers) and arena.buffer_bytes >= plan.buffer_bytes:
-            arena.populate()  # an earlier generation's: what it holds may be worth loading
+            arena.populate()  # left by an earlier generation; its contents may be worth loading
         else:
             arena.shape(plan.buffer_bytes, plan.buffers, plan.hash, _FACTS_ROOM)
         return Stager(arena, plan, structure, self._config.staging.mode)
@@ -251,7 +258,7 @@ class Checkpointer:
         return self._saver.writer
 
     def _open_flusher(self) -> None:
-        """Begin to copy to further tiers, which may be behind from an earlier generation."""
+        """Start copying to further tiers, which may lag behind from an earlier generation."""
         if self._flush_ranks is None or self._flusher is not None:
             return
         self._flusher = Flusher(
@@ -265,7 +272,7 @@ class Checkpointer:
         )
 
     def _ended(self, job: Job, saved: Saved | SaveFailed) -> None:
-        """On the save queue's thread, after every save."""
+        """Record the result of a save. Runs on the save queue's thread."""
         if isinstance(saved, SaveFailed):
             if isinstance(saved, Unsavable):
                 self.lasting = saved
@@ -274,9 +281,9 @@ class Checkpointer:
             return
         self.committed_step = job.step
         self.save_seconds.append(saved.seconds)
-        if self._looks_after_first_tier:  # the flusher deletes in the others
+        if self._looks_after_first_tier:  # the flusher deletes in the other tiers
             if self._debris_thread is not None:
-                self._debris_thread.join()  # one at a time
+                self._debris_thread.join()  # at most one at a time
             held = self._flusher.held if self._flusher is not None else ()
             self._retention.apply(saved.name, self._restorer.distrusted.of(self._first.path), held)
         if self._flusher is not None:
@@ -287,9 +294,10 @@ class Checkpointer:
         return self._ranks.looks_after(shared=self._first.shared)
 
     def _start_debris_collection(self) -> None:
-        """Collect what died half-written in the first tier, beside training.
+        """Collect unfinished checkpoints in the first tier, in parallel with training.
 
-        No save is under way at this moment, so what is unfinished now is nobody's; no later save takes its name.
+        No save is running at this moment, so every unfinished checkpoint is abandoned, and no later save reuses its
+        name.
         """
         if self._debris_thread is not None:
             self._debris_thread.join()
@@ -299,7 +307,7 @@ class Checkpointer:
             self._debris_thread = start_background_thread(collect, "checkpoint-tidying")
 
     def before_optimizer_step(self) -> None:
-        """Return when the tensors of the last save may change; without lazy staging that is always so."""
+        """Return once the tensors of the last save may change; returns at once without lazy staging."""
         if self._stager is not None:
             self._stager.before_optimizer_step()
 
@@ -311,14 +319,13 @@ class Checkpointer:
         optional_folders: tuple[str, ...] = (),
         complete: tuple[str, ...] = (),
     ) -> Restored | None:
-        """Fill `tensors` in place from the newest checkpoint that verifies; None when there is none at all.
+        """Fill `tensors` in place from the newest checkpoint that verifies; return None if no checkpoint exists.
 
-        `tensors` may be a function, which is called on every rank with the `extra` of each checkpoint that is tried.
-        Keys that begin with an optional prefix may be missing from the checkpoint; below a prefix of
-        `optional_folders`, the keys of one folder (up to their last slash) may be missing together. Below a prefix of
-        `complete` the checkpoint must hold nothing that no rank takes up. Raises
-        NothingVerifies when there should be checkpoints and none can be loaded: starting from nothing is then
-        somebody's decision, not ours.
+        `tensors` may be a function; it is called on every rank with the `extra` of each checkpoint that is tried. Keys
+        with an optional prefix may be missing from the checkpoint. Below a prefix of `optional_folders`, the keys of
+        one folder (up to their last slash) may be missing together. Below a prefix of `complete`, every key in the
+        checkpoint must be loaded by some rank. Raises NothingVerifies if checkpoints should exist but none can be
+        loaded; starting from scratch is then a decision for the user.
         """
         self.wait()
         restored = self._restorer.run(
@@ -334,22 +341,22 @@ class Checkpointer:
         return restored
 
     def wait(self) -> None:
-        """Return when no save is under way and every event has been written, or tried."""
+        """Return once no save is running and every pending event has been written or attempted."""
         self.before_optimizer_step()
         if self._queue is not None:
             self._queue.wait()
         self._events.flush()
 
     def close(self, flush_for: Callable[[], float] | None = None) -> None:
-        """Wait, then give memory, writer and process groups back; raises what kept an event from being written.
+        """Wait, then release memory, writer and process groups. Raises the error that kept an event from being written.
 
-        With `flush_for`, which says how many seconds are left, the newest checkpoint is first brought to every tier.
+        With `flush_for`, which returns the remaining seconds, the newest checkpoint is first copied to every tier.
         """
         self.wait()
         if self._queue is not None:
             self._queue.close()
         if self._debris_thread is not None:
-            self._debris_thread.join(_DEBRIS_SECONDS)  # one that hangs is a daemon
+            self._debris_thread.join(_DEBRIS_SECONDS)  # a daemon thread, so a hung one is abandoned
         if self._flusher is not None:
             if flush_for is not None:
                 self._flusher.drain(flush_for)
@@ -374,10 +381,10 @@ class Checkpointer:
 
 
 def _plain(value: dict[str, Any], what: str) -> dict[str, Any]:
-    """A copy by way of JSON, so that later changes of the caller cannot reach it; raises TypeError or ValueError."""
+    """Return a copy made through JSON, so that later changes cannot affect it; raises TypeError or ValueError."""
     try:
         copy: dict[str, Any] = json.loads(canonical(value))
     except (TypeError, ValueError) as error:
-        kind = TypeError if isinstance(error, TypeError) else ValueError  # classes below may take no message
+        kind = TypeError if isinstance(error, TypeError) else ValueError  # subclasses may not accept a message
         raise kind(f"`{what}` must be plain JSON: {error}") from error
     return copy

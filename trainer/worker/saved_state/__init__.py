@@ -1,1 +1,1 @@
-"""What is in a checkpoint of a run, and how a rank saves and restores it."""
+"""Contents of a run's checkpoints, and how a rank saves and restores them."""

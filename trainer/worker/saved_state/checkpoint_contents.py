@@ -32,9 +32,9 @@ def tensor_metadata(tensor: torch.Tensor) -> TensorMetadata:
 
 
 def zeros(wanted: TensorMetadata, likes: Iterable[torch.Tensor | None], device: torch.device) -> torch.Tensor | None:
-    """A tensor of this form, sharded as the first of `likes` that has its shape; None when there is none such.
+    """Return a zero tensor of this form, sharded like the first of `likes` with its shape; None if none matches.
 
-    What does not lie on the CPU is put on `device`.
+    Tensors that are not on the CPU are put on `device`.
     """
     dtype, shape, kind, sharded = wanted
     for like in likes:
@@ -46,10 +46,10 @@ def zeros(wanted: TensorMetadata, likes: Iterable[torch.Tensor | None], device: 
 
 
 def differing_tensors(tensors: Mapping[str, torch.Tensor]) -> set[str]:
-    """Collective: return the names of the plain tensors that differ between ranks, the same names on every rank.
+    """Return the names of the plain tensors that differ between ranks, the same names on every rank; collective.
 
-    If ranks have different names, shapes or types, all tensors count as different. DTensors are left out: they hold
-    one value for all ranks.
+    If ranks have different names, shapes or types, all tensors count as different. DTensors are left out: they hold one
+    value for all ranks.
     """
     plain = {key: tensor for key, tensor in sorted(tensors.items()) if _has_values(tensor)}
     if not dist.is_initialized() or dist.get_world_size() == 1:
@@ -68,7 +68,7 @@ def differing_tensors(tensors: Mapping[str, torch.Tensor]) -> set[str]:
 
 
 def _has_values(tensor: torch.Tensor) -> bool:
-    """Whether the tensor has values to compare; the saver refuses tensors that cannot be saved."""
+    """Return whether the tensor has values to compare; the saver refuses tensors that cannot be saved."""
     plain = not isinstance(tensor, DTensor) and not is_traceable_wrapper_subclass(tensor)
     return plain and tensor.layout is torch.strided and not tensor.is_meta and not tensor.is_quantized
 
@@ -83,9 +83,9 @@ _MODEL, _OPTIMIZER = "model/", "optimizer/"
 
 
 def expected(manifest: Manifest) -> Expected:
-    """Of a checkpoint that a rank of ours has saved (`extra` shows it); of any other one nothing is expected.
+    """Return the expectations of a checkpoint saved by a rank of orch (shown by `extra`); none for others.
 
-    Step counts and data positions are not judged: programs skip steps, update twice, and begin with other state.
+    Step counts and data positions are not checked: programs skip steps, update twice, and start from other state.
     """
     if "config_digest" not in manifest.extra:
         return Expected()
@@ -102,17 +102,17 @@ def expected(manifest: Manifest) -> Expected:
 
 
 def trained_keys(index: Index) -> set[str]:
-    """Keys of the parameters for which the optimizer holds state: those it has trained."""
+    """Return the keys of the parameters for which the optimizer holds state, that is, the trained ones."""
     holding = {key.removeprefix(_OPTIMIZER).partition("/")[0] for key in index.tensors if key.startswith(_OPTIMIZER)}
     return {key for key in index.tensors if key.startswith(_MODEL) and key.removeprefix(_MODEL) in holding}
 
 
 OWN_BUFFERS = {"own_buffers": "all"}
-"""In a checkpoint's facts: buffers of every dtype are kept per rank. Older releases kept those that float so."""
+"""Fact of checkpoints that keep buffers of every dtype per rank; older releases kept only floating-point buffers so."""
 
 
 def buffer_slots(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    """Every place of a persistent buffer, filled or None: its full name, its module, and its name there."""
+    """Yield every slot of a persistent buffer, filled or None: its full name, its module, and its name there."""
     for prefix, module in model.named_modules():
         for name in module._buffers:
             if name not in module._non_persistent_buffers_set:
@@ -182,7 +182,7 @@ def facts(
     """Return the plain part of a checkpoint; `position`: as in `Positions`. `fingerprint`: that of the data, or None.
 
     `software`: `software_facts`. `validated`: the newest step with a validation. `metrics`: the workload's metrics of
-    this step. `loss_scale`: state of float16 loss scaling. `accepted_losses`: the window by which spikes are judged.
+    this step. `loss_scale`: state of float16 loss scaling. `accepted_losses`: the window of losses for spike detection.
     """
     return {
         "step": step,
@@ -207,7 +207,7 @@ SHARED_NAMES = "shared_names"
 
 
 def shared_names(model: nn.Module) -> dict[str, str]:
-    """Further names of `model.state_dict()` for parameters and buffers that have several (tied embeddings)."""
+    """Return the additional `state_dict()` names of parameters and buffers with several names (tied embeddings)."""
     kept, first, found = model.state_dict().keys(), dict[int, str](), dict[str, str]()
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     for name, tensor in named:
@@ -220,7 +220,7 @@ _HASH_CHUNK = 64 * 1024 * 1024
 
 
 def weights_digest(model: nn.Module, layout: Layout) -> str | None:
-    """XXH3-128 over the full tensors in the order of their names: the same in every layout. None but on rank 0.
+    """Return the XXH3-128 over the full tensors in name order on rank 0, None elsewhere; equal in every layout.
 
     A collective: every rank must call it.
     """
@@ -234,14 +234,14 @@ def weights_digest(model: nn.Module, layout: Layout) -> str | None:
 
 
 def _own_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors that this rank has, or shards of which it has, whole, by name."""
+    """Yield by name the whole tensors that this rank holds completely or as shards."""
     for name, tensor in sorted(model_tensors(model).items()):
         with _no_word_of_speed():
             yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _tensors_of_stages(model: nn.Module, layout: Layout) -> Iterator[tuple[str, torch.Tensor]]:
-    """On rank 0 the tensors of all stages, by name; on the others nothing: they send theirs, one at a time."""
+    """Yield the tensors of all stages by name on rank 0; other ranks send theirs one at a time and yield nothing."""
     group, place = layout.pp.get_group(), layout.place.pp
     ranks = dist.get_process_group_ranks(group)
     tensors = {
@@ -254,7 +254,7 @@ def _tensors_of_stages(model: nn.Module, layout: Layout) -> Iterator[tuple[str, 
     for name, (dtype, shape), stage in sorted(known, key=lambda one: one[0]):
         tensor = next(own)[1] if stage == place else None
         if ranks[0] != 0:
-            continue  # one pipeline of several with the same weights is enough
+            continue  # with several pipelines of the same weights, one is enough
         if place == 0:
             if tensor is None:
                 tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=layout.device)
@@ -265,7 +265,7 @@ def _tensors_of_stages(model: nn.Module, layout: Layout) -> Iterator[tuple[str, 
 
 
 def _gathered(told: dict[str, list[Any]], group: dist.ProcessGroup, layout: Layout) -> list[dict[str, list[Any]]]:
-    """What each rank of the group tells, as JSON: nobody unpickles what others have sent."""
+    """Return each group rank's value, sent as JSON, because unpickling data of other ranks is unsafe."""
     text = json.dumps(told).encode()
     size = torch.tensor([len(text)], device=layout.device)
     sizes = [torch.zeros_like(size) for _ in range(group.size())]
@@ -279,7 +279,7 @@ def _gathered(told: dict[str, list[Any]], group: dist.ProcessGroup, layout: Layo
 
 @contextmanager
 def _no_word_of_speed() -> Iterator[None]:
-    """torch warns in every rank's log that a tensor sharded twice is gathered in two operations: once a run is fine."""
+    """Silence torch's warning that a doubly sharded tensor is gathered in two operations; once per run is fine."""
     logger = logging.getLogger("torch.distributed.tensor._redistribute")
     before, logger.disabled = logger.disabled, True
     try:

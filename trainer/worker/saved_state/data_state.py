@@ -1,4 +1,4 @@
-"""The position of a rank's data: a number, or a state of its own for each data-parallel rank."""
+"""Position of a rank's data: a number, or a separate state for each data-parallel rank."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -26,10 +26,10 @@ def _name(dp_rank: int) -> str:
 
 
 class DataState:
-    """Saves and restores the data of one rank; ranks that share layers or sequences have the same data."""
+    """Saved and restored data of one rank; ranks that share layers or sequences have the same data."""
 
     def __init__(self, data: Data, layout: Layout, model: nn.Module, device: torch.device) -> None:
-        """Raises WorkloadError for data that cannot say where it stands."""
+        """Check the data's interface; raises WorkloadError for data without a savable position."""
         self._data, self._owner = data, cast(Any, unwrapped(data))
         self._dp_rank, self._dp_size, self._model, self._device = layout.dp_rank, layout.dp_size, model, device
         self._kind = type(self._owner).__name__
@@ -44,25 +44,25 @@ class DataState:
         self._saved: list[tuple[ObjectState, Mapping[str, Any]]] = []
 
     def asked_once(self) -> AbstractContextManager[None]:
-        """Inside, tensors and facts are of one moment: data may be read ahead by a thread."""
+        """Take tensors and facts from a single state within the context, because a thread may read ahead."""
         return self._own.asked_once()
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The tensors of its state, by names of this data-parallel rank."""
+        """Return the tensors of the state, by names of this data-parallel rank."""
         return self._own.tensors()
 
     def facts(self) -> dict[str, Any]:
-        """The rest of the state; nothing where the position is a number."""
+        """Return the rest of the state; empty if the position is a number."""
         own = {"dp_rank": self._dp_rank, "dp_size": self._dp_size, **self._own.facts()}
         return own if self._stateful else {}
 
     @property
     def reordered(self) -> frozenset[str]:
-        """Sets of the newest state that a restart would iterate in another order."""
+        """Sets in the newest state that a restart would iterate in another order."""
         return self._own.reordered
 
     def targets(self, ranks: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-        """Memory for the tensors of this rank's state among the facts of all `ranks` of a checkpoint.
+        """Allocate the tensors of this rank's state, given the facts of all `ranks` of a checkpoint.
 
         Raises NotReshardable.
         """
@@ -93,7 +93,7 @@ class DataState:
         return ObjectState(None, _name(dp_rank), self._model, self._device)
 
     def restore(self, consumed: int) -> None:
-        """Go to where the checkpoint was saved, whose position is `consumed`; after `targets` have been filled."""
+        """Go to the position of the checkpoint, which is `consumed`, after `targets` have been filled."""
         if callable(getattr(self._data, "seek", None)):
             self._data.seek(consumed)
         states = [state.restored(facts) if "value" in facts else {} for state, facts in self._saved]
@@ -105,7 +105,7 @@ class DataState:
             self._owner.load_state_dicts(states)
 
     def _seek(self, consumed: int) -> None:
-        """Where the checkpoint has no state: it is of data that is told by a number, or of the very beginning."""
+        """Seek to `consumed` if the checkpoint has no state: its position is a number, or the beginning."""
         if not isinstance(self._data, CountedData) or not consumed:
             return
         seek = getattr(self._owner, "seek", None)
@@ -119,7 +119,7 @@ class DataState:
 
 
 def require_resharding(data: Data, cluster: ClusterShape) -> None:
-    """Raises WorkloadError for data with which no smaller world could go on, where `cluster.min_nodes` asks for one."""
+    """Raise WorkloadError if `cluster.min_nodes` allows a smaller world with which the data could not continue."""
     owner = unwrapped(data)
     has = [callable(getattr(owner, name, None)) for name in ("state_dict", "load_state_dict", "load_state_dicts")]
     if 0 < cluster.min_nodes < cluster.nodes and has == [True, True, False]:

@@ -1,8 +1,8 @@
 """Values of optimizer parameter groups that training changes, apart from the settings.
 
-A value belongs to the configuration as long as it is the one that `build_optimizer` gave: it is not saved, and after a
-restart the configuration of that time counts. A value that training has changed is state: it is saved and comes back.
-`lr` belongs to the schedule, which sets it before every step.
+A value as given by `build_optimizer` belongs to the configuration: it is not saved, and after a restart the
+configuration of that time applies. A value that training has changed is state: it is saved and restored. `lr` belongs
+to the schedule, which sets it before every step.
 """
 
 import copy
@@ -26,24 +26,24 @@ _SCALARS = (type(None), bool, int, float, str)
 _ID_LENGTH = 16
 _MISSING = object()
 _NO_COPY = (TypeError, AttributeError, ValueError, RuntimeError)
-"""What values raise that cannot be copied."""
+"""Exceptions from values that cannot be copied."""
 _BY_IDENTITY = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType, nn.Module, DeviceMesh)
-"""Types of values of which only matters which one it is."""
+"""Types of values that are compared by identity."""
 _GROUPS = (dist.ProcessGroup,) if dist.is_available() else ()
 _COMPARED = (*_SCALARS, complex)
 
 
 @dataclass(frozen=True)
 class _InitialValue:
-    """A copy of a value as `build_optimizer` gave it; `text` is None for a type that is not kept."""
+    """A copy of a value from `build_optimizer`; `text` is None for unsaved types."""
 
     value: Any
     text: str | None
     tensors: Mapping[str, torch.Tensor]
     itself: Any = None
-    """The very value, for a type that is not kept."""
+    """The original value, for a type that is not saved."""
     held: str | None = None
-    """What it held then, for a type that is not kept; None where that is unknown."""
+    """Its contents at that time, for a type that is not saved; None if unknown."""
 
     def equals_scalar(self, value: Any) -> bool:
         return type(value) in _SCALARS and type(value) is type(self.value) and bool(value == self.value)
@@ -55,10 +55,10 @@ class _InitialValue:
 
 
 class GroupValues:
-    """The groups of one optimizer; two groups are the same one when they have the same parameters, by name."""
+    """The groups of one optimizer; groups are identified by the names of their parameters."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, names: Names) -> None:
-        """Take what stands in the groups now for what the configuration gives."""
+        """Record the current values of the groups as those of the configuration."""
         self._optimizer, self._names = optimizer, names
         self._not_copied = {id(parameter): parameter for parameter in names}
         members = [sorted(names[parameter] for parameter in group["params"]) for group in optimizer.param_groups]
@@ -72,10 +72,10 @@ class GroupValues:
             for number, group in enumerate(optimizer.param_groups)
         ]
         self.unsaved: dict[str, str] = {}
-        """Values that training has changed and whose type is not kept: by their keys, in words."""
+        """Description by key of changed values whose type is not saved."""
 
     def refuse_other_groups(self) -> None:
-        """Raises WorkloadError when groups were added or removed since `build_optimizer`; as cheap as two lengths."""
+        """Raise WorkloadError if groups were added or removed since `build_optimizer`; compares only two lengths."""
         now, built = len(self._optimizer.param_groups), len(self._ids)
         if now != built:
             raise WorkloadError(
@@ -86,7 +86,7 @@ class GroupValues:
             )
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Every tensor in the groups, settings included: what is saved has the same form at every step."""
+        """Return every tensor in the groups, including settings, so that the saved form is the same at every step."""
         self.refuse_other_groups()
         found: dict[str, torch.Tensor] = {}
         for number, key, value in self._all():
@@ -95,11 +95,11 @@ class GroupValues:
         return found
 
     def changed(self) -> list[dict[str, Any]]:
-        """The groups with values that training has changed, in JSON, each beside the text of what was given."""
+        """Return the groups with changed values, in JSON, each with the text of the configured value."""
         values: dict[int, dict[str, Any]] = {}
         for number, key, value in self._all():
             initial = self._initial[number].get(key)
-            # The usual case first: there may be a group for every parameter.
+            # The common case first: there may be a group for every parameter.
             if initial is not None and initial.equals_scalar(value):
                 continue
             saved = self._saved(number, key, value, initial)
@@ -119,7 +119,7 @@ class GroupValues:
         return {"value": encoded[0], "given": initial.text}
 
     def _encoded(self, number: int, key: str, value: Any, held: dict[str, torch.Tensor]) -> tuple[Any] | None:
-        """None for what cannot be kept, which is remembered when it is not what was given."""
+        """Return the JSON, or None for a value that cannot be saved, which is recorded if it has changed."""
         try:
             return (object_state.encode(value, self._path(number, key), held, self._names),)
         except Unsavable:
@@ -152,13 +152,13 @@ class GroupValues:
             return None, {}
 
     def _is_untouched(self, value: Any, initial: _InitialValue | None) -> bool:
-        """Whether a value of a type that is not kept is as it was given; False where that is unknown."""
+        """Return whether a value of an unsaved type still has its initial contents; False if that is unknown."""
         if initial is None or initial.text is not None or initial.held is None:
             return False
         return initial.is_unchanged(*self._comparable(value))
 
     def _copy(self, value: Any) -> Any:
-        """The parameters that it refers to stay themselves."""
+        """Return a copy in which parameters are referenced, not copied."""
         return copy.deepcopy(value, dict(self._not_copied))
 
     def _path(self, number: int, key: str) -> str:
@@ -171,7 +171,7 @@ class GroupValues:
     # ---- the way back
 
     def check(self, saved: Sequence[Mapping[str, Any]]) -> None:
-        """Raises WorkloadError when a group with state has other parameters here."""
+        """Raise WorkloadError if a group with state has other parameters here."""
         for group in saved:
             if group["members"] not in self._ids:
                 keys = ", ".join(sorted(group["values"])[:4])
@@ -183,7 +183,7 @@ class GroupValues:
                 )
 
     def reset(self) -> None:
-        """Put back what was given; `lr` stays as it is."""
+        """Restore the configured values; `lr` stays as it is."""
         self.unsaved.clear()  # priming may have changed something
         copies: dict[int, Any] = {}
         for group, initial in zip(self._optimizer.param_groups, self._initial, strict=True):
@@ -198,7 +198,7 @@ class GroupValues:
                     group[key] = copies[id(first.itself)]
 
     def restore(self, saved: Sequence[Mapping[str, Any]], tensors: Mapping[str, torch.Tensor]) -> list[str]:
-        """Put back what was given, then what training had changed of it; says where settings are overruled by state."""
+        """Restore the configured values, then those changed by training; return where state overrules settings."""
         self.reset()
         parameters = {name: parameter for parameter, name in self._names.items()}
         overruled: dict[str, str] = {}
@@ -223,7 +223,7 @@ def _keys(group: Mapping[str, Any]) -> list[str]:
 
 
 def _set_value(group: dict[str, Any], key: str, value: Any) -> None:
-    """A tensor is filled in place where there is one: others may hold it too, as a compiled step does."""
+    """Set a value; an existing tensor is filled in place, because others, such as a compiled step, may hold it."""
     there = group.get(key)
     if (
         isinstance(there, torch.Tensor)
@@ -245,7 +245,7 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _identities(groups: Sequence[Sequence[str]]) -> Iterator[str]:
-    """A digest of the names of each group's parameters; groups without any are numbered."""
+    """Yield a digest of the names of each group's parameters; empty groups are numbered."""
     empty = 0
     for members in groups:
         empty += not members
@@ -255,7 +255,7 @@ def _identities(groups: Sequence[Sequence[str]]) -> Iterator[str]:
 def _comparable_json(
     value: Any, path: str, tensors: dict[str, torch.Tensor], names: Names, above: tuple[int, ...] = ()
 ) -> Any:
-    """`value` of any type in JSON, so that a change in place is seen; never read back. Raises TypeError for some."""
+    """Return any value as JSON to detect changes in place; never decoded. Raises TypeError for some types."""
     if isinstance(value, torch.Tensor) or type(value) in _COMPARED:
         return object_state.encode(value, path, tensors, names)
     if isinstance(value, types.MethodType):

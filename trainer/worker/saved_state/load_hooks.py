@@ -1,4 +1,4 @@
-"""A model's own code that `load_state_dict` runs: what it derives from the restored state is made again."""
+"""Load hooks: the model's own `load_state_dict` code, rerun to derive values from the restored state."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -12,9 +12,10 @@ from trainer.worker.saved_state.model_state import cannot_be_filled
 
 
 def run_load_hooks(model: nn.Module) -> list[str]:
-    """Run the load hooks of a filled model in the order of torch; return the errors that they report.
+    """Run the load hooks of a filled model in torch's order; return the errors that they report.
 
-    A module with a `_load_from_state_dict` of its own, or with pre-hooks, loads its own state: it keeps its bits.
+    A module with its own `_load_from_state_dict`, or with pre-hooks, loads its own state, but its tensors keep their
+    bits.
     """
     if not any(_loads_itself(module) or _post_hooks(module) for module in model.modules()):
         return []
@@ -41,7 +42,7 @@ def _load(
 
 @contextmanager
 def _kept(module: nn.Module) -> Iterator[None]:
-    """Put the module's own parameters and persistent buffers back as they were."""
+    """Restore the module's own parameters and persistent buffers at exit."""
     parameters = dict(module._parameters)
     buffers = {key: one for key, one in module._buffers.items() if key not in module._non_persistent_buffers_set}
     live = [one.detach() for one in (*parameters.values(), *buffers.values()) if one is not None]
@@ -64,6 +65,6 @@ def _post_hooks(module: nn.Module) -> list[Any]:
 
 
 def _is_of_torch(function: Any) -> bool:
-    """Whether torch itself has it: its layers derive nothing, and FSDP's hook is for replaced parameters."""
+    """Return whether torch defines it: torch's layers derive nothing, and FSDP's hook is for replaced parameters."""
     function = getattr(function, "hook", function)  # torch wraps a pre-hook
     return str(getattr(function, "__module__", "")).partition(".")[0] == "torch"

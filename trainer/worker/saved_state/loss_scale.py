@@ -1,27 +1,27 @@
-"""Dynamic loss scaling: what keeps small gradients in float16 from becoming zero, and large ones from ending a run."""
+"""Dynamic loss scaling for float16: keeps small gradients from becoming zero and large ones from ending a run."""
 
 from collections.abc import Mapping
 from typing import Any
 
 FIRST = 65536.0
 SMALLEST = 1.0
-"""Gradients that overflow without being scaled up are no fault of the scale."""
+"""Minimum scale; gradients that overflow at this scale are not caused by scaling."""
 _GROWS_AFTER = 2000
-"""Steps in a row without overflow after which the scale is doubled (as torch's GradScaler does by default)."""
+"""Consecutive steps without overflow after which the scale is doubled (the default of torch's GradScaler)."""
 
 
 class LossScale:
-    """The factor of the loss in float16; one, for ever, in other precisions. All ranks see the same norms."""
+    """The loss factor in float16; constant 1 in other precisions. All ranks see the same norms."""
 
     def __init__(self, dtype: str) -> None:
         self.is_dynamic = dtype == "float16"
         self.scale = FIRST if self.is_dynamic else 1.0
         self._good = 0
         self.overflows = 0
-        """Steps of the run, over all its restarts, that the optimizer was not asked to make."""
+        """Optimizer steps skipped in the run, over all its restarts."""
 
     def overflowed(self, norm: float) -> bool:
-        """Whether the optimizer must leave this step out; adapts the scale to the norm of its gradients."""
+        """Return whether the optimizer must skip this step; adapts the scale to the norm of its gradients."""
         if not self.is_dynamic:
             return False
         if norm - norm != 0 and self.scale > SMALLEST:  # NaN or infinity
@@ -34,12 +34,12 @@ class LossScale:
         return False
 
     def facts(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
+        """Return the facts for a checkpoint."""
         scale = {"scale": self.scale, "good_steps": self._good} if self.is_dynamic else {}
         return {**scale, "overflows": self.overflows} if scale or self.overflows else {}
 
     def restore(self, facts: Mapping[str, Any]) -> None:
-        """Go on with the scale of a checkpoint; one made in another precision has none, an older orch's no count."""
+        """Restore the scale of a checkpoint; other precisions have no scale, and older releases no overflow count."""
         self.overflows = int(facts.get("overflows", 0))
         if self.is_dynamic and "scale" in facts:
             self.scale, self._good = float(facts["scale"]), int(facts["good_steps"])

@@ -20,10 +20,10 @@ _EXTRA = "_extra_state"
 
 
 class ModelEntries:
-    """Refuses such entries by name: tensors at once, plain values once training has changed them."""
+    """Check for `state_dict()` entries that cannot be restored: tensors are refused at once, plain values on change."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Make it when the model is new; raises WorkloadError."""
+        """Record the entries of a new model; raises WorkloadError for a tensor."""
         self._model = model
         self._built = self._texts()
 
@@ -120,17 +120,17 @@ class ModuleModes:
     """`requires_grad` of parameters and `training` of modules, compared with those of a new model."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Make it when the model is new."""
+        """Record the modes of a new model."""
         self._model = model
         self._built = {kind: _flags(model, kind) for kind in (_GRADIENTS, _TRAINING)}
 
     def facts(self) -> dict[str, Flags]:
-        """Return the differences from a new model; a name that ends with a point stands for all of that module."""
+        """Return the differences from a new model; a name with a trailing point covers a whole module."""
         found = {kind: _changes(built, _flags(self._model, kind)) for kind, built in self._built.items()}
         return {kind: flags for kind, flags in found.items() if flags}
 
     def restore(self, saved: Mapping[str, Any]) -> list[str]:
-        """Set what the facts of a checkpoint name; return in words what the model does not have."""
+        """Set the modes in a checkpoint's facts; return messages about names that the model does not have."""
         unknown = []
         for kind in self._built:
             flags, used = saved.get(kind, {}), set[str]()
@@ -155,13 +155,13 @@ def _flags(model: nn.Module, kind: str) -> Flags:
 
 
 def _wholes(name: str) -> Iterator[str]:
-    """Return `model.`, `model.layers.` and so on: what a part of the model belongs to, the largest first."""
+    """Return the enclosing modules of a name, outermost first: `model.`, `model.layers.` and so on."""
     parts = name.split(".")
     return (".".join(parts[:count]) + "." for count in range(1, len(parts) + 1))
 
 
 def _changes(built: Flags, now: Flags) -> Flags:
-    """Return the values that are not as they were built; one entry for a module in which all are alike."""
+    """Return the values that differ from the built ones, with one entry for a module with uniform values."""
     changed = [name for name, value in now.items() if name in built and built[name] != value]
     inside: dict[str, list[bool]] = {}
     for name, value in now.items() if changed else ():
@@ -176,7 +176,7 @@ Description = list[Any] | dict[str, str] | None
 
 
 def cannot_be_filled(tensor: torch.Tensor) -> bool:
-    """Whether nothing can be copied into a tensor: its values share memory, or are kept as their conjugates."""
+    """Return whether a tensor cannot be copied into, because its values share memory or are stored as conjugates."""
     part = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     if part.layout is not torch.strided or part.is_nested:
         return False
@@ -218,12 +218,12 @@ class BufferState:
     def targets(self, states: Sequence[Mapping[str, Any]], saved: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """Allocate the buffers of a checkpoint with the facts `saved` and the ranks' `states`.
 
-        A rank beyond the saving world size begins with the buffers of rank 0.
+        A rank beyond the saving world size starts with the buffers of rank 0.
         """
         self._wanted = self._describe_wanted(states[self._rank if self._rank < len(states) else 0])
         live = checkpoint_contents.persistent_buffers(self._model)
         found = {name: self._room(name, form, live) for name, form in self._wanted.items() if isinstance(form, list)}
-        ranks = saved.get("ranks")  # not saved by older versions: then both are read if they exist
+        ranks = saved.get("ranks")  # absent in older checkpoints: then both are read if they exist
         self._source = self._rank if ranks is None or self._rank < ranks else 0
         self._targets = self._keys(found, self._source, saved)
         if ranks is None and self._rank:

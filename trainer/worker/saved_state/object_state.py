@@ -1,7 +1,7 @@
-"""State of a user's object as JSON beside named tensors; every type comes back as it was.
+"""State of a user's object as JSON beside named tensors; every type is restored exactly.
 
-Scalars and lists stand for themselves; everything else is an object with one key that names its type, as in
-`{"tuple": [0.9, 0.95]}`, `{"float": "inf"}` or `{"tensor": "optimizer/weight/exp_avg"}`.
+Scalars and lists are unchanged. Everything else is an object with one key that names its type, such as `{"tuple": [0.9,
+0.95]}`, `{"float": "inf"}` or `{"tensor": "optimizer/weight/exp_avg"}`.
 """
 
 import base64
@@ -20,21 +20,21 @@ from trainer.worker.saved_state.checkpoint_contents import differing_tensors, te
 from trainer.worker.workload import WorkloadError
 
 Names = Mapping[torch.Tensor, str]
-"""Parameters by themselves, with their names in the model."""
+"""Names of parameters in the model, by parameter."""
 
 _MOST_INLINE = 4096
-"""Bytes that stand in the JSON; more are a tensor."""
+"""Maximum number of bytes stored in the JSON; longer values are saved as a tensor."""
 _PLAIN = (type(None), bool, int, str)
 _NUMBER = re.compile("-?[0-9]+")
 _CODES = {"%": "%25", ":": "%3A", "/": "%2F"}
-"""Of the signs that have a meaning in a path; the first is that of the codes themselves."""
+"""Escapes of characters with a meaning in paths; the first entry is the escape character itself."""
 _SURROGATE = re.compile("[\ud800-\udfff]")
-"""What UTF-8 does not have: Python reads a byte of a file's name as one where that is no UTF-8."""
+"""Surrogates, which UTF-8 cannot encode; Python uses them for non-UTF-8 bytes in file names."""
 _SURROGATE_CODE = re.compile("%U([0-9a-f]{4})")
 
 
 class Unsavable(Exception):
-    """A value of a type that is not kept; `path` says where it stands."""
+    """A value of a type that cannot be saved; `path` is its position."""
 
     def __init__(self, path: str, value: object, why: str = "") -> None:
         super().__init__(f"{path} {why or f'is a {type(value).__module__}.{type(value).__qualname__}'}")
@@ -44,9 +44,9 @@ class Unsavable(Exception):
 def encode(
     value: Any, path: str, tensors: dict[str, torch.Tensor], names: Names, shared: "SharedContainers | None" = None
 ) -> Any:
-    """The JSON of `value`; its tensors are added to `tensors` under `path`. Raises Unsavable.
+    """Return the JSON of `value` and add its tensors to `tensors` under `path`. Raises Unsavable.
 
-    A container that is in `shared` stands once; where it comes again, its number stands for it.
+    A container in `shared` is encoded once; later occurrences are encoded as its number.
     """
     if shared is None or id(value) not in shared.ids:
         return _encode_one(value, path, tensors, names, shared)
@@ -74,7 +74,7 @@ def _encode_one(
         if value in names:
             return {"parameter": names[value]}
         while path in tensors:
-            path += "%"  # keys that are alike and not equal, as one NaN and another are
+            path += "%"  # unequal keys with the same text, such as two NaNs
         tensors[path] = value.detach()
         if isinstance(value, nn.Parameter):
             return {"own parameter": [{"tensor": path}, value.requires_grad]}
@@ -105,12 +105,12 @@ _MAPPINGS: dict[type, str] = {dict: "dict", OrderedDict: "ordered", Counter: "co
 
 
 def _is_trained(value: Any) -> bool:
-    """Whether this is a tensor that gradients are computed for, and no result of others."""
+    """Return whether this is a leaf tensor that requires gradients."""
     return isinstance(value, torch.Tensor) and value.requires_grad and value.is_leaf
 
 
 class SharedContainers:
-    """The lists, dictionaries, other mutable containers and trained tensors that stand more than once in a state."""
+    """Mutable containers and trained tensors that occur more than once in a state."""
 
     def __init__(self, state: Any) -> None:
         times: Counter[int] = Counter()
@@ -127,21 +127,21 @@ class SharedContainers:
         self.ids = frozenset(key for key, count in times.items() if count > 1)
         self.begun = set[int]()
         self.numbers: dict[int, int] = {}
-        """By id, in the order in which they have been encoded; `decode` counts in the same order."""
+        """Numbers by id, in the order of encoding; `decode` counts in the same order."""
 
 
 def _items(value: Any) -> Any:
-    """The items of a container; a bounded deque begins with its bound."""
+    """Return the items of a container; a bounded deque begins with its bound."""
     if isinstance(value, deque):
         return [value.maxlen, *value]
     return sorted(value, key=repr) if isinstance(value, set | frozenset) else value
 
 
 def find_reordered_sets(value: Any, path: str) -> Iterator[str]:
-    """Yield where sets of numbers stand whose members would be iterated in another order after a restart.
+    """Yield the paths of sets of numbers that would be iterated in another order after a restart.
 
-    A set made of the same members may have another table than one that has grown and shrunk. Text has another order in
-    every process.
+    A set built from the same members may have another hash table than a set that has grown and shrunk. The order of
+    strings differs in every process anyway.
     """
     if isinstance(value, set | frozenset):
         if all(isinstance(item, int | float) for item in value) and list(type(value)(_items(value))) != list(value):
@@ -159,12 +159,12 @@ def _of_key(key: Any, encoded: Any) -> str:
 
 
 def path_part(key: str | int) -> str:
-    """One part of a path for a key: no other key has it, and it has none of the signs between parts."""
+    """Return the path part of a key, unique to the key and without separator characters."""
     return f"%s{key}" if isinstance(key, str) and _NUMBER.fullmatch(key) else _escaped(str(key))
 
 
 def key_of(word: str) -> str | int:
-    """The key that a word stands for."""
+    """Return the key of a path part."""
     if _NUMBER.fullmatch(word):
         return int(word)
     if word.startswith("%s"):
@@ -202,7 +202,7 @@ def decode(
     parameters: Mapping[str, torch.Tensor],
     shared: list[Any] | None = None,
 ) -> Any:
-    """What `encode` was given; raises KeyError for a tensor or a parameter that is not there."""
+    """Return the value that `encode` was given; raises KeyError for a missing tensor or parameter."""
     shared = [] if shared is None else shared
     if isinstance(value, list):
         return [decode(item, tensors, parameters, shared) for item in value]
@@ -231,7 +231,7 @@ def decode(
 
 
 def text(value: Any) -> str:
-    """Encoded values are equal when their texts are: 1, 1.0 and True differ, as 0.0 and -0.0 do."""
+    """Return a text that is equal for equal encoded values: 1, 1.0 and True differ, as do 0.0 and -0.0."""
     return json.dumps(value, sort_keys=True)
 
 
@@ -241,7 +241,7 @@ def rename_tensors(value: Any, names: Mapping[str, str]) -> Any:
 
 
 def replace_tensors(value: Any, by_name: Mapping[str, Any]) -> Any:
-    """Return an encoded value in which another encoded value stands for each of these tensors."""
+    """Return an encoded value with these tensors replaced by other encoded values."""
     if isinstance(value, list):
         return [replace_tensors(item, by_name) for item in value]
     if not isinstance(value, dict):
@@ -251,7 +251,7 @@ def replace_tensors(value: Any, by_name: Mapping[str, Any]) -> Any:
 
 
 def references(value: Any) -> list[str]:
-    """The names of all tensors in an encoded value."""
+    """Return the names of all tensors in an encoded value."""
     if isinstance(value, list):
         return [name for item in value for name in references(item)]
     if isinstance(value, dict):
@@ -260,10 +260,10 @@ def references(value: Any) -> list[str]:
 
 
 class ObjectState:
-    """The state of one object, whose tensors are named `<prefix>...`; an object without the two methods has none."""
+    """State of one object with tensors named `<prefix>...`; an object without the two methods has no state."""
 
     def __init__(self, owner: object, prefix: str, model: nn.Module, device: torch.device, *, called: str = "") -> None:
-        """`called`: the class of the user's, where `owner` only wraps it."""
+        """Wrap an object; `called` is the user's class if `owner` only wraps an instance of it."""
         self._owner, self._prefix, self._device = owner, prefix, device
         self._called = called or type(owner).__name__
         self._parameters: dict[str, torch.Tensor] = dict(model.named_parameters())
@@ -272,11 +272,11 @@ class ObjectState:
         self._own_names: dict[str, str] = {}
         self._answer: tuple[Any, dict[str, torch.Tensor]] | None = None
         self.reordered = frozenset[str]()
-        """Sets of the newest state that a restart would iterate in another order."""
+        """Sets in the newest state that a restart would iterate in another order."""
 
     @contextmanager
     def asked_once(self) -> Iterator[None]:
-        """Inside, its tensors and the rest are parts of one answer: a thread of the object's may move on meanwhile."""
+        """Take tensors and facts from a single call of `state_dict` within the context; other threads may change it."""
         self._answer = self._ask()
         try:
             yield
@@ -284,18 +284,18 @@ class ObjectState:
             self._answer = None
 
     def separate_ranks(self, rank: int) -> None:
-        """Collective: from now on, save tensors that differ between ranks once per rank, under separate names."""
+        """Save tensors that differ between ranks once per rank from now on, under separate names; collective."""
         if callable(getattr(self._owner, "state_dict", None)):
             shared = {key: one for key, one in self.tensors().items() if key not in self._own_names.values()}
             for key in differing_tensors(shared):
                 self._own_names[key] = f"{self._prefix}/rank-{rank:05d}{key.removeprefix(self._prefix)}"
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Its tensors by name; raises WorkloadError when something in it cannot be kept."""
+        """Return the tensors by name; raises WorkloadError for a value that cannot be saved."""
         return self._encoded()[1]
 
     def facts(self) -> dict[str, Any]:
-        """The rest of it, in JSON; nothing when it has no state."""
+        """Return the rest of the state, in JSON; empty if the object has no state."""
         value, tensors = self._encoded()
         if not value:
             return {}
@@ -318,7 +318,7 @@ class ObjectState:
         return _merge_references(value, found)
 
     def targets(self, facts: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """Memory for the tensors of a checkpoint with these facts."""
+        """Allocate the tensors of a checkpoint with these facts."""
         live = self.tensors()
         self._targets = {}
         for key, wanted in facts.get("forms", {}).items():
@@ -329,11 +329,11 @@ class ObjectState:
         return self._targets
 
     def restored(self, facts: Mapping[str, Any]) -> Any:
-        """What it has saved, with its tensors as they have been filled."""
+        """Return the saved state with its filled tensors."""
         return decode(facts["value"], self._targets, self._parameters)
 
     def restore(self, facts: Mapping[str, Any]) -> None:
-        """Hand the object what it has saved; nothing when the checkpoint has nothing of it."""
+        """Load the saved state into the object; do nothing if the checkpoint has none."""
         if not facts:
             return
         load = getattr(self._owner, "load_state_dict", None)
@@ -346,9 +346,9 @@ class ObjectState:
 
 
 def _merge_references(value: Any, tensors: Mapping[str, torch.Tensor]) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Save memory that several tensors of a state share once: as with `torch.save`, they share it again after a load.
+    """Save memory that several tensors share only once; like with `torch.save`, they share it again after a load.
 
-    That is a tensor which stands twice, and a part of one that stands whole and is contiguous.
+    This covers a tensor that occurs twice, and a view of a whole contiguous tensor in the state.
     """
     plain = {
         path: tensor

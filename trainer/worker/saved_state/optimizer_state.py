@@ -1,8 +1,8 @@
-"""State of an optimizer in a checkpoint, and optimizers that are refused.
+"""State of an optimizer in a checkpoint, and checks for unsupported optimizers.
 
-Tensors of a parameter's state are `optimizer/<parameter>/<key>`, tensors in the groups `groups/<group>/<key>`, those of
-further parts of `state_dict()` `entries/<part>`. Python's own values, and where in a nested one a tensor stands, are
-the JSON beside them (`facts`).
+Tensors of a parameter's state are named `optimizer/<parameter>/<key>`, tensors in the groups `groups/<group>/<key>`,
+and tensors of further parts of `state_dict()` `entries/<part>`. Python values, and the positions of tensors in nested
+ones, are in the JSON beside them (`facts`).
 """
 
 import copy
@@ -26,22 +26,22 @@ _SHARDING_MESSAGES = ("Sharding propagation", "sharding strategy", "DTensor", "r
 
 
 def has_own_state_dict(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether `state_dict()` may hold more than torch itself puts there."""
+    """Return whether `state_dict()` may hold more than torch itself puts there."""
     changed = "state_dict" in vars(optimizer) or bool(getattr(optimizer, "_optimizer_state_dict_post_hooks", None))
     return changed or type(optimizer).state_dict is not torch.optim.Optimizer.state_dict
 
 
 def _loads_itself(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether `load_state_dict()` runs code that is not torch's own."""
+    """Return whether `load_state_dict()` runs code outside torch."""
     hooks = [getattr(optimizer, f"_optimizer_load_state_dict_{when}_hooks", None) for when in ("pre", "post")]
     code = [getattr(optimizer, name) for name in ("load_state_dict", "__setstate__") if hasattr(optimizer, name)]
     return any(hooks) or any(str(each.__module__).partition(".")[0] != "torch" for each in code)
 
 
 def refuse_hidden_state(optimizer: torch.optim.Optimizer, names: Names) -> None:
-    """Raises WorkloadError for state that `optimizer.state` has for no parameter, or does not have at all.
+    """Raise WorkloadError for state not keyed by a parameter, or kept outside `optimizer.state`.
 
-    To be called when all state is made.
+    Call this once all state exists.
     """
     kind = type(optimizer).__name__
     for key, held in optimizer.state.items():
@@ -69,7 +69,7 @@ def _is_elsewhere(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _tensors(value: Any) -> int:
-    """How many tensors there are in a nested value."""
+    """Return the number of tensors in a nested value."""
     if isinstance(value, Mapping):
         return sum(map(_tensors, value.values()))
     if isinstance(value, list | tuple):
@@ -78,7 +78,7 @@ def _tensors(value: Any) -> int:
 
 
 def refuse_foreign(optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str]) -> None:
-    """Raises WorkloadError when a parameter of the optimizer is none of the model's."""
+    """Raise WorkloadError if a parameter of the optimizer is not in the model."""
     for group in optimizer.param_groups:
         foreign = [parameter for parameter in group["params"] if parameter not in names]
         if foreign:
@@ -89,7 +89,7 @@ def refuse_foreign(optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor
 
 
 def refuse_step(optimizer: torch.optim.Optimizer) -> None:
-    """Raises WorkloadError for an optimizer whose steps the training loop cannot make."""
+    """Raise WorkloadError for an optimizer whose steps the training loop cannot make."""
     kind = type(optimizer).__name__
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
@@ -102,7 +102,7 @@ def refuse_step(optimizer: torch.optim.Optimizer) -> None:
 
 
 def refuse_sharding(optimizer: torch.optim.Optimizer, names: Names, error: Exception) -> None:
-    """Raises WorkloadError when `error` says that it needs whole parameters, as one that flattens or factors does."""
+    """Raise WorkloadError if `error` shows that the optimizer needs whole parameters to flatten or factor them."""
     sharded = any(isinstance(parameter, DTensor) for parameter in names)
     if sharded and any(word in str(error) for word in _SHARDING_MESSAGES):
         kind = type(optimizer).__name__
@@ -113,7 +113,7 @@ def refuse_sharding(optimizer: torch.optim.Optimizer, names: Names, error: Excep
 
 
 PREFIXES = ("optimizer/", "groups/", "entries/")
-"""Of the names of all its tensors."""
+"""Prefixes of the names of all its tensors."""
 
 _STATE = PREFIXES[0]
 _NAMED = "state:"
@@ -124,17 +124,17 @@ class OptimizerState:
     """The state of one optimizer: collected for a save, filled at a restore."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Make it when the optimizer is new: what stands in its groups is what the configuration gives.
+        """Record the groups of a new optimizer as the configured values.
 
-        Raises WorkloadError for an optimizer that cannot be trained with here.
+        Raises WorkloadError for an optimizer that is not supported.
         """
         self._model, self._optimizer = model, optimizer
         self._refresh_names()
         refuse_foreign(optimizer, self._names)
-        optimizers.train_mode(optimizer)  # before its settings are looked at: the mode is one of them
+        optimizers.train_mode(optimizer)  # before reading its settings, which include the mode
         self.groups = GroupValues(optimizer, self._names)
         self._unsaved: dict[str, str] = {}
-        # Adagrad makes its state when it is made, and only then.
+        # Adagrad creates its state only in its constructor.
         self._first_state = {parameter: copy.deepcopy(dict(held)) for parameter, held in self._held()}
         self._first_tensors: dict[str, torch.Tensor] = {}
         self._first_entries = self._entries(self._first_tensors)
@@ -143,12 +143,12 @@ class OptimizerState:
         self._targets: dict[str, torch.Tensor] = {}
 
     def _refresh_names(self) -> None:
-        """The model's parameters, which may have become others."""
+        """Update the names, because the model's parameters may have been replaced."""
         self._parameters: dict[str, torch.Tensor] = dict(self._model.named_parameters())
         self._names = {parameter: name for name, parameter in self._parameters.items()}
 
     def prime(self) -> None:
-        """Make every state tensor exist; groups and state keep the traces of it until `reset` or `restore`."""
+        """Create every state tensor; groups and state keep traces of it until `reset` or `restore`."""
         refuse_step(self._optimizer)
         try:
             optimizers.prime(self._optimizer)
@@ -159,13 +159,13 @@ class OptimizerState:
         self._metadata = {name: tensor_metadata(tensor) for name, tensor in self.tensors().items()}
 
     def reset(self) -> None:
-        """As the optimizer was made: its next step is its first."""
+        """Reset the optimizer to its initial state; its next step is its first."""
         self._forget(list(self._parameters.values()))
         self.groups.reset()
         self._load_entries(self._first_entries, self._first_tensors)
 
     def _forget(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Back to the state that they had when the optimizer was made: mostly none."""
+        """Restore the initial state of these parameters, usually none."""
         for parameter in parameters:
             self._optimizer.state.pop(parameter, None)
             if parameter in self._first_state:
@@ -174,7 +174,7 @@ class OptimizerState:
     # ---- what is saved
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Every tensor of the optimizer; raises WorkloadError for state of a parameter that cannot be kept."""
+        """Return every tensor of the optimizer; raises WorkloadError for parameter state that cannot be saved."""
         self._refresh_names()
         found: dict[str, torch.Tensor] = {}
         for name, held in self._holders():
@@ -187,18 +187,18 @@ class OptimizerState:
         return {**found, **self.tensors_elsewhere()}
 
     def tensors_elsewhere(self) -> dict[str, torch.Tensor]:
-        """The tensors that are in the state of no parameter: they may appear at any step."""
+        """Return tensors outside parameter state, which may appear at any step."""
         found = dict(self.groups.tensors())
         self._entries(found)
         return found
 
     def facts(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-        """What is no tensor, in JSON, without empty parts; `tensors` are those of `tensors()`."""
+        """Return all other state, in JSON, without empty parts; `tensors` is the result of `tensors()`."""
         metadata = {key: tensor_metadata(tensor) for key, tensor in tensors.items() if key.startswith(PREFIXES)}
         found = {
             "groups": self.groups.changed(),
             "values": self._values(),
-            # Memory is prepared before the checkpoint is known: this is how it differs from a fresh, primed state.
+            # Memory is allocated before the checkpoint is read; these are the differences from a fresh, primed state.
             "late": {key: now for key, now in metadata.items() if self._metadata.get(key) != now},
             "gone": self._missing_tensors(metadata),
             "entries": self._entries(),
@@ -206,20 +206,20 @@ class OptimizerState:
         return {"holders": self._held_by(), **{key: value for key, value in found.items() if value}}
 
     def _held(self) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:
-        """The parameters that have state, and it."""
+        """Yield the parameters that have state, with the state."""
         for parameter in self._parameters.values():
             if held := self._optimizer.state.get(parameter):
                 yield parameter, held
 
     def unsaved(self) -> list[str]:
-        """What training has changed and no save so far could keep, for its type, in words."""
+        """Return descriptions of changed values that no save so far could keep because of their type."""
         return [*self.groups.unsaved.values(), *self._unsaved.values()]
 
     def _holders(self) -> Iterator[tuple[str, dict[str, Any]]]:
         return ((self._names[parameter], held) for parameter, held in self._held())
 
     def _held_by(self) -> dict[str, list[str]]:
-        """Which parameters have state, in as few names as possible."""
+        """Return which parameters have state, with as few names as possible."""
         there = {name for name, _ in self._holders()}
         trained = self._trained()
         if 2 * len(there) > len(trained):
@@ -230,12 +230,12 @@ class OptimizerState:
         return {self._names.get(p, "") for group in self._optimizer.param_groups for p in group["params"]}
 
     def _missing_tensors(self, metadata: Mapping[str, TensorMetadata]) -> list[str]:
-        """Tensors of a primed state that the state of a parameter, which has some, lacks now."""
+        """Return tensors of the primed state that are now missing from parameters with state."""
         there = {name for name, _ in self._holders()}
         return sorted(key for key in self._metadata.keys() - metadata.keys() if _owner(key) in there)
 
     def _values(self) -> dict[str, Any]:
-        """Values that are no tensors, by key; one that all parameters share stands there once."""
+        """Return non-tensor values by key; a value that all parameters share is listed once."""
         found: dict[str, dict[str, Any]] = {}
         count = 0
         for name, held in self._holders():
@@ -263,7 +263,7 @@ class OptimizerState:
             ) from reason
 
     def _entries(self, tensors: dict[str, torch.Tensor] | None = None) -> dict[str, Any]:
-        """What is neither a parameter's state nor a group, in JSON, by where it stands."""
+        """Return entries outside parameter state and groups, in JSON, by position."""
         found: dict[str, Any] = {}
         for key, value in {**_named_state(self._optimizer), **_extra_entries(self._optimizer)}.items():
             try:
@@ -276,9 +276,9 @@ class OptimizerState:
     # ---- the way back
 
     def targets(self, facts: Mapping[str, Any] | None) -> dict[str, torch.Tensor]:
-        """The tensors that a checkpoint with these facts has, to be filled; none of the facts: an older checkpoint.
+        """Return the tensors to fill from a checkpoint with these facts; an older checkpoint has no `facts`.
 
-        Raises WorkloadError when the optimizer here is another one than that of the checkpoint.
+        Raises WorkloadError if the checkpoint belongs to another optimizer.
         """
         live = self.tensors()
         if facts is None:
@@ -302,7 +302,7 @@ class OptimizerState:
         return self._targets
 
     def _scratch(self, key: str, wanted: TensorMetadata | None, live: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Memory for a tensor that only the checkpoint has yet, or that must not be changed yet."""
+        """Allocate a tensor that exists only in the checkpoint, or that must not be changed yet."""
         parameter = self._parameters.get(_owner(key) or "")
         device = next(iter(self._parameters.values())).device
         made = zeros(wanted, (live.get(key), parameter), device) if wanted is not None else None
@@ -314,9 +314,9 @@ class OptimizerState:
         return made
 
     def restore(self, facts: Mapping[str, Any] | None, absent: Collection[str]) -> list[str]:
-        """Take up the targets, which are filled now, and the facts; returns what was lost or overruled, in words.
+        """Apply the filled targets and the facts; return messages about lost or overruled values.
 
-        `absent`: targets that an older checkpoint does not have, whose parameters begin without state.
+        `absent`: targets missing from an older checkpoint; their parameters start without state.
         """
         if facts is None:
             return self._restore_old(absent)
@@ -365,7 +365,7 @@ class OptimizerState:
     def _load_entries(
         self, entries: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], *, itself: bool = False
     ) -> None:
-        """`itself`: the optimizer derives something in its `load_state_dict()`, which is called in any case."""
+        """Load entries; with `itself`, always call `load_state_dict()`, because the optimizer derives values in it."""
         found = {key: object_state.decode(value, tensors, self._parameters) for key, value in entries.items()}
         named_entries = {key: value for key, value in found.items() if key.startswith(_NAMED)}
         named: dict[Any, Any] = self._optimizer.state  # torch's own state has tensors as keys
@@ -377,9 +377,9 @@ class OptimizerState:
             self._load(extra)
 
     def _load(self, extra: Mapping[str, Any]) -> None:
-        """Have the optimizer load its own state and `extra`, and put state and groups back as they were.
+        """Make the optimizer load its own state and `extra`, then put state and groups back as they were.
 
-        What torch loads is converted to the dtype of its parameter, and is another object than the one filled.
+        torch converts loaded state to the dtype of its parameter and creates new objects instead of filling these.
         """
         held = {parameter: dict(state) for parameter, state in self._held()}
         groups = [dict(group) for group in self._optimizer.param_groups]
@@ -397,7 +397,7 @@ def _tensor_key(name: str, key: str | int) -> str:
 
 
 def _owner(key: str) -> str | None:
-    """The parameter whose state a tensor of this name is part of; a parameter's name may have slashes in it."""
+    """Return the parameter whose state includes this tensor; a parameter's name may contain slashes."""
     return key.removeprefix(_STATE).rpartition("/")[0] if key.startswith(_STATE) else None
 
 
@@ -417,12 +417,12 @@ def _entry_key(key: str) -> str:
 
 
 def _named_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """State of no parameter, which torch allows under names."""
+    """Return state under string keys, which torch allows beside parameters."""
     return {f"{_NAMED}{key}": value for key, value in optimizer.state.items() if isinstance(key, str)}
 
 
 def _extra_entries(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What an optimizer with a `state_dict` of its own, or hooks of it, add to it."""
+    """Return entries added to `state_dict` by the optimizer's own method or hooks."""
     if not has_own_state_dict(optimizer):
         return {}
     return {key: value for key, value in optimizer.state_dict().items() if key not in ("state", "param_groups")}

@@ -1,6 +1,6 @@
-"""The random generators of a rank as one row of bytes: packed, restored, and checked without touching any.
+"""Random generators of a rank as one row of bytes: packed, restored, and checked without changing them.
 
-The row says whose it is and of which step, so that one in the wrong place is found; rows of an older orch do not.
+The row contains its rank and step, so that a misplaced one is detected; rows of older releases do not.
 """
 
 import json
@@ -14,18 +14,18 @@ from trainer.worker.data import mix
 from trainer.worker.workload import WorkloadError
 
 _RNG_BYTES = 16384
-_NONE = torch.zeros(1, dtype=torch.uint8)  # in the place of a generator that is not there
+_NONE = torch.zeros(1, dtype=torch.uint8)  # placeholder for a missing generator
 _MERSENNE, _MERSENNE_BYTES = "MT19937", 4 * 626 + 8
 _STATES = 5
 """Parts of a row before its origin: torch, Python's numbers and half a pair, the device, NumPy."""
 
 
 def seed_generators(seed: int) -> None:
-    """Seed what `pack_rng` saves: torch's generators, Python's, and NumPy's where it is installed."""
+    """Seed the generators that `pack_rng` saves: torch's, Python's, and NumPy's if it is installed."""
     torch.manual_seed(seed)
     random.seed(seed)
     try:
-        import numpy as np  # not only when the training code does: then its generator would have a seed of its own
+        import numpy as np  # always, because NumPy would seed its own generator if the training code imported it later
     except ImportError:
         return
     if np.random.get_state(legacy=False)["bit_generator"] == _MERSENNE:
@@ -35,10 +35,10 @@ def seed_generators(seed: int) -> None:
 
 
 def seed_by_data(seed: int, token_rank: int, step: int = 0) -> None:
-    """From here on dropout and the like differ between ranks with different tokens, and only between them.
+    """Seed so that dropout and the like differ between ranks with different tokens, and only between them.
 
-    `step`: from which a rank goes on that the world before it did not have: it must not draw again what a rank in its
-    place drew at the beginning.
+    `step`: the starting step of a rank that did not exist in the previous world; it must not repeat the random numbers
+    that a rank in its place drew at the beginning.
     """
     own = (seed * 1_000_003 + token_rank) % (1 << 63)
     seed_generators(mix(own ^ mix(step)) >> 1 if step else own)
@@ -49,7 +49,7 @@ def rng_name(rank: int) -> str:
 
 
 def pack_rng(device: torch.device) -> torch.Tensor:
-    """The generators of torch (host and device), Python and, where it is loaded, NumPy, as one row of fixed length."""
+    """Pack the generators of torch (host and device), Python and, if loaded, NumPy into one row of fixed length."""
     version, numbers, gauss = random.getstate()
     assert version == 3
     python = torch.tensor([int(number) for number in numbers], dtype=torch.int64)
@@ -67,7 +67,7 @@ def pack_rng(device: torch.device) -> torch.Tensor:
 
 
 def set_origin(packed: torch.Tensor, rank: int, step: int) -> None:
-    """Write into a row of `pack_rng`, which has none yet, whose it is; its length stays."""
+    """Write rank and step into a row of `pack_rng` that has no origin yet; its length stays."""
     parts = _parts(packed)
     assert len(parts) == _STATES
     place = sum(8 + len(part) for part in parts)
@@ -75,7 +75,7 @@ def set_origin(packed: torch.Tensor, rank: int, step: int) -> None:
 
 
 def origin_fault(packed: torch.Tensor, name: str, step: int) -> str:
-    """Why a row that `generators_fault` accepts is not that of `name` at `step`; empty for one without an origin."""
+    """Return why a row that `generators_fault` accepts is not that of `name` at `step`; empty without an origin."""
     origin = _parts(packed)[_STATES:]
     if not origin:
         return ""
@@ -88,7 +88,7 @@ def origin_fault(packed: torch.Tensor, name: str, step: int) -> str:
 
 
 def _pack_numpy() -> torch.Tensor:
-    """NumPy's global generator: of MT19937 words, position, and half a pair of normal numbers; of others JSON."""
+    """Return NumPy's global generator: words, position and half a normal pair for MT19937, JSON for others."""
     numpy = sys.modules.get("numpy")
     if numpy is None:
         return _NONE
@@ -105,7 +105,7 @@ def _pack_numpy() -> torch.Tensor:
 
 
 def _array_in_json(value: Any) -> Any:
-    """Return an array as its type and numbers; NumPy's own numbers as Python's."""
+    """Return an array as its type and numbers, and NumPy scalars as Python numbers."""
     return {"array": value.tolist(), "dtype": str(value.dtype)} if getattr(value, "ndim", 0) else value.item()
 
 
@@ -118,7 +118,7 @@ def _array_from_json(value: dict[str, Any]) -> Any:
 def _unpack_numpy(part: torch.Tensor) -> None:
     if len(part) == len(_NONE):
         return
-    import numpy as np  # only where the run that saved had loaded it
+    import numpy as np  # only if the run that saved had loaded it
 
     if len(part) == _MERSENNE_BYTES:
         *words, place, has_gauss = (number & 0xFFFFFFFF for number in part[:-8].clone().view(torch.int32).tolist())
@@ -141,7 +141,7 @@ def _unpack_numpy(part: torch.Tensor) -> None:
 
 
 def unpack_rng(packed: torch.Tensor, device: torch.device) -> None:
-    """Put the generators back to where `pack_rng` found them."""
+    """Restore the generators from a row of `pack_rng`."""
     parts = _parts(packed)
     torch.set_rng_state(parts[0])
     gauss = float(parts[2].view(torch.float64))
@@ -153,7 +153,7 @@ def unpack_rng(packed: torch.Tensor, device: torch.device) -> None:
 
 
 def generators_fault(packed: torch.Tensor) -> str:
-    """Why a row of `pack_rng` cannot be restored; empty when it can."""
+    """Return why a row of `pack_rng` cannot be restored; empty if it can."""
     try:
         parts = _parts(packed)
         if len(parts) < 3:
@@ -168,7 +168,7 @@ def generators_fault(packed: torch.Tensor) -> str:
 
 
 def _parts(packed: torch.Tensor) -> list[torch.Tensor]:
-    """A length of 8 bytes, then so many bytes; a length of 0 ends them."""
+    """Return the parts: each is a length of 8 bytes and the data; a length of 0 ends the row."""
     if packed.dtype != torch.uint8 or packed.dim() != 1:
         raise ValueError(f"it is {packed.dtype} of shape {tuple(packed.shape)}, not a row of bytes")
     parts, place = [], 0

@@ -1,4 +1,4 @@
-"""A learning-rate schedule of the user's own, with the rates that it has set: some compute the next from the last."""
+"""State of the user's learning-rate schedule, with its current rates, from which some compute the next."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -9,18 +9,18 @@ import torch
 from trainer.worker.workload import Scheduler, WorkloadError
 
 _PARTS, _MILESTONES = "_schedulers", "_milestones"
-"""Private names in the states of torch's schedulers that stand for settings."""
+"""Private names in the states of torch's schedulers that hold settings."""
 
 
 class SchedulerState:
-    """The state of a scheduler, with `lr` of the optimizer's groups, which nobody else saves; None has no state."""
+    """State of a scheduler, with `lr` of the optimizer's groups, which is saved nowhere else; empty for None."""
 
     def __init__(self, scheduler: Scheduler | None, optimizer: torch.optim.Optimizer) -> None:
-        """Make it when the scheduler is new."""
+        """Record the settings of a new scheduler."""
         self._scheduler, self._optimizer = scheduler, optimizer
         self._built = _settings(scheduler)
         self.overruled: list[str] = []
-        """Settings that the restored state has otherwise than the scheduler was built with here, in words."""
+        """Messages about settings in the restored state that differ from those of the scheduler as built here."""
 
     def state_dict(self) -> dict[str, Any]:
         if self._scheduler is None:
@@ -29,7 +29,7 @@ class SchedulerState:
         return {"scheduler": self._scheduler.state_dict(), "lr": rates, "built": self._built}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises WorkloadError when the optimizer has another number of groups."""
+        """Restore the state; raises WorkloadError if the optimizer has another number of groups."""
         assert self._scheduler is not None
         groups, rates = self._optimizer.param_groups, state["lr"]
         if len(groups) != len(rates):
@@ -38,18 +38,18 @@ class SchedulerState:
             )
         for group, rate in zip(groups, rates, strict=True):
             if isinstance(group["lr"], torch.Tensor):
-                group["lr"].fill_(float(rate))  # a compiled or captured step reads this very tensor
+                group["lr"].fill_(float(rate))  # a compiled or captured step reads this tensor object
             else:
                 group["lr"] = float(rate)
         self._scheduler.load_state_dict(state["scheduler"])
-        kept = state.get("built", self._built)  # an older orch did not save it
+        kept = state.get("built", self._built)  # not saved by older releases
         changed = [f"{key} {kept[key]} (now {now})" for key, now in self._built.items() if kept.get(key, now) != now]
         self.overruled = [f"the schedule of the checkpoint goes on: {', '.join(changed)}"] if changed else []
         self._built = kept
 
 
 def _settings(scheduler: Scheduler | None) -> dict[str, Any]:
-    """The plain numbers and words that a new scheduler has, and lists of them; those of its parts as `0.step_size`."""
+    """Return the plain settings of a new scheduler, and lists of them; nested ones as `0.step_size`."""
     return _plain_settings(scheduler.state_dict()) if scheduler is not None else {}
 
 

@@ -40,7 +40,7 @@ from trainer.worker.workload import BaseWorkload, Scheduler, Workload, WorkloadE
 
 @dataclass(frozen=True, kw_only=True)
 class TrainObjects:
-    """The workload and what it made, sharded and on its device."""
+    """The workload and the objects it built, sharded and on their device."""
 
     workload: Workload
     model: nn.Module
@@ -48,9 +48,9 @@ class TrainObjects:
     data: Data
     layout: Layout
     scheduler: Scheduler | None = None
-    """The workload's own; None: the learning rate follows `optimizer.lr`."""
+    """The workload's own scheduler; None: the learning rate follows `optimizer.lr`."""
     set_initial_weights: Callable[[], None] | None = None
-    """To be called when no checkpoint was restored; None: the model has them already."""
+    """Initializer to call if no checkpoint was restored; None: the model already has its initial weights."""
 
 
 class Saver(Protocol):
@@ -91,11 +91,11 @@ _COMPLETE = ("model/", "optimizer/", "groups/", "entries/", "workload:", buffers
 
 
 def _ignore_warning(step: int, *reason: Any) -> None:
-    """The caller does not want it."""
+    """Discard a warning that the caller does not want."""
 
 
 def _alone(value: Any, /) -> list[Any]:
-    """Return what a gather gives where there is one rank."""
+    """Return the result of a gather over a single rank."""
     return [value]
 
 
@@ -111,7 +111,7 @@ def _require_load(workload: object) -> None:
 
 
 class TrainState:
-    """Everything that a restart must restore: saved into a checkpoint, and restored from one."""
+    """Complete state of a run that a restart must restore: saved into a checkpoint, and restored from one."""
 
     def __init__(
         self, objects: TrainObjects, *, config_digest: str, seed: int, lazy: bool = False,
@@ -119,11 +119,11 @@ class TrainState:
         warn: Callable[[int, str], None] = _ignore_warning,
         on_other_software: Callable[[int, dict[str, Any], dict[str, int]], None] = _ignore_warning,
     ) -> None:  # fmt: skip
-        """Make it when model and optimizer are new.
+        """Record the state of a new model and optimizer.
 
-        `on_other_software` gets the step of a restored checkpoint, what it was made with that is different now, and
-        the numbers of the ranks, as `changed_software` returns them; all ranks get the same. `warn` gets a step and a
-        reason, once each: what of its state is not saved, or could not be restored. Rank 0 gets those of all ranks.
+        `on_other_software` gets the step of a restored checkpoint, the software that differs now, and the numbers of
+        ranks, as returned by `changed_software`; all ranks get the same. `warn` gets a step and a reason, once each,
+        for state that is not saved or could not be restored. Rank 0 gets the warnings of all ranks.
         """
         model, optimizer, rank, device = objects.model, objects.optimizer, objects.layout.rank, objects.layout.device
         self._model, self._optimizer, self._data = model, optimizer, objects.data
@@ -158,7 +158,7 @@ class TrainState:
         self._set_initial_weights = objects.set_initial_weights
         self._warn, self._warned = warn, set[str]()
         self._unshared: list[list[Any]] = []
-        """Steps and reasons that the other ranks do not know yet."""
+        """Steps and reasons not yet sent to the other ranks."""
         self._nan = frozenset[str]()
         self._inventory = StateInventory(
             model, optimizer, rank=rank, device=device, lazy=lazy,
@@ -169,7 +169,7 @@ class TrainState:
         self.loss = float("nan")
         self.loss_scale = loss_scale or LossScale("float32")
         self.accepted_losses = deque[float]()
-        """Those of the newest steps that were no spikes, by which the next ones are judged. All ranks have the same."""
+        """Losses of the newest steps without a spike, used to detect later ones; the same on all ranks."""
         self.positions = Positions(objects.data)
         self.metrics: dict[str, float] = {}
         """The workload's metrics of this step."""
@@ -224,10 +224,10 @@ class TrainState:
         return accepted
 
     def compare_ranks(self, gather: Callable[[Any], list[Any]]) -> None:
-        """Collective, after `restore`: learn every rank's software, and report what any of them has otherwise or lost.
+        """Gather every rank's software, and report differences and lost state; collective, after `restore`.
 
-        `gather` returns every rank's value on every rank. What ranks find out in their first steps is gathered once
-        more, in a save.
+        `gather` returns every rank's value on every rank. Warnings from the first steps are gathered once more, in a
+        save.
         """
         answers = gather([self._software, self._unshared])
         of_ranks = [each for each, _ in answers]
@@ -239,7 +239,7 @@ class TrainState:
         self._gather, self._late_step = gather, self.step + OBSERVED_STEPS
 
     def _share_reasons(self, of_ranks: Sequence[Sequence[Sequence[Any]]]) -> None:
-        """Report on rank 0 what other ranks alone have lost."""
+        """Report on rank 0 the losses that only other ranks have found."""
         self._unshared = []
         found: dict[tuple[int, str], list[int]] = {}
         for rank, reasons in enumerate(of_ranks):
@@ -252,11 +252,11 @@ class TrainState:
 
     @property
     def software_digest(self) -> str:
-        """Eight digits that are equal for the same software on all ranks."""
+        """Eight hex digits that are equal for the same software on all ranks."""
         return digest(dump_line(self._software_facts).encode())[:8]
 
     def step_ended(self) -> None:
-        """Raise WorkloadError when the optimizer got groups that a restart would not have; report lost attributes."""
+        """Raise WorkloadError if the optimizer got groups that a restart would not have; report lost attributes."""
         self._optimizer_state.groups.refuse_other_groups()
         if names := self._module_attributes.step_ended():
             self._warn_once(
@@ -266,12 +266,12 @@ class TrainState:
             )
 
     def report_incomplete(self, restored: int, reason: str) -> None:
-        """Report what else the checkpoint of step `restored` has not brought back; nothing for an empty reason."""
+        """Report other state that the checkpoint of step `restored` did not restore; no-op for an empty reason."""
         if reason:
             self._warn_once(reason, restored)
 
     def _facts(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-        """What is no tensor, and may differ between ranks."""
+        """Return this rank's non-tensor state, which may differ between ranks."""
         found = {
             "optimizer": self._optimizer_state.facts(tensors),
             "workload": self._workload_state.facts(),
@@ -298,14 +298,14 @@ class TrainState:
                 self._unshared.append([step, reason])
 
     def _rank_facts(self, extra: Mapping[str, Any]) -> dict[str, Any]:
-        """This rank's facts in a checkpoint; the first rank's for one that the saving world did not have."""
+        """Return this rank's facts in a checkpoint; those of rank 0 if the saving world did not have this rank."""
         states = extra.get("rank_state") or [{}]
         return dict(states[self._rank if self._rank < len(states) else 0])
 
     def restore(self, saver: Saver) -> None:
-        """Fill everything from the newest checkpoint that verifies; stay at step 0 when there is none.
+        """Restore everything from the newest checkpoint that verifies; stay at step 0 without a checkpoint.
 
-        The saver prepares itself first: a copy in memory is only recognized by its layout.
+        The saver is prepared first, because a copy in memory is only recognized by its layout.
         """
         self._optimizer_state.prime()
         self._prepare(saver)
@@ -313,8 +313,8 @@ class TrainState:
         restored = saver.restore(
             lambda extra: {**self._targets(extra), self._rng: packed},
             optional_prefixes=("rng/",),
-            # A parameter that has never had a gradient has no state to save. Ranks that the saving world did not have
-            # begin with the buffers of the first one.
+            # A parameter that never had a gradient has no saved state. Ranks that the saving world did not have start
+            # with the buffers of rank 0.
             optional_folders=("optimizer/", *(("buffers/",) if self._rank else ())),
             complete=_COMPLETE,
         )
@@ -330,13 +330,13 @@ class TrainState:
         absent = set(restored.absent)
         self.step, self.loss = restored.step, number(restored.extra["loss"])
         self.metrics = {name: number(value) for name, value in restored.extra.get("metrics", {}).items()}
-        # One of an older orch, or of another maker, owes no validation.
+        # A checkpoint from an older release or another tool owes no validation.
         self.validated = int(restored.extra.get("validated", self.step))
         self.loss_scale.restore(restored.extra.get("loss_scale", {}))
-        # A checkpoint of an older orch, or of another maker, has none.
+        # Absent in checkpoints from older releases or other tools.
         self.accepted_losses.extend(float(loss) for loss in restored.extra.get("accepted_losses", ()))
         self._data_state.restore(restored.extra["consumed"])
-        # An older orch, or another maker, took `consumed` for the position.
+        # Older releases and other tools used `consumed` as the position.
         self.positions.seek(restored.extra.get("position", restored.extra["consumed"]))
         self._buffers.restore(absent)
         self._inventory.forget()
@@ -347,7 +347,7 @@ class TrainState:
         self._module_attributes.begin(self._rank_facts(restored.extra).get("module_attributes", {}), self.step)
         if packed.any():
             unpack_rng(packed, self._device)
-        else:  # the checkpoint of a smaller world has none for this rank
+        else:  # the checkpoint of a smaller world has no generators for this rank
             seed_by_data(self._seed, self._generator_rank, self.step)
         self._nan = nan_weights(self._model)
 
@@ -358,20 +358,20 @@ class TrainState:
             raise WorkloadError(f"the state cannot be saved: {error}") from error
 
     def _restore_extra_state(self, extra: Mapping[str, Any]) -> None:
-        """Imported weights come without the extra state of modules, which begins anew; in a checkpoint it is state."""
+        """Restore the extra state of modules, if any; modules of imported weights keep their initial state."""
         saved = self._rank_facts(extra).get("extra_state", {})
         if "imported" not in extra or saved:
             self._extra_state.restore(saved or {"value": {"dict": []}})
 
     def _restore_workload(self, saved: Mapping[str, Any]) -> list[str]:
-        """Report a checkpoint that lacks the state of the workload."""
+        """Restore the workload's state; report a checkpoint that lacks it."""
         self._workload_state.restore(saved)
         if saved or not self.step or not self._workload_state.facts():
             return []
         return ["the state of the workload is missing: it begins anew"]
 
     def _restore_scheduler(self, saved: Mapping[str, Any]) -> list[str]:
-        """Says where the checkpoint's schedule is another one than the workload's."""
+        """Restore the scheduler's state; report where it differs from the workload's scheduler."""
         if self._has_scheduler:
             self._scheduler_state.restore(saved)
             anew = [] if saved or not self.step else ["the state of the scheduler is missing: it begins anew"]
@@ -379,14 +379,14 @@ class TrainState:
         return ["it has the state of a scheduler, but the workload builds none"] if saved else []
 
     def _check_identity(self, extra: Mapping[str, Any]) -> None:
-        """A position in other data, or in another order of it, would repeat some of it and skip some."""
+        """Raise WorkloadError for other data or another data order: its position would repeat or skip samples."""
         now = {"seed": self._seed, "fingerprint": getattr(self._data, "fingerprint", None)}
         for key, name in (("seed", "train.seed"), ("fingerprint", "the fingerprint of the data")):
             if None not in (extra.get(key), now[key]) and extra[key] != now[key]:
                 raise WorkloadError(f"{name} is {now[key]}, but the checkpoint was made with {extra[key]}")
 
     def _targets(self, extra: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """What is to be filled from a checkpoint with these facts."""
+        """Return the tensors to fill from a checkpoint with these facts."""
         own = self._rank_facts(extra)
         buffers = self._buffers.targets(extra.get("rank_state") or [{}], extra)
         return {
@@ -400,9 +400,9 @@ class TrainState:
         }
 
     def _restore_rest(self, own: Mapping[str, Any], absent: Collection[str]) -> None:
-        """Everything but the model, whose tensors are filled already; reports what could not be restored."""
+        """Restore everything except the model, whose tensors are already filled; report state that was lost."""
         lost = self._optimizer_state.restore(own.get("optimizer"), absent)
-        optimizers.train_mode(self._optimizer)  # it may have been saved in the midst of an evaluation
+        optimizers.train_mode(self._optimizer)  # it may have been saved during an evaluation
         lost += self._restore_scheduler(own.get("scheduler", {}))
         lost += self._restore_workload(own.get("workload", {}))
         lost += self._modes.restore(own.get("modes", {}))  # after the workload, which may build or set some itself

@@ -1,7 +1,7 @@
 """Tensors of a rank's checkpoint by name, and state that no checkpoint has.
 
-Many modules keep in an attribute what every forward pass computes anew. So a restart reports only what its first steps
-leave as the new model has it, and counters that begin anew.
+Many modules keep values in attributes that every forward pass recomputes. A restart therefore reports only attributes
+that its first steps leave as in the new model, and counters that restart.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,30 +20,30 @@ from trainer.worker.saved_state.rng_state import pack_rng, rng_name
 
 _PLAIN_ATTRIBUTES = (bool, int, float, str, type(None))
 _MOST = 100
-"""Attributes that a save notes, and characters of each."""
+"""Maximum number of attributes in a save, and of characters in each."""
 OBSERVED_STEPS = 3
-"""Steps after a restart before the report: an attribute that takes turns between two values has changed by then."""
+"""Steps after a restart before the report; attributes that alternate between two values have changed by then."""
 
 
 class ModuleAttributes:
-    """Numbers, words and tuples of them in the modules of a model, by `model.<module>.<attribute>`."""
+    """Numbers, strings and tuples of them in the modules of a model, by `model.<module>.<attribute>`."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Make it when the model is new."""
+        """Record the attributes of a new model."""
         self._model = model
         self._built = self._texts()
         self._saved: dict[str, str] = {}
         self._seen: list[dict[str, str]] = []
         self.step = 0
-        """The step of the checkpoint that was restored."""
+        """Step of the restored checkpoint."""
 
     def changed(self) -> dict[str, str]:
-        """Return those that are not as they were built, as text."""
+        """Return the attributes that differ from the built ones, as text."""
         found = {name: text for name, text in self._texts().items() if self._built.get(name) != text}
         return dict(sorted(found.items())[:_MOST])
 
     def begin(self, saved: Mapping[str, str], step: int) -> None:
-        """Remember what a save after `step` had noted and the restored model does not have."""
+        """Record the attributes saved after `step` that the restored model does not have."""
         now = self._texts()
         self._saved, self.step = {name: text for name, text in saved.items() if now.get(name) != text}, step
         self._seen = [now]
@@ -81,7 +81,7 @@ def _is_plain(value: object) -> bool:
 
 
 def _counts_anew(seen: list[str], saved: str, step: int) -> bool:
-    """Whether it is a number that has risen by the same amount in all `step` steps before the save, and does again."""
+    """Return whether a number rose equally in all of the `step` steps before the save, and does so again."""
     try:
         first, *later, total = (int(text) for text in (*seen, saved))
     except ValueError:
@@ -91,28 +91,28 @@ def _counts_anew(seen: list[str], saved: str, step: int) -> bool:
 
 
 _MAX_CHARACTERS = 1000
-"""Characters of an attribute's JSON; what is longer is data, not a counter."""
+"""Maximum characters of an attribute's JSON; longer values are data, not counters."""
 
 
 @cache
 def _torch_attributes() -> frozenset[str]:
-    """The attributes that every optimizer has; not at import, which must compute nothing."""
+    """Return the attributes that every optimizer has; not at import, which must compute nothing."""
     return frozenset(vars(torch.optim.SGD([torch.zeros(1)], lr=0.0))) | {"_opt_called", "_step_count"}
 
 
 class UnsavedAttributes:
-    """The attributes of some objects, by `<object>.<attribute>`, compared with what they were when these were made."""
+    """Attributes of some objects, by `<object>.<attribute>`, compared with their initial values."""
 
     def __init__(self, objects: Mapping[str, object]) -> None:
         self._objects = dict(objects)
         self._initial = self._texts()
 
     def changed(self) -> dict[str, str]:
-        """Those that are not as they were, as JSON text."""
+        """Return the attributes that have changed, as JSON text."""
         return {name: text for name, text in self._texts().items() if self._initial.get(name) != text}
 
     def lost(self, saved: Mapping[str, str]) -> list[str]:
-        """Those of a save that are not as they were then."""
+        """Return the attributes that differ from those of a save."""
         now = self._texts()
         return sorted(name for name, text in saved.items() if now.get(name) != text)
 
@@ -128,7 +128,7 @@ class UnsavedAttributes:
 
 
 def _text(value: Any) -> str | None:
-    """The attribute, or what its own `state_dict` says; None for what is neither small nor plain."""
+    """Return the attribute, or its own `state_dict`, as text; None if it is not small and plain."""
     if isinstance(value, torch.Tensor | torch.nn.Module | torch.optim.Optimizer):
         return None
     if isinstance(value, str | list | tuple | dict | set | frozenset) and len(value) > _MAX_CHARACTERS:
@@ -148,11 +148,11 @@ _PLAIN = (type(None), bool, int, float, str)
 
 
 class StateInventory:
-    """Gives the same tensor objects every time, as long as model and optimizer hold the same ones.
+    """Tensors to save, the same objects every time while model and optimizer hold the same ones.
 
-    A walk over thousands of parameters takes longer than copying them, so that it is only done when a look at every
-    holder (a module's own dictionary, a parameter's optimizer state) shows another tensor, or other memory behind it:
-    FSDP gives a shard new memory before its first use, optimizers make their state at their first step.
+    Walking thousands of parameters takes longer than copying them. It is repeated only if a check of every holder (a
+    module's own dictionary, a parameter's optimizer state) finds another tensor or other memory behind it: FSDP gives a
+    shard new memory before its first use, and optimizers create their state at their first step.
     """
 
     def __init__(
@@ -160,14 +160,14 @@ class StateInventory:
         lazy: bool = False, optimizer_state: OptimizerState | None = None,
         more: Callable[[], dict[str, torch.Tensor]] = dict,
     ) -> None:  # fmt: skip
-        """`lazy`: tensors are read while the next step computes, which changes buffers, so these are copied at once.
+        """Create an inventory; `lazy` copies buffers at once, because the next step changes them during the read.
 
-        `more` gives further tensors, which are asked for at every save.
+        `more` returns further tensors and is called at every save.
         """
         self._optimizer_state = optimizer_state or OptimizerState(model, optimizer)
         self._more = more
         self._extra: dict[str, torch.Tensor] = {}
-        self._scattered = False  # whether tensors lie elsewhere than in the holders
+        self._scattered = False  # whether tensors are outside the holders
         self._model, self._optimizer, self._rank, self._device, self._lazy = model, optimizer, rank, device, lazy
         self._rng = torch.zeros_like(pack_rng(device))
         self._slots: list[tuple[Holder, str]] = []
@@ -177,14 +177,14 @@ class StateInventory:
         self._weights: dict[str, torch.nn.Parameter] = {}
         self._sharded = False
         self._states: list[tuple[Any, Holder, int]] = []  # by parameter, or by a name of the optimizer's own
-        self._empty: list[tuple[Holder, str]] = []  # where something else stands that may become a tensor
+        self._empty: list[tuple[Holder, str]] = []  # non-tensor values that may become tensors
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._tensors: dict[str, torch.Tensor] = {}
         self.walks = 0
-        """How often everything was walked."""
+        """Number of complete walks."""
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """What is to be saved now; the tensors must not be changed until the saver has copied them."""
+        """Return the tensors to save now; do not change them until the saver has copied them."""
         more = self._more()
         if not self._is_unchanged():
             self._walk()
@@ -194,7 +194,7 @@ class StateInventory:
         for copy, buffer in self._copies:
             copy.copy_(buffer)
         if self._extra or more:
-            # Under other names they would have another place among the tensors, so that the plan would be another one.
+            # Under other names their order among the tensors would change, and with it the plan.
             self._tensors = {key: one for key, one in self._tensors.items() if key not in self._extra or key in more}
             self._tensors.update(more)
             self._extra = more
@@ -205,7 +205,7 @@ class StateInventory:
         return frozenset(key for key, parameter in self._weights.items() if parameter.requires_grad)
 
     def forget(self) -> None:
-        """Let go of all tensors: what the optimizer drops must not be kept alive here until the next save."""
+        """Release all tensors, so that those the optimizer drops are not kept alive until the next save."""
         self._tensors, self._extra, self._states = {}, {}, []
         self._seen, self._slots, self._sizes, self._empty, self._copies = [], [], [], [], []
         self._weights = {}
@@ -222,7 +222,7 @@ class StateInventory:
             now = [holder[key] for holder, key in self._slots]
         except KeyError:
             return False
-        # Anything but a plain value may be a tensor or hold some, as groups and the optimizer's own parts may.
+        # Any other value may be or contain a tensor, as groups and the optimizer's own parts may.
         if any(type(holder.get(key)) not in _PLAIN for holder, key in self._empty):
             return False
         if self._optimizer_state.tensors_elsewhere():
@@ -237,7 +237,7 @@ class StateInventory:
         buffers = checkpoint_contents.persistent_buffers(model)
         of_optimizer = self._optimizer_state.tensors()
         live = {**shared, **of_optimizer, **own}
-        # Under a name of the optimizer's own may be one value: then everything is walked every time.
+        # A name of the optimizer's own may hold a single value: then everything is walked every time.
         dicts = [(owner, held) for owner, held in optimizer.state.items() if isinstance(held, dict)]
         self._states = [(owner, held, len(held)) for owner, held in dicts]
         self._slots = list(self._holders())
@@ -262,7 +262,7 @@ class StateInventory:
         self._tensors, self._extra = {**live, rng_name(self._rank): self._rng}, {}
 
     def _holders(self) -> Iterator[tuple[Holder, str]]:
-        """Where modules and the optimizer keep their tensors: a slot with another one in it is seen."""
+        """Yield the slots in which modules and the optimizer keep their tensors, so that replacements are detected."""
         for module in self._model.modules():
             for holder in _module_holders(module):
                 yield from ((holder, key) for key in holder)

@@ -1,1 +1,1 @@
-"""The training loop: steps, their reduction, when to save, when to stop, loss spikes, drills."""
+"""The training loop: steps, their reduction, saves, stops, loss spikes, drills."""

@@ -1,6 +1,6 @@
-"""Faults injected on purpose: `drill.events` of the configuration, or ordered while the run goes on through the cell.
+"""Injected faults: from `drill.events` in the configuration, or ordered during the run through the progress cell.
 
-Each strikes in the step that it names; those that a rank can only bring upon itself between two steps strike after it.
+Each fires in its step; faults that a rank can only cause between two steps fire after it.
 """
 
 import ctypes
@@ -47,14 +47,14 @@ class Drill:
         self._serial = orders.read_drill_order()[0] if orders is not None else 0
         self._announced: set[DrillEvent] = set()
 
-    # -- where it may strike, in the order of a step
+    # -- injection points, in the order of a step
 
     def in_data(self, step: int) -> None:
-        """Before the batch of `step` is taken."""
+        """Inject faults before the batch of `step` is taken."""
         self._inject("hang-in-data", step, _wait)
 
     def in_forward(self, step: int) -> None:
-        """At the beginning of the forward pass of `step`."""
+        """Inject faults at the beginning of the forward pass of `step`."""
         for event in self._events:
             if event.kind == "slow-rank" and step >= event.step:
                 self._announce_once(event, step)
@@ -63,12 +63,12 @@ class Drill:
         self._inject("hold-lock", step, _hold_lock)
 
     def in_send(self, step: int) -> bool:
-        """Before a stage sends something; whether it may. Strikes once in a step."""
+        """Inject faults before a stage sends data; return whether it may send. Fires once per step."""
         self._inject_once("hang-in-send", step, _wait)
         return not self._inject_once("skip-send", step, lambda _: None)
 
     def loss_factor(self, step: int) -> float:
-        """What the loss of `step` is multiplied with."""
+        """Return the factor for the loss of `step`."""
         factor = 1.0
         for kind, size in (("nan", math.nan), ("spike", 1000.0)):
             for event in self._due(kind, step):
@@ -77,20 +77,20 @@ class Drill:
         return factor
 
     def before_reduce(self, step: int) -> None:
-        """Before the collective in which all ranks meet at the end of `step`."""
+        """Inject faults before the collective of all ranks at the end of `step`."""
         self._inject("hang-in-collective", step, _wait)
         self._inject("desync-shape", step, _call_other_shape)
         self._inject("desync-order", step, _call_other_order)
 
     def in_save(self, step: int) -> None:
-        """When the save of `step`, or the first one after it, begins."""
+        """Inject faults when the save of `step`, or the first one after it, begins."""
         for event in [event for event in self._events if event.kind == "hang-in-save" and step >= event.step]:
             self._events.remove(event)
             self._announce_once(event, step)
             _wait(event.value)
 
     def after_step(self, step: int) -> None:
-        """Fire what is due when this rank has finished `step`, and hear what is ordered."""
+        """Inject faults that are due when this rank has finished `step`, and read orders."""
         self._receive_order(step)
         self._inject("kill-rank", step, lambda _: os.kill(os.getpid(), signal.SIGKILL))
         self._inject("stop-rank", step, lambda _: os.kill(os.getpid(), signal.SIGSTOP))
@@ -107,7 +107,7 @@ class Drill:
             fire(event.value)
 
     def _inject_once(self, kind: str, step: int, fire: Callable[[float], None]) -> bool:
-        """As `_inject`, where a step comes by several times; whether it has struck now."""
+        """Like `_inject`, for code that a step runs several times; return whether an event fired."""
         due = self._due(kind, step)
         for event in due:
             self._events.remove(event)
@@ -121,7 +121,7 @@ class Drill:
             self._announce(event.kind, step)
 
     def _receive_order(self, step: int) -> None:
-        """Take up an order: it strikes at once, or in the step that comes now."""
+        """Take an order: it fires at once, or in the next step."""
         serial, kind, value = self._orders.read_drill_order() if self._orders is not None else (0, 0, 0.0)
         if serial == self._serial or kind >= len(_KINDS):
             return
@@ -131,16 +131,16 @@ class Drill:
 
 
 def _wait(seconds: float) -> None:
-    """For so long, or for ever."""
+    """Sleep for `seconds`, or forever if 0."""
     time.sleep(seconds)
     while not seconds:
         time.sleep(3600)
 
 
 def _spin(seconds: float) -> None:
-    """Work that shows: in the thread's own time on the CPU, and on the GPU if there is one."""
+    """Use CPU time in this thread, or GPU time if there is a GPU, so that the work is measurable."""
     if torch.cuda.is_initialized():
-        # About so many cycles a nanosecond; how long it really takes does not matter.
+        # Roughly this many cycles per nanosecond; the exact duration does not matter.
         torch.cuda._sleep(int(seconds * 1.5e9))
         return
     until = time.thread_time() + seconds
@@ -149,9 +149,9 @@ def _spin(seconds: float) -> None:
 
 
 def _hold_lock(seconds: float) -> None:
-    """Deadlock in C without giving Python's lock back, as an extension module with a bug does.
+    """Deadlock in C without releasing the GIL, like a faulty extension module.
 
-    The lock that waits for itself is not woken by signals, as a sleep would be.
+    A lock that waits for itself is not woken by signals, unlike a sleep.
     """
     libc = ctypes.PyDLL(None)
     mutex = ctypes.create_string_buffer(64)  # zeroed, which is PTHREAD_MUTEX_INITIALIZER
@@ -163,12 +163,12 @@ def _hold_lock(seconds: float) -> None:
 
 
 def _call_other_shape(size: float) -> None:
-    """In the place of the step's sums, those of another row."""
+    """Call the step's reduction with a row of another shape."""
     StepSums(torch.ones(int(size) or 1, dtype=torch.float64, device=_device()), step=0).wait()
 
 
 def _call_other_order(_: float) -> None:
-    """One collective more than the peers: every later one meets another."""
+    """Call one collective more than the peers, so that every later one is mismatched."""
     dist.broadcast(torch.ones(1, device=_device()), src=(dist.get_rank() + 1) % dist.get_world_size())
 
 

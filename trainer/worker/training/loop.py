@@ -35,7 +35,7 @@ from trainer.worker.workload import WorkloadError, hook
 
 @dataclass(frozen=True, kw_only=True)
 class LoopServices:
-    """What the loop reports to, saves with and is steered by."""
+    """Services of the loop: reporting, saving and control."""
 
     cell: ProgressCell
     journal: Journal
@@ -48,30 +48,30 @@ class LoopServices:
     progress_log: ProgressLog
     figures: StepFigures
     retrained: RetrainedSteps
-    record_code: Callable[[], None]  # of rank 0, once its first step has imported all that it needs
+    record_code: Callable[[], None]  # on rank 0, once its first step has imported everything it needs
     skip: Collection[int] = ()  # positions in the data
     test_until: int = 0  # a restore test trains to this step and saves nothing
 
 
 @dataclass(frozen=True)
 class PendingStep:
-    """A step whose sums are still on the device, where its batch stands in the data, and its learning rate."""
+    """A step whose sums are still on the device, with its batch's position in the data and its learning rate."""
 
     reduced: Reduced
     position: int
-    replaced: int  # batches that this step would have trained on, had they not been skipped
+    replaced: int  # skipped batches that this step would otherwise have trained on
     rate: float
     loss_scale: float
-    work: Sequence[int]  # nanoseconds in each of them
-    overflowed: bool  # in float16: the optimizer left it out
-    exposed: Mapping[str, float]  # seconds in communication; of the step before
+    work: Sequence[int]  # nanoseconds per section
+    overflowed: bool  # in float16: the optimizer skipped the step
+    exposed: Mapping[str, float]  # seconds of exposed communication in the previous step
 
 
 class Loop:
-    """Trains from wherever `train_state` stands to the last step, or to the step boundary where all agree to stop.
+    """Training from the current `train_state` to the last step, or to a step boundary where all ranks agree to stop.
 
-    The sums of step s are read on the host when step s + 1 has been queued, so a GPU's queue never drains. A stop
-    asked for during step s is therefore served after step s + 1, on every rank alike.
+    The sums of step s are read on the host after step s + 1 has been queued, so a GPU's queue never drains. A stop
+    requested during step s is therefore served after step s + 1, on every rank.
     """
 
     def __init__(
@@ -96,9 +96,9 @@ class Loop:
         self._reducer = MetricReducer("metrics", objects.layout)
 
     def run(self) -> ExitCode:
-        """Train; returns FINISHED or STOPPED_AFTER_SAVE, raises what went wrong."""
+        """Train; return FINISHED or STOPPED_AFTER_SAVE. Raises the error of a failed step or save."""
         total, now = self._last, self._train_state
-        self._validate_owed()  # by a stop at the end of the last start
+        self._validate_owed()  # left by a stop at the end of the previous start
         while now.step < total:
             step = now.step + 1
             pending = self._train(step)
@@ -106,13 +106,13 @@ class Loop:
             reason = self._end_step(pending)
             if reason > StopReason.SAVE_AND_GO_ON and step < total:
                 return ExitCode.STOPPED_AFTER_SAVE
-        self._validate_owed()  # by a stop in the last step
+        self._validate_owed()  # left by a stop in the last step
         self._services.saver.wait()
         self._finish()
         return ExitCode.FINISHED
 
     def _train(self, step: int) -> PendingStep:
-        """One optimizer step; nothing in it waits for the device."""
+        """Run one optimizer step; nothing in it waits for the device."""
         objects = self._objects
         self._services.phases.enter(Phase.DATA)
         self._services.drill.in_data(step)
@@ -126,7 +126,7 @@ class Loop:
         reduced = self._reduce(step, loss)
         if objects.scheduler is None:
             set_learning_rate(objects.optimizer, self._scheduled(step))
-        # A save in lazy mode still reads what the optimizer is about to change.
+        # A lazy save still reads the tensors that the optimizer is about to change.
         began = time.perf_counter()
         self._services.saver.before_optimizer_step()
         self._add_stall(time.perf_counter() - began)
@@ -152,18 +152,18 @@ class Loop:
         clear_gradients(objects.optimizer, self._parameters, (objects.workload, objects.model))
 
     def _exposed(self) -> dict[str, float]:
-        """Seconds of communication that nothing hid, by its kind, in the step before."""
+        """Return the seconds of exposed communication in the previous step, by kind."""
         found = dict(self._passes.exposed)
         found["reductions"] = found.get("reductions", 0.0) + self._services.phases.reductions
         return found
 
     def _overflowed(self, reduced: Reduced) -> bool:
-        """Whether the gradients of this step are none in float16, which alone waits for the device to know it."""
+        """Return whether the gradients of this step overflowed; only float16 waits for the device to find out."""
         scale = self._train_state.loss_scale
         return scale.is_dynamic and scale.overflowed(float(reduced.norm))
 
     def _rate(self, step: int) -> float:
-        """The learning rate of this step; of a scheduler of the workload's own, that of the first group."""
+        """Return the learning rate of this step; with the workload's own scheduler, that of the first group."""
         if self._objects.scheduler is None:
             return self._scheduled(step)
         return float(self._objects.optimizer.param_groups[0]["lr"])
@@ -172,7 +172,7 @@ class Loop:
         return learning_rate(self._config.optimizer, self._config.train.steps, step)
 
     def _reduce(self, step: int, loss: torch.Tensor) -> Reduced:
-        """Sum over all ranks what they have to know of each other, and clip the gradients by it."""
+        """Sum the step's numbers over all ranks, and clip the gradients by their norm."""
         gradients = self._passes.gradients.end_step()
         reduction.unscale(gradients, self._train_state.loss_scale.scale)
         self._services.drill.before_reduce(step)
@@ -186,14 +186,14 @@ class Loop:
         return reduced
 
     def _end_step(self, pending: PendingStep) -> StopReason:
-        """After a step: report, agree, save. Every rank decides alike here."""
+        """Report, agree and save after a step. Every rank takes the same decisions here."""
         step, services = pending.reduced.step, self._services
         services.journal.worked(step)
         self._train_state.step_ended()
-        # On a GPU this waits for the step before: it belongs to this step's end, not to the next one's data.
+        # On a GPU this waits for the previous step, so it counts towards this step's end, not the next one's data.
         reason = self._read_pending()
         saved, seconds = services.saver.committed_step or 0, services.save_schedule.save_seconds
-        # A rank that is held up from here on is on its way to its next batch, not ahead of its peers.
+        # A rank held up from here on is on its way to its next batch, not ahead of its peers.
         services.cell.enter(Phase.DATA)
         services.cell.update(step=step, saved_step=saved, save_seconds=seconds, step_seconds=self._seconds)
         self._check_saved(step)
@@ -206,7 +206,7 @@ class Loop:
         if reason or saves or validates:
             # Both wait for the device anyway, so this step's own votes are read too.
             reason = max(reason, self._read_pending())
-            # A stop has no time for a validation: the next start makes up for it.
+            # A stop leaves no time for a validation: the next start makes up for it.
             if validates and reason <= StopReason.SAVE_AND_GO_ON:
                 self._validate(step)
                 self._check_best(self._validation.names)
@@ -220,7 +220,7 @@ class Loop:
         return reason
 
     def _validate_owed(self) -> None:
-        """Validate a step that a stop has saved unvalidated; save it again if the best are chosen by what is found."""
+        """Validate a step that a stop saved unvalidated; save it again if its result selects the best checkpoints."""
         state, best = self._train_state, self._config.checkpoint.best.metric
         if state.validated < state.step and self._validation.is_due(state.step):
             if best in self._validate(state.step):
@@ -253,9 +253,9 @@ class Loop:
             self._services.record_code()
 
     def _read_pending(self) -> StopReason:
-        """Read the sums that are still on the device, if any, and report them."""
+        """Read and report the sums that are still on the device, if any."""
         self._save_vote, self._vote_ahead = self._vote_ahead, SaveVote.NONE
-        if self._pending is None:  # a save has read them already, and was what they asked for
+        if self._pending is None:  # already read by the save that they requested
             return StopReason.NONE
         pending, self._pending = self._pending, None
         result = pending.reduced.result()
@@ -277,15 +277,15 @@ class Loop:
         return result.stop
 
     def _is_excused(self, pending: PendingStep, result: StepResult) -> bool:
-        """What float16 could not hold has changed nothing: the optimizer left the step out.
+        """Return whether float16 overflow excuses a bad step: the optimizer skipped it, so nothing has changed.
 
-        A loss that is no number twice in a row comes of weights, or of data, that no other scale helps.
+        A non-finite loss twice in a row comes from weights or data, which another scale does not help.
         """
         again, self._without_loss = self._without_loss, not math.isfinite(result.loss)
         return pending.overflowed and not (again and self._without_loss)
 
     def _lap(self) -> float:
-        """Seconds since the last call: a step's time, without the save that came before it."""
+        """Return the seconds since the last call: a step's time, without the save before it."""
         now = time.perf_counter()
         seconds, self._mark = now - self._mark, now
         return seconds
@@ -313,7 +313,7 @@ class Loop:
         self._stall = 0.0
 
     def _save(self, reason: StopReason) -> None:
-        """Save; wait for the commit when the run ends with it."""
+        """Save; wait for the commit if the run ends with it."""
         services, step = self._services, self._train_state.step
         services.phases.enter(Phase.CHECKPOINT)
         services.journal.settle()
@@ -335,7 +335,7 @@ class Loop:
                 raise SaveFailed(step, f"the last checkpoint was not saved: {why}")
 
     def _try_save(self, step: int) -> bool:
-        """Give the state to the saver, and count what training waits for it."""
+        """Hand the state to the saver, and measure how long training waits for it."""
         began = time.perf_counter()
         self._services.drill.in_save(step)
         accepted = self._train_state.save(self._services.saver)
@@ -350,7 +350,7 @@ class Loop:
             self._services.journal.stalled(self._services.save_schedule.tried_step, seconds)
 
     def _rank_zero_message(self, step: int) -> RankZeroMessage:
-        """What rank 0 knows and all must act on alike, read by all of them with the sums of `step`."""
+        """Return rank 0's decisions for all ranks, which read them with the sums of `step`."""
         services = self._services
         if self._objects.layout.rank != 0:
             return RankZeroMessage()
@@ -374,7 +374,7 @@ class Loop:
             )
 
     def _finish(self) -> None:
-        """The weights' digest, by which two runs are compared, the probe, and the last phase."""
+        """Record the weights' digest, which identifies equal runs, and the probe; enter the last phase."""
         digest = weights_digest(self._objects.model, self._objects.layout)
         probes = self._config.trains_built_in_workload and not self._services.test_until
         probe = {"probe": self._probe()} if probes else {}
@@ -385,9 +385,9 @@ class Loop:
         self._services.phases.enter(Phase.DONE)
 
     def _probe(self) -> dict[str, float]:
-        """Loss and gradient norm of one step more, which changes no weight: a restore test has them to compare with.
+        """Return loss and gradient norm of one more step, which changes no weight, for comparison in a restore test.
 
-        Only of the built-in workload: data of the user's own may end with the last step. It costs one step of the run.
+        Only for the built-in workload, because user data may end with the last step. It costs one step of the run.
         """
         step, objects = self._train_state.step + 1, self._objects
         _, batches = self._train_state.positions.take(self._services.skip)

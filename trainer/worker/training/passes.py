@@ -31,19 +31,19 @@ _SENDS = (Activity.SEND_ACTIVATION, Activity.SEND_GRADIENT)
 
 
 class StagePhases:
-    """A watcher of a pipeline that tells the tracker; a wait for another stage is no work of this one."""
+    """Watcher of a pipeline that reports to the tracker; waits for other stages do not count as work of this one."""
 
     def __init__(self, phases: PhaseTracker, stages: Sequence[int]) -> None:
-        """`stages`: those of this rank, in the order of the model."""
+        """Create a watcher; `stages` are those of this rank, in model order."""
         self._phases, self._places = phases, {stage: place for place, stage in enumerate(stages)}
 
     def begin_of(self, moment: Moment) -> Call:
-        """A pass begins, a message, or a wait."""
+        """Return the call for the start of a pass, message or wait."""
         phase = _PHASES.get(moment.activity)
         return self._phases.wait_of(moment) if phase is None else self._phases.pass_of(phase, moment)
 
     def end_of(self, moment: Moment) -> Call | None:
-        """What comes next begins with a moment of its own."""
+        """Return the call for the end of a moment, or None for a pass, whose successor has its own start."""
         if moment.activity in _PHASES:
             return None
         ends = self._phases.end_of_wait()
@@ -63,18 +63,21 @@ class StagePhases:
 
 
 class Passes(Protocol):
-    """What computes the gradients of a step."""
+    """Computation of a step's gradients."""
 
     gradients: GradientSync
     exposed: Mapping[str, float]
-    """Seconds of communication of a pipeline that nothing hid in the step before: `receives`, `sends`, `reductions`."""
+    """Seconds of exposed pipeline communication in the previous step: `receives`, `sends`, `reductions`."""
 
     def run(self, step: int, batches: Sequence[Any], scale: float) -> torch.Tensor:
-        """Gradients of all micro-batches, times `scale`; returns this rank's mean loss. Raises WorkloadError."""
+        """Compute the gradients of all micro-batches, times `scale`; return this rank's mean loss.
+
+        Raises WorkloadError.
+        """
 
 
 def passes_of(objects: TrainObjects, phases: PhaseTracker, drill: Drill, reduce: Reduce) -> Passes:
-    """Those of a model in one piece, or in stages."""
+    """Return the passes of a whole model or of one in stages."""
     gradients = GradientSync(objects.model, objects.layout, reduce, phases.begin_wait)
     pipeline = pipeline_of(objects.model)
     if pipeline is None:
@@ -83,9 +86,9 @@ def passes_of(objects: TrainObjects, phases: PhaseTracker, drill: Drill, reduce:
 
 
 def on_device(batch: Any, device: torch.device) -> Any:
-    """Return `batch` with its tensors on `device`, and whatever else has a method `to(device)`.
+    """Return `batch` with its tensors, and other values with a `to(device)` method, on `device`.
 
-    It looks into lists, tuples and dictionaries. On a CPU the batch is returned as it is.
+    It descends into lists, tuples and dictionaries. On a CPU the batch is returned unchanged.
     """
     if device.type == "cpu":
         return batch
@@ -103,7 +106,7 @@ def _moves(value: Any) -> bool:
 
 
 class WholePasses:
-    """Every micro-batch is computed by the model of this rank."""
+    """Passes in which this rank's model computes every micro-batch."""
 
     exposed: Mapping[str, float] = MappingProxyType({})
 
@@ -111,7 +114,7 @@ class WholePasses:
         self._objects, self._phases, self._drill, self.gradients = objects, phases, drill, gradients
 
     def run(self, step: int, batches: Sequence[Any], scale: float) -> torch.Tensor:
-        """As `Passes.run`."""
+        """Run a step as in `Passes.run`."""
         objects, drill = self._objects, self._drill
         require_batches(objects, step, batches)
         total = torch.zeros((), device=objects.layout.device)
@@ -139,7 +142,7 @@ class WholePasses:
 
 
 class StagedPasses:
-    """The micro-batches go through the stages of all ranks of a pipeline."""
+    """Passes in which the micro-batches go through the stages of all ranks of a pipeline."""
 
     exposed: Mapping[str, float] = MappingProxyType({"receives": 0.0, "sends": 0.0, "reductions": 0.0})
 
@@ -154,9 +157,9 @@ class StagedPasses:
         pipeline.watch(self._meter)
 
     def run(self, step: int, batches: Sequence[Any], scale: float) -> torch.Tensor:
-        """As `Passes.run`; only the last stage knows the loss, which stands for that of all stages."""
+        """Run a step as in `Passes.run`; only the last stage knows the loss, which counts for all stages."""
         require_batches(self._objects, step, batches)
-        # Of the step before: on a GPU its end has been reached by now.
+        # Of the previous step, whose end a GPU has reached by now.
         if self._begun:
             before = self._meter.take()
             waited = sum(before.waited.values())
@@ -171,14 +174,14 @@ class StagedPasses:
         loss = self._pipeline.step(batches, factor=factor, scale=scale)
         if factor != 1.0 and not self._pipeline.has_last:
             loss = loss + factor  # this rank has no loss that a drill could spoil
-        self._step = 0  # an evaluation is no part of it
+        self._step = 0  # an evaluation does not belong to the step
         self._phases.enter(Phase.BACKWARD)
         self.gradients.reduce_now()
         return loss * self._objects.layout.sizes.pp
 
 
 def require_batches(objects: TrainObjects, step: int, batches: Sequence[Any]) -> None:
-    """Raises WorkloadError where there are none, or no list of them."""
+    """Raise WorkloadError if `batches` is empty or not a list."""
     data = type(unwrapped(objects.data)).__name__
     if not hasattr(batches, "__len__"):
         kind = type(batches).__name__

@@ -1,4 +1,4 @@
-"""The one exchange of a step: gradient norm, loss, metrics, stop votes and rank 0's message."""
+"""The single exchange of a step: gradient norm, loss, metrics, stop votes and rank 0's message."""
 
 import json
 import math
@@ -19,7 +19,7 @@ from trainer.worker.workload import Mean, Metric, Rank0, Sum, WorkloadError
 
 
 def scalar_loss(workload: object, loss: Any) -> torch.Tensor:
-    """What `loss()` of a user has returned; raises WorkloadError for what no backward pass can begin with."""
+    """Return the result of a user's `loss()`; raises WorkloadError if no backward pass can start from it."""
     if isinstance(loss, torch.Tensor) and not loss.dim() and loss.requires_grad:
         return loss
     if not isinstance(loss, torch.Tensor):
@@ -33,27 +33,27 @@ def scalar_loss(workload: object, loss: Any) -> torch.Tensor:
 
 
 _CELLS = 3
-"""Of a number: its sum, the weights that the sum is divided by, and how many ranks add to a plain sum."""
+"""Cells per number: its sum, the sum of its weights, and how many ranks contribute to a plain sum."""
 
 
 class MetricReducer:
-    """Packs what a workload's method returns on this rank, and unpacks the sum over all ranks.
+    """Packing of the numbers that a workload's method returns on this rank, and unpacking of their sum over all ranks.
 
-    The names of the first call, of all ranks together, are those of every later one.
+    The names of the first call, over all ranks, are those of every later call.
     """
 
     def __init__(self, method: str, layout: Layout) -> None:
-        """`method`: what the workload calls it, for messages."""
+        """Create a reducer; `method` is the workload's method, for messages."""
         self._method, self._layout = method, layout
         self._names: list[str] | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Those of the first call."""
+        """The names of the first call."""
         return tuple(self._names or ())
 
     def pack(self, values: Mapping[str, Metric]) -> torch.Tensor:
-        """The row of float64 to be summed over the ranks; collective at the first call. Raises WorkloadError."""
+        """Return the float64 row to be summed over the ranks; collective at the first call. Raises WorkloadError."""
         given = self._checked(values)
         if self._names is None:
             self._names = list(dict.fromkeys(name for names in _all_gather_json(list(given)) for name in names))
@@ -66,12 +66,12 @@ class MetricReducer:
         return self._tensor([cell for name in self._names for cell in self._row(given.get(name))])
 
     def unpack(self, numbers: list[float]) -> dict[str, float]:
-        """The numbers by name, from the sums of all ranks' rows; names without a value are left out."""
+        """Return the numbers by name, from the sums of all ranks' rows; names without a value are left out."""
         rows = zip(self.names, numbers[::_CELLS], numbers[1::_CELLS], numbers[2::_CELLS], strict=True)
         return {name: total if summed else total / weight for name, total, weight, summed in rows if summed or weight}
 
     def reduce(self, values: Mapping[str, Metric]) -> dict[str, float]:
-        """All at once: collective, and waits for the device."""
+        """Pack, sum and unpack; collective, and waits for the device."""
         row = self.pack(values)
         if len(row):
             dist.all_reduce(row)
@@ -100,12 +100,12 @@ class MetricReducer:
         if isinstance(value, Sum):  # ranks that read the same data count it once
             return _whole(value.value) / self._layout.ranks_per_share, 0.0, 1.0
         weight = _whole(value.weight)
-        # A mean over no samples is no number on this rank, and must be none of the sum.
+        # A mean over no samples is NaN on this rank and must not enter the sum.
         empty = isinstance(weight, float) and not weight
         return 0.0 if empty else _whole(value.value) * weight, weight, 0.0
 
     def _tensor(self, cells: list[Any]) -> torch.Tensor:
-        """Without a wait for those that lie on the device."""
+        """Return the cells as a row, without waiting for those on the device."""
         plain = [0.0 if isinstance(cell, torch.Tensor) else float(cell) for cell in cells]
         row = torch.tensor(plain, dtype=torch.float64).to(self._layout.device, non_blocking=True)
         for at, cell in enumerate(cells):
@@ -115,7 +115,7 @@ class MetricReducer:
 
 
 def _whole(number: Any) -> Any:
-    """A float, or a tensor of this rank without gradients."""
+    """Return a float, or a whole tensor on this rank without gradients."""
     if not isinstance(number, torch.Tensor):
         return float(number)
     number = number.full_tensor() if isinstance(number, DTensor) else number
@@ -123,7 +123,7 @@ def _whole(number: Any) -> Any:
 
 
 def _all_gather_json(value: Any) -> list[Any]:
-    """The value of every rank, in their order; plain JSON, so that no rank runs what another one sends."""
+    """Return the value of every rank, in rank order; plain JSON, so that no rank runs code from another."""
     mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
     world = dist.get_world_size()
     lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(world)]
@@ -138,7 +138,7 @@ def _all_gather_json(value: Any) -> list[Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class RankZeroMessage:
-    """What rank 0 sends the others with a step; every other rank sends zeros."""
+    """Rank 0's message to all ranks in a step; every other rank sends zeros."""
 
     save_vote: SaveVote = SaveVote.NONE
     committed: int = 0  # step of the newest committed checkpoint
@@ -146,7 +146,7 @@ class RankZeroMessage:
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """What all ranks know about a finished step, the same bits on each."""
+    """Result of a finished step, bitwise equal on all ranks."""
 
     step: int
     loss: float
@@ -154,16 +154,16 @@ class StepResult:
     stop: StopReason
     message: RankZeroMessage
     used_alike: bool = True  # whether all ranks have gradients of the same parameters
-    gradients_alike: bool = True  # whether all ranks have the same gradients, where they have all of them
+    gradients_alike: bool = True  # whether ranks with all gradients have equal ones
     own: list[float] = field(default_factory=list)  # of the workload's own numbers
     loads: list[float] = field(default_factory=list)  # tokens of each expert, layer by layer
 
 
 class OwnNumbers(NamedTuple):
-    """What of this rank is summed beside what every step needs; both float64."""
+    """This rank's numbers to be summed besides those of every step; both float64."""
 
     metrics: torch.Tensor | None = None
-    """A row of numbers of the workload's own."""
+    """A row of the workload's own numbers."""
 
     loads: torch.Tensor | None = None
     """Tokens of each expert, layer by layer."""
@@ -173,10 +173,10 @@ NO_NUMBERS = OwnNumbers()
 
 
 class Reduced:
-    """The sums of one step: usable on the device at once, on the host when somebody asks for `result`."""
+    """The sums of one step: usable on the device at once, on the host when `result` is called."""
 
     def __init__(self, step: int, row: StepSums, norm: torch.Tensor | None = None, *, experts: int = 0) -> None:
-        """`norm`: where it is known before the sums are; `experts`: how many of the last of them are loads."""
+        """Wrap a row of sums; `norm` is set if known before them, `experts` is the number of loads at its end."""
         self.step = step
         self._row, self._norm, self._experts = row, norm, experts
         self._world = dist.get_world_size()
@@ -184,11 +184,11 @@ class Reduced:
         self._copied: torch.cuda.Event | None = None
 
     def wait(self) -> None:
-        """Until all ranks have taken part; on a GPU the device's stream waits, and the sums begin to be copied."""
+        """Wait until all ranks have taken part; on a GPU the stream waits, and copying the sums begins."""
         if self._host is not None:
             return
         self._sums = self._row.wait()
-        # The copy runs behind the step's other work; reading it one step later finds it done.
+        # The copy runs behind the step's other work, so it is done when it is read one step later.
         self._host = self._sums.to("cpu", non_blocking=True)
         if self._sums.is_cuda:
             self._copied = torch.cuda.Event()
@@ -196,7 +196,7 @@ class Reduced:
 
     @property
     def norm(self) -> torch.Tensor:
-        """Of all gradients; valid after `wait`, and before it where it was known before."""
+        """Norm of all gradients; valid after `wait`, or earlier if it was known before."""
         return self._sums[0].sqrt() if self._norm is None else self._norm
 
     @property
@@ -218,7 +218,7 @@ class Reduced:
             step=self.step, loss=loss, grad_norm=squares**0.5, stop=stop, message=message, own=own,
             loads=loads,
             used_alike=are_equal(self._world, marks, mark_squares),
-            # What is no number is told as a spike.
+            # Non-finite values are reported as a spike.
             gradients_alike=not math.isfinite(squares) or are_equal(self._world, residues, residue_squares),
         )  # fmt: skip
 
@@ -227,10 +227,10 @@ def reduce(
     step: int, gradients: Sequence[torch.Tensor], loss: torch.Tensor, asked: StopReason, message: RankZeroMessage,
     own: OwnNumbers = NO_NUMBERS, about: GradientFacts | None = None,
 ) -> Reduced:  # fmt: skip
-    """Sum over all ranks; `loss` is this rank's mean, and the mean over ranks is the step's.
+    """Sum over all ranks; `loss` is this rank's mean, and the mean over ranks is the step's loss.
 
-    `about`: None for gradients of which nothing is compared. Where all ranks have the same ones, each knows their norm:
-    the sum is then still under way, and the optimizer need not wait for it.
+    `about`: None if no gradients are compared. If all ranks have the same gradients, each knows the norm, so the
+    optimizer need not wait for the sum in progress.
     """
     world = dist.get_world_size()
     about = about or GradientFacts()
@@ -249,7 +249,7 @@ def reduce(
 
 
 def _mark(squares: torch.Tensor, about: GradientFacts) -> torch.Tensor:
-    """Zero where nothing is compared."""
+    """Return the value that ranks compare; zero if nothing is compared."""
     if about.alike:
         return residue(squares)
     if about.compared:
@@ -258,17 +258,17 @@ def _mark(squares: torch.Tensor, about: GradientFacts) -> torch.Tensor:
 
 
 def stop_votes(reason: StopReason) -> list[float]:
-    """One number per reason, to be summed over the ranks."""
+    """Return one number per reason, to be summed over the ranks."""
     return [1.0 if reason == candidate else 0.0 for candidate in StopReason]
 
 
 def agreed_stop(sums: list[float]) -> StopReason:
-    """The highest reason that any rank voted for; the same on all ranks because the sums are."""
+    """Return the highest reason that any rank voted for; the same on all ranks because the sums are."""
     return max((reason for reason, count in zip(StopReason, sums, strict=True) if count > 0), default=StopReason.NONE)
 
 
 def squared_norm(gradients: Sequence[torch.Tensor], world: int) -> torch.Tensor:
-    """This rank's share of the squared gradient norm, in float64: an element held by n ranks counts 1/n on each.
+    """Return this rank's share of the squared gradient norm in float64; an element held by n ranks counts 1/n on each.
 
     `world`: the ranks that have these parameters, or shards of them.
     """
@@ -281,7 +281,7 @@ def squared_norm(gradients: Sequence[torch.Tensor], world: int) -> torch.Tensor:
 
 
 def copies(tensor: torch.Tensor, world: int) -> int:
-    """On how many ranks each element of `tensor` lies."""
+    """Return the number of ranks that hold each element of `tensor`."""
     if not isinstance(tensor, DTensor):
         return world
     sharded = 1
@@ -293,7 +293,7 @@ def copies(tensor: torch.Tensor, world: int) -> int:
 
 
 def unscale(gradients: Sequence[torch.Tensor], scale: float) -> None:
-    """Divide by the factor of the loss, a power of two: exactly, but where the result is too small for float32."""
+    """Divide by the loss scale, a power of two: exact unless the result is too small for float32."""
     if scale != 1.0 and gradients:
         torch._foreach_mul_([own_part(gradient) for gradient in gradients], 1.0 / scale)
 
@@ -304,4 +304,4 @@ def clip(gradients: Sequence[torch.Tensor], norm: torch.Tensor, limit: float) ->
         return
     factor = (limit / (norm + 1e-6)).clamp(max=1.0)
     shards = [own_part(gradient) for gradient in gradients]
-    torch._foreach_mul_(shards, factor.float().to(shards[0].device))  # of offloaded ones that is the host
+    torch._foreach_mul_(shards, factor.float().to(shards[0].device))  # the host for offloaded gradients

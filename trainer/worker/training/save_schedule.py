@@ -11,10 +11,10 @@ from trainer.contract.ranks.progress import ProgressCell, StopReason
 
 
 class StopFlag:
-    """One rank's view of what its agent asks for.
+    """A rank's view of its agent's requests.
 
-    A request to save and go on stays in the cell until the agent has seen the save's event, many steps
-    later perhaps; `served` makes sure that it is answered by one save only.
+    A request to save and go on stays in the cell until the agent has seen the save's event, possibly many steps later;
+    `served` ensures that only one save answers it.
     """
 
     def __init__(self, cell: ProgressCell) -> None:
@@ -22,58 +22,57 @@ class StopFlag:
         self._served: tuple[StopReason, float] | None = None
 
     def asked(self) -> StopReason:
-        """What this rank puts into the step's reduction."""
+        """Return this rank's stop vote for the step's reduction."""
         request = self._cell.read_stop_request()
         if request != self._served:
             self._served = None
         return StopReason.NONE if self._served else request[0]
 
     def served(self) -> None:
-        """Every rank has agreed on a save: do not ask for the same one again."""
+        """Mark the current request as answered by a save that every rank has agreed on."""
         request = self._cell.read_stop_request()
         self._served = request if request[0] == StopReason.SAVE_AND_GO_ON else None
 
 
 _SAMPLES = 64
 _HUNG = 8.0
-"""A save that took so many times as long as usual waited for a disk that stood still: no measure of the next ones."""
+"""Multiple of the usual save time above which a save waited for a hung disk and is not counted."""
 _ENOUGH = 8
 
 
 class SaveVote(IntEnum):
-    """What rank 0 puts into a step's reduction; read by every rank one step later."""
+    """Rank 0's save vote in a step's reduction; read by every rank one step later."""
 
     NONE = 0
     SAVE = 1
-    HOLD_BACK = 2  # leave ordinary saves out: a stop, which saves too, is due
+    HOLD_BACK = 2  # skip ordinary saves: a stop, which saves too, is due
 
 
 class SaveSchedule:
-    """Counts steps between saves.
+    """Schedule that counts the steps between saves.
 
-    Every rank calls `should_save` and `save_tried`; what only rank 0 knows (clocks, commits, failures) is
-    in `save_vote`.
+    Every rank calls `should_save` and `save_tried`; `save_vote` covers the data of rank 0 (clocks, commits, failures).
     """
 
     def __init__(
         self, config: CheckpointConfig, *, saved: int, mtbf: float,
         on_change: Callable[[int, float, str], None], clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
-        """`saved`: the newest step on a disk, older than the one to go on from when that came from memory.
+        """Create a schedule; `saved` is the newest step on a disk, older than a step restored from memory.
 
-        `mtbf`: seconds between two failures of the whole job; `on_change` gets a new interval: steps, seconds, why.
+        `mtbf`: seconds between two failures of the whole job; `on_change` gets a new interval: steps, seconds, reason.
         """
         self._config, self._mtbf, self._on_change, self._clock = config, mtbf, on_change, clock
         self._auto = config.every == AUTO
         self._fixed = config.every if isinstance(config.every, int) else 0
         self.steps = config.auto.least if self._auto else self._fixed
-        """Steps between two saves as things stand."""
+        """Current number of steps between two saves."""
         self._tried, self._open, self._failures, self._committed = saved, False, 0, saved
         self._quiet: deque[float] = deque(maxlen=_SAMPLES)
         self._busy: deque[float] = deque(maxlen=_SAMPLES)
         self._stalls: deque[float] = deque(maxlen=_SAMPLES)
         self.save_seconds = 0.0
-        """The 99th percentile of what saves have taken until their commit, but for one that hung."""
+        """The 99th percentile of the seconds from a save to its commit, without hung saves."""
 
     @property
     def tried_step(self) -> int:
@@ -83,30 +82,30 @@ class SaveSchedule:
     # -- all ranks
 
     def should_save(self, step: int, save_vote: SaveVote) -> bool:
-        """Whether to save after `step`; the same on every rank, because `save_vote` is."""
+        """Return whether to save after `step`; the same on every rank, because `save_vote` is."""
         if save_vote is SaveVote.SAVE:
             return True
         return bool(self._fixed and step % self._fixed == 0 and save_vote is not SaveVote.HOLD_BACK)
 
     def save_tried(self, step: int, accepted: bool) -> None:
-        """A save of `step` was begun, or was not because both copies are still being written."""
+        """Record a save of `step`, or its refusal because both copies are still being written."""
         self._tried, self._open = step, accepted
         self._failures += not accepted
         self._stalls.append(0.0)
 
     def stalled(self, seconds: float) -> None:
-        """Training has stood still for the newest save, or goes on to do so."""
+        """Add seconds for which the newest save has blocked training."""
         if self._stalls:
             self._stalls[-1] += seconds
 
     # -- rank 0
 
     def step_took(self, seconds: float) -> None:
-        """A step took so long, without the save before it."""
+        """Record the duration of a step, without the save before it."""
         (self._busy if self._open else self._quiet).append(seconds)
 
     def read_saver(self, committed: int, failure: str | None, save_seconds: Sequence[float]) -> None:
-        """What the saver says now: the newest committed step, why the newest save failed, seconds of the last saves."""
+        """Record the saver's newest committed step, newest failure, and the durations of its last saves in seconds."""
         self.save_seconds = quantile(_usual(save_seconds), 0.99)
         if committed > self._committed:
             self._committed = committed
@@ -119,14 +118,14 @@ class SaveSchedule:
             self._failures += 1
 
     def save_vote(self, step: int, stop_due: float) -> SaveVote:
-        """What rank 0 wants after the step that follows `step`; `stop_due` is on this clock, 0 when none is known."""
+        """Return rank 0's vote for the step after `step`; `stop_due` is on this clock, 0 if unknown."""
         since = step + 1 - self._tried
         if self._failures and not self._open:
             return SaveVote.SAVE if since >= retry_after(self.steps, self._failures) else SaveVote.NONE
         length = self.steps * quantile(self._quiet, 0.5) if self._auto else 0.0
         if stop_due and skip_before_stop(stop_due - self._clock(), interval=length, save=self.save_seconds):
             return SaveVote.HOLD_BACK
-        # Never faster than a save takes; one that does not end is given up some time, the saver says then what it is.
+        # Never faster than a save takes; a save that does not end is given up eventually, and the saver reports why.
         pause = self._longest() if self._open else self.steps
         return SaveVote.SAVE if self._auto and since >= pause else SaveVote.NONE
 
@@ -147,7 +146,7 @@ class SaveSchedule:
         return min(self._config.auto.most, limit // 2) if limit else self._config.auto.most
 
     def _slowdown(self, step: float) -> float:
-        """What steps beside one save take longer in all; 0 until enough of them are known."""
+        """Return the total slowdown of the steps during one save; 0 until there are enough samples."""
         if len(self._busy) < _ENOUGH or len(self._quiet) < _ENOUGH:
             return 0.0
         beside = quantile(self._busy, 0.5)

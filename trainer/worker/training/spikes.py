@@ -1,4 +1,4 @@
-"""PURE: detects NaN and loss spikes. All ranks read the same sums, so all of them decide alike."""
+"""PURE: detection of NaN and loss spikes. All ranks read the same sums, so they take the same decisions."""
 
 import math
 from bisect import bisect_left, insort
@@ -9,23 +9,25 @@ from trainer.contract.config_sections.fault_detection_config import SpikeConfig
 from trainer.worker.training.reduction import StepResult
 
 _NORMAL = 1.4826
-"""Median absolute deviation to standard deviation, of normally distributed values."""
+"""Ratio of standard deviation to median absolute deviation for normally distributed values."""
 _FLOOR = 0.01
-"""The deviation counts as at least this share of the median: losses that hardly differ make no spike of a ripple."""
+"""Minimum deviation as a share of the median, so that a ripple in nearly constant losses is no spike."""
 _AS_A_FACTOR = 0.5
-"""Of the limit, in deviations of the logarithm: losses near zero differ by factors, the highest far above the median
-being as usual as the lowest just below it."""
+"""Share of the limit that applies to deviations of the logarithm.
+
+Losses near zero differ by factors: the highest, far above the median, are as usual as the lowest just below it.
+"""
 _HIGH = 0.5
-"""A spike is so much above the median, as a share of it: what is rare in a quiet run need not be harmful."""
+"""Minimum height of a spike above the median, as a share of it: rare losses in a quiet run may be harmless."""
 
 _LEVEL = 10.0
 """A new level of the losses is at most this many times the old one."""
 
 
 class BadStep(ArithmeticError):
-    """A step whose loss or gradient is none to go on from; nothing that came after it has been saved.
+    """A step with an unusable loss or gradient; no later state has been saved.
 
-    `position` is where its batch stands in the data: what was consumed before it.
+    `position` is its batch's position in the data, that is, the amount consumed before it.
     """
 
     def __init__(self, step: int, position: int, reason: str) -> None:
@@ -34,11 +36,11 @@ class BadStep(ArithmeticError):
 
 
 class LossSpike(BadStep):
-    """A loss that is a number, and far above those before it."""
+    """A finite loss far above those before it."""
 
 
 class SpikeDetector:
-    """Judges each loss by those of the newest accepted steps."""
+    """Detector that compares each loss with those of the newest accepted steps."""
 
     def __init__(
         self,
@@ -46,9 +48,9 @@ class SpikeDetector:
         window: deque[float],
         on_new_level: Callable[[int, str], None] = lambda step, why: None,
     ) -> None:
-        """`window`: the newest accepted losses, which the training state owns and checkpoints keep.
+        """Create a detector on `window`, the newest accepted losses, which the training state owns and saves.
 
-        `on_new_level` is called with the step from which on the losses are higher for good, and the reason.
+        `on_new_level` is called with the first step of permanently higher losses, and the reason.
         """
         self._config, self._window, self._on_new_level = config, window, on_new_level
         while len(window) > config.window:
@@ -56,7 +58,7 @@ class SpikeDetector:
         self._sorted = sorted(window)
 
     def judge(self, result: StepResult, position: int, replaced: int) -> None:
-        """Raise BadStep for a step that is none to go on from; `replaced`: batches skipped in its favour."""
+        """Raise BadStep for an unusable step; `replaced` is the number of batches skipped before it."""
         reason = self.check(result.loss, result.grad_norm)
         if reason is None:
             return
@@ -70,18 +72,18 @@ class SpikeDetector:
         self._on_new_level(result.step, f"{reason}, like those of {replaced} skipped batches before it")
 
     def _is_new_level(self, loss: float, replaced: int) -> bool:
-        """Whether other data or another task explains a spike better than one more bad batch."""
-        # As many batches in a row as may be skipped were no better.
+        """Return whether other data or another task explains a spike better than one more bad batch."""
+        # As many batches in a row as may be skipped did not help.
         if replaced < max(1, self._config.roll_backs):
             return False
-        # Bad bytes raise a loss without a bound by orders of magnitude, and training on them does harm.
+        # Corrupt data raises an unbounded loss by orders of magnitude, and training on it does harm.
         median = _median(self._sorted)
         scale = median if self._sorted[0] > 0 else self._distance(median)
         return loss - median <= (_LEVEL - 1) * scale
 
     def check(self, loss: float, grad_norm: float) -> str | None:
-        """Why a step with these is a bad one; None when it is accepted."""
-        # A number that is none would make the weights so too.
+        """Return why a step with these values is bad; None if it is accepted."""
+        # Non-finite values would make the weights non-finite.
         if not math.isfinite(loss) or not math.isfinite(grad_norm):
             return f"loss {loss}, gradient norm {grad_norm}"
         reason = self._spike(loss)
@@ -91,12 +93,12 @@ class SpikeDetector:
 
     def _spike(self, loss: float) -> str | None:
         limit = self._config.deviations
-        # Too few to know what is usual; 0 looks for NaN only.
+        # Too few losses for a baseline; a limit of 0 checks for NaN only.
         if not limit or len(self._window) < self._config.window:
             return None
         median = _median(self._sorted)
         above = loss - median
-        # Cheap, and true of nearly every step: the deviation need not be known.
+        # Cheap, and true for nearly every step: the deviation is not needed.
         if above <= _HIGH * abs(median):
             return None
         if self._sorted[0] > 0:
@@ -104,7 +106,7 @@ class SpikeDetector:
             excess, unit = above / max(spread, _FLOOR * median), "robust standard deviations"
             usual = self._is_usual_factor(loss, median, _AS_A_FACTOR * limit)
         else:
-            # Losses around zero have no usual factor. Equal ones, as of equal rewards, give no scale at all.
+            # Losses around zero have no usual factor. Equal ones, as with equal rewards, give no scale.
             largest = self._distance(median)
             excess, unit = above / largest if largest else 0.0, "times the largest distance of the window"
             usual = False
@@ -121,7 +123,7 @@ class SpikeDetector:
         return max(median - self._sorted[0], self._sorted[-1] - median)
 
     def _is_usual_factor(self, loss: float, median: float, limit: float) -> bool:
-        """Whether the logarithm of `loss` is within `limit` deviations; all losses of the window are positive."""
+        """Return whether the logarithm of `loss` is within `limit` deviations; requires a positive window."""
         usual = math.log(median)
         spread = _NORMAL * _median(sorted(abs(math.log(each) - usual) for each in self._window))
         return math.log(loss) - usual <= limit * max(spread, _FLOOR)

@@ -23,7 +23,7 @@ Validate = Callable[[nn.Module], Mapping[str, Metric]]
 
 
 def held_out_validation(objects: TrainObjects, batches: int) -> Validate | None:
-    """What validates on `batches` batches; None for none. Raises WorkloadError for data that holds none out."""
+    """Return a validation on `batches` held-out batches, None for 0. Raises WorkloadError for data without any."""
     if not batches:
         return None
     data: Any = unwrapped(objects.data)
@@ -36,7 +36,7 @@ def held_out_validation(objects: TrainObjects, batches: int) -> Validate | None:
 
 
 def _mean_loss(objects: TrainObjects, model: nn.Module, data: TokenData) -> Mean:
-    """Of this rank's share; of a pipeline only the ranks of the last stage know it, and count."""
+    """Return the mean loss of this rank's share; in a pipeline only the ranks of the last stage know it, and count."""
     pipeline, loss = pipeline_of(model), objects.workload.loss
     if pipeline is not None:
         found, knows = [pipeline.evaluate(batch) for batch in data.held_out()], pipeline.has_last
@@ -46,11 +46,11 @@ def _mean_loss(objects: TrainObjects, model: nn.Module, data: TokenData) -> Mean
 
 
 LOSS = "loss"
-"""A number that every checkpoint has, whatever the workload returns."""
+"""Name of a number in every checkpoint, whatever the workload returns."""
 
 
 def refuse_unknown_metric(wanted: str, returned: Collection[str]) -> None:
-    """Raise WorkloadError when the best checkpoints are to be chosen by a number that does not exist."""
+    """Raise WorkloadError if the metric for the best checkpoints does not exist."""
     known = (LOSS, *returned)
     if wanted and wanted not in known:
         names = ", ".join(dict.fromkeys(known))
@@ -58,35 +58,35 @@ def refuse_unknown_metric(wanted: str, returned: Collection[str]) -> None:
 
 
 def steps_on_plateau(scheduler: object) -> TypeGuard[torch.optim.lr_scheduler.ReduceLROnPlateau]:
-    """Whether it steps after a validation, with what that found, and not after every optimizer step."""
+    """Return whether the scheduler steps after a validation, with its result, instead of after every optimizer step."""
     return isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
 
 
 class Validation:
-    """Calls `validate` of the workload, or without one validates on what is held out; the same on every rank."""
+    """Validation by the workload's `validate`, or else on held-out data; the same on every rank."""
 
     def __init__(self, objects: TrainObjects, config: ValidationConfig, *, last: int) -> None:
-        """It is due after every `config.every` steps (0: never) and after step `last`; raises WorkloadError."""
+        """Create a validation due every `config.every` steps (0: never) and after step `last`; raises WorkloadError."""
         self._objects, self._every, self._last = objects, config.every, last
         self._validate: Validate | None = hook(objects.workload, "validate")
         if self._validate is None:
             self._validate = held_out_validation(objects, config.batches)
         self.names: tuple[str, ...] = ()
-        """Names of the newest validation, those without a value included."""
+        """Names of the newest validation, including those without a value."""
 
     @property
     def exists(self) -> bool:
-        """Whether the run validates at all."""
+        """Whether the run has a validation."""
         return self._validate is not None
 
     def is_due(self, step: int) -> bool:
-        """Whether to validate after this step."""
+        """Return whether to validate after this step."""
         if self._validate is None or not step:
             return False
         return step == self._last or bool(self._every and step % self._every == 0)
 
     def run(self) -> dict[str, float]:
-        """Validate now: collective. Raises WorkloadError for what is no number."""
+        """Validate now; collective. Raises WorkloadError for a result that is not a number."""
         assert self._validate is not None
         with _evaluation(self._objects):
             found = self._validate(self._objects.model)
@@ -105,7 +105,7 @@ class Validation:
 
 @contextmanager
 def _evaluation(objects: TrainObjects) -> Iterator[None]:
-    """No gradients, evaluation mode, and generators of its own: whether a run validates changes none of its steps."""
+    """Disable gradients, use evaluation mode and restore generators, so that validation changes no training step."""
     model, optimizer, device = objects.model, objects.optimizer, objects.layout.device
     modes = [(module, module.training) for module in model.modules()]
     generators = pack_rng(device)
@@ -118,9 +118,9 @@ def _evaluation(objects: TrainObjects) -> Iterator[None]:
             yield
     finally:
         for module, mode in modes:
-            if type(module).train is not nn.Module.train:  # it may take back what it did at `eval()`, as LoRA does
+            if type(module).train is not nn.Module.train:  # it may undo its own `eval()`, as LoRA does
                 module.train(mode)
-        for module, mode in modes:  # `train()` of a module thaws what the workload has frozen in it
+        for module, mode in modes:  # a module's `train()` thaws parts that the workload has frozen
             module.training = mode
         for module in model.modules():
             if isinstance(module, FSDPModule):  # the last units of a forward pass without a backward pass stay whole

@@ -91,10 +91,7 @@ class Checkpointer:
         """The newest step committed on every rank when `save` was last called; the same value on all ranks."""
         self._newest: int | None = None  # step of the save that started last
         self.failure: str | None = None
-        """Reason why the newest save failed or was skipped, known on every rank; None if it succeeded.
-
-        Settled after `wait`.
-        """
+        """Reason why the newest save failed, known on every rank; None if it succeeded. Settled after `wait`."""
         self.lasting: SaveFailed | None = None
         """Failure that repeats at every save, known on every rank; training on would only lose more work."""
         self.stall_seconds = 0.0
@@ -195,10 +192,7 @@ class Checkpointer:
         )
 
     def _reason_to_skip(self, agreed: SaveAgreement) -> str | None:
-        """Return why the save must be skipped.
-
-        Training never waits for a disk: a save needs a free copy on every rank.
-        """
+        """Return why to skip the save. Training never waits for a disk: a save needs a free copy on every rank."""
         if not agreed.same and not agreed.idle:
             return "the state has another structure than before, and an earlier save is still being written"
         if not agreed.has_room:

@@ -73,7 +73,7 @@ def _joined(file: str, parts: Sequence[Region]) -> FileEntry:
 
 SCHEMA = "orch.commit/1"
 DELETED = "DELETED"
-"""Tombstone, published before COMMIT is deleted and itself deleted last; a folder that holds it is no checkpoint."""
+"""Tombstone, published before COMMIT is deleted and itself deleted last; a folder with it is not a checkpoint."""
 
 _NAME = re.compile(r"step-(\d{8,})\.(\d{3,})-([0-9a-z]{1,32})(?:-(\d{1,4}))?")
 _HEX = re.compile(r"[0-9a-f]{32}")

@@ -78,10 +78,7 @@ def intersect(piece: Piece, number: int, local: Box) -> Slice | None:
 
 
 def strips(whole: Sequence[int], need: Slice, itemsize: int, base: int) -> list[Strip]:
-    """Return the strips of a needed slice in its file, in order.
-
-    `whole` is the piece's shape, `base` the file offset of its values.
-    """
+    """Return a slice's strips in its file; `whole` is the piece's shape, `base` the file offset of its values."""
     steps = list(itertools.accumulate(reversed(whole), lambda step, size: step * size, initial=itemsize))
     steps = steps[-2::-1]  # bytes between neighbours, in every dimension
     start = base + sum(at * step for at, step in zip(need.source, steps, strict=True))

@@ -201,10 +201,7 @@ class TierRetention:
         return self._delete([entry for entry, _ in gone])
 
     def _delete_orphaned(self, held: Collection[str]) -> bool:
-        """Delete checkpoints of ended attempts that are not inherited, once this attempt has its own.
-
-        Node-local disks only.
-        """
+        """Delete uninherited checkpoints of ended attempts from a node-local disk, once this attempt has its own."""
         tier, owner, ended_attempts = self._tier, self._owner, attempt_ids(self._owner.ended_attempts)
         if tier.shared or not ended_attempts:
             return True
@@ -224,10 +221,7 @@ class TierRetention:
         return newest_restore_tested(verdicts, self._tier.path, self._tier.storage, names)
 
     def _delete(self, entries: Sequence[Entry]) -> bool:
-        """Delete entries; return False if the fence was lost.
-
-        One failure does not stop the others, then raises OSError.
-        """
+        """Delete entries; return False if the fence was lost. A failure is raised after trying the other entries."""
         errors = []
         for entry in entries:
             try:

@@ -264,10 +264,10 @@ def copy_file(
 ) -> int:
     """Copy `folder/entry.name` durably; return the bytes written, 0 if the target already has an identical file.
 
-    Raises Refused (with the chunk) if the source does not match `entry`; no such byte is passed on or retried. Raises
-    OSError if retries do not help, with errno ECANCELED once `stopped` returns True, which is checked before every
-    chunk. A half-written file is deleted, or replaced by the next try. After a stop it is left in place, because
-    another process may have taken it over.
+    Raises Refused (with the chunk) if the source does not match `entry`; no mismatching byte is passed on, and the
+    copy is not retried. Raises OSError if retries do not help, with errno ECANCELED once `stopped` returns True,
+    which is checked before every chunk. A half-written file is deleted, or replaced by the next try. After a stop
+    it is left in place, because another process may have taken it over.
     """
     job = _Copy(source, target, folder, entry, throttle or Throttle(0.0), stopped)
     tries = itertools.count()

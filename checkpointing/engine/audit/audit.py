@@ -48,7 +48,7 @@ ChooseFiles = Callable[[Sequence[str], Manifest], Sequence[str]]
 
 
 def strays(storage: Storage, manifest: Manifest) -> list[Fault]:
-    """Return files in the folder that are listed nowhere."""
+    """Return a fault for each file in the folder that the manifest does not list."""
     known = {COMMIT, MANIFEST, *(entry.name for entry in manifest.files)}
     found = sorted(set(storage.list(manifest.name)) - known)
     return [Fault(file=name, chunk=None, reason=f"is not listed in {MANIFEST}") for name in found]
@@ -407,7 +407,7 @@ class _Examined:
     def take(self, block: Tensor, offsets: tuple[int, ...]) -> None:
         self._parts.append(partial(block, offsets, self._shape))
         if block.is_floating_point() or block.is_complex():
-            # float8 has no isfinite
+            # torch.isfinite does not support float8.
             seen = block.float() if block.is_floating_point() and block.itemsize == 1 else block
             self.wild += int(block.numel() - torch.isfinite(seen).sum())
             self.nans += int(torch.isnan(seen).sum())

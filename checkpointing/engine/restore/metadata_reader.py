@@ -199,10 +199,7 @@ def _whole(numbers: Iterable[Any], count: int | None = None) -> tuple[int, ...]:
 
 
 def with_places(storage: Storage, manifest: Manifest, index: Index, files: Iterable[str]) -> list[Piece]:
-    """Return the pieces in `files` with the positions of their values; reads verified records.
-
-    Raises Refused or OSError.
-    """
+    """Return the pieces in `files` with the positions of their values, verified; raises Refused or OSError."""
     found = []
     for file in files:
         entry = manifest.file(file)

@@ -147,10 +147,7 @@ class _File:
             os.posix_fadvise(self._probe, 0, 0, os.POSIX_FADV_RANDOM)
 
     def fill(self, view: memoryview, room: memoryview, offset: int) -> int:
-        """Fill `view` from `offset`; return the bytes read, fewer at the end of the file.
-
-        `room` is `view` up to a page's end.
-        """
+        """Fill `view`; return the bytes read, fewer at the end of the file. `room` is `view` up to a page's end."""
         if self._descriptor < 0:
             with self._lock:
                 return self._stream_into(view, offset)

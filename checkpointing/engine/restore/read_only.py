@@ -94,7 +94,8 @@ class ReadOnlyCheckpoint:
         """Return a line for each loaded tensor whose values differ from the saved ones; collective.
 
         The list is sorted and the same on every rank. It reads the current values, so call it before training. Tensors
-        that no rank has loaded are not compared; without fingerprints (`has_fingerprints`) none is. Raises Refused.
+        that no rank has loaded are not compared; without fingerprints (`has_fingerprints`) the list is empty. Raises
+        Refused.
         """
         if not self.has_fingerprints:
             return []

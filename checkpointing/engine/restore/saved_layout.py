@@ -129,10 +129,7 @@ def _nbytes(tensor: Tensor) -> int:
 
 
 def _served(tensor: Tensor, items: Sequence["Item"]) -> bool:
-    """Return whether the rank's own items hold all of its part.
-
-    An empty part needs an item too; otherwise no rank reports the tensor.
-    """
+    """Return whether the rank's items hold all of its part; an empty part needs an item, to report the tensor."""
     local = local_box(tensor)
     needs = [intersect(item.piece, 0, local) for item in items if item.share.whole == tuple(tensor.shape)]
     return bool(items) and sum(math.prod(need.sizes) for need in needs if need is not None) == local.volume

@@ -268,7 +268,7 @@ class Saver:
         )
 
     def _sealed(self, manifest: Manifest | Failed | None) -> Commit | Failed:
-        """Seal on every rank that must; return COMMIT, or the failure, the same on every rank."""
+        """Seal on rank 0, or once per node in a node-local tier; return COMMIT or the failure, equal on every rank."""
         if not self._place.shared:
             told: Manifest | Failed = self._ranks.broadcast(manifest)
             manifest = told

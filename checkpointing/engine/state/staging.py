@@ -370,10 +370,7 @@ class Stager:
         return staged
 
     def stage_buckets(self, staged: Staged, parts: Sequence[Tensor]) -> None:
-        """Copy the parts of a plan with buckets, while another thread empties them.
-
-        Returns once the last bucket is copied.
-        """
+        """Copy the parts of a plan with buckets until the last one is copied; another thread must empty them."""
         if self.plan.whole:
             return
         of = {item: parts[at] for item, at in zip(self.plan.items, self._sources, strict=True)}

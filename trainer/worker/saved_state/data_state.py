@@ -26,7 +26,7 @@ def _name(dp_rank: int) -> str:
 
 
 class DataState:
-    """Saved and restored data of one rank; ranks that share layers or sequences have the same data."""
+    """Save and restore of one rank's data; ranks that share layers or sequences have the same data."""
 
     def __init__(self, data: Data, layout: Layout, model: nn.Module, device: torch.device) -> None:
         """Check the data's interface; raises WorkloadError for data without a savable position."""

@@ -239,7 +239,7 @@ class TrainState:
         self._gather, self._late_step = gather, self.step + OBSERVED_STEPS
 
     def _share_reasons(self, of_ranks: Sequence[Sequence[Sequence[Any]]]) -> None:
-        """Report on rank 0 the losses that only other ranks have found."""
+        """Report on rank 0 the lost state that only other ranks have found."""
         self._unshared = []
         found: dict[tuple[int, str], list[int]] = {}
         for rank, reasons in enumerate(of_ranks):

@@ -70,10 +70,7 @@ class Passes(Protocol):
     """Seconds of exposed pipeline communication in the previous step: `receives`, `sends`, `reductions`."""
 
     def run(self, step: int, batches: Sequence[Any], scale: float) -> torch.Tensor:
-        """Compute the gradients of all micro-batches, times `scale`; return this rank's mean loss.
-
-        Raises WorkloadError.
-        """
+        """Compute all micro-batches' gradients, times `scale`; return this rank's mean loss. Raises WorkloadError."""
 
 
 def passes_of(objects: TrainObjects, phases: PhaseTracker, drill: Drill, reduce: Reduce) -> Passes:

@@ -154,7 +154,7 @@ class StepResult:
     stop: StopReason
     message: RankZeroMessage
     used_alike: bool = True  # whether all ranks have gradients of the same parameters
-    gradients_alike: bool = True  # whether ranks with all gradients have equal ones
+    gradients_alike: bool = True  # whether ranks that hold all gradients hold equal ones
     own: list[float] = field(default_factory=list)  # of the workload's own numbers
     loads: list[float] = field(default_factory=list)  # tokens of each expert, layer by layer
 

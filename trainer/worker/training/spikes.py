@@ -11,7 +11,7 @@ from trainer.worker.training.reduction import StepResult
 _NORMAL = 1.4826
 """Ratio of standard deviation to median absolute deviation for normally distributed values."""
 _FLOOR = 0.01
-"""Minimum deviation as a share of the median, so that a ripple in nearly constant losses is no spike."""
+"""Minimum deviation as a share of the median, so that ripples in nearly constant losses do not count."""
 _AS_A_FACTOR = 0.5
 """Share of the limit that applies to deviations of the logarithm.
 

@@ -191,9 +191,9 @@ def _corrupt(store: "Store", run: "Run", tier: Tier, refused: bool) -> Iterator[
 
 
 def _may_live(run: "Run", attempts: "Sequence[Attempt]") -> bool:
-    """Whether an attempt of the run may still read its checkpoints.
+    """Return whether an attempt of the run may still read its checkpoints.
 
-    A LOST one may, until a later attempt was allowed or the run is over.
+    A LOST attempt may until a later one was allowed or the run has ended.
     """
     if any(attempt.state in LIVE_ATTEMPTS for attempt in attempts):
         return True

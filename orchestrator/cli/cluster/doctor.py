@@ -231,7 +231,7 @@ def _cluster(source: str, found: list[Check]) -> dict[str, Any]:
 
 def _jobs(source: str) -> dict[str, Resources]:
     """Return the resources of a run of this configuration, by its name; empty if Slurm is not available here."""
-    from orchestrator.config.compose import compose  # as above
+    from orchestrator.config.compose import compose  # omegaconf: as above
     from orchestrator.scheduler.available_schedulers import kinds
     from orchestrator.submission.create_run import first_job
 

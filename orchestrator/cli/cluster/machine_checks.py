@@ -1,4 +1,4 @@
-"""Checks of this machine for `orch doctor`: Python, packages, folders, file locks."""
+"""Checks of this machine for `orch doctor`: Python, packages, compiler, folders, registry."""
 
 import os
 import secrets

@@ -99,7 +99,7 @@ class DrillRun:
         Raises Precondition if the job refuses it or ends first, WaitTimeout after `seconds`.
         """
         self._nodes = found.heartbeat.nodes
-        last = found.cluster.nodes - 1  # spares have no place that could be hit
+        last = found.cluster.nodes - 1  # a spare node cannot be the target
         match self._kind:
             case "full-disk" if self._disk is not None:
                 self._disk.fill()

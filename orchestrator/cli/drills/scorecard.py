@@ -103,7 +103,7 @@ def score(
 
     `events` are sorted by time, `steps` are the lines of steps.jsonl, and `state` is the run's. `failure` is the
     controller's classification of the attempt, for faults after which no process of it could report. `running_for` is
-    for commands, whose steps are unknown: seconds before `now` since which the ranks must have been running again.
+    for commands, whose steps are unknown: the seconds up to `now` for which the ranks must have been running again.
     """
     expected = EXPECTED[kind]
     fault = _fault(kind, events)

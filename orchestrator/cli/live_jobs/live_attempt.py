@@ -43,7 +43,7 @@ class LiveAttempt:
     run: str
     folder: RunDir
     attempt_dir: AttemptDir
-    heartbeat: Heartbeat  # its newest one
+    heartbeat: Heartbeat  # the newest one
 
     def send_request(self, kind: RequestKind, reason: str, *, value: float | None = None, detail: str = "") -> str:
         """Write a request to the folder that agent 0 polls once a second; return the request's name."""

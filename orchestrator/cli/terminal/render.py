@@ -202,7 +202,7 @@ class Screen:
         return f"\x1b[{style}m{piece}\x1b[0m" if coloured else piece
 
     def _console(self, stream: TextIO) -> Any:
-        from rich.console import Console  # as above
+        from rich.console import Console  # rich: only where it is used
 
         width = None if stream.isatty() else _PAGE
         return Console(file=stream, no_color=self.colorless, highlight=False, soft_wrap=False, width=width)
@@ -261,7 +261,7 @@ class Screen:
     @contextmanager
     def live_page(self) -> Iterator[Callable[[Callable[[], None]], None]]:
         """Show a page that is redrawn in place; yields a function that takes the function that prints the page."""
-        from rich.live import Live  # as above
+        from rich.live import Live  # rich: only where it is used
         from rich.text import Text
 
         canvas = self._console(sys.stdout)
@@ -283,7 +283,7 @@ class Screen:
         """Lines left in the live display, and its columns; None without a live display."""
         if self._page is None:
             return None
-        from rich.text import Text  # as above
+        from rich.text import Text  # rich: only where it is used
 
         used = sum(len(Text.from_ansi(line).wrap(self._canvas, self._canvas.width)) for line in self._page)
         return max(0, self._canvas.height - used), self._canvas.width
@@ -299,7 +299,7 @@ class Screen:
         if not self.live:
             yield lambda _done, _total: None
             return
-        from rich import progress  # as above
+        from rich import progress  # rich: only where it is used
 
         parts: list[Any] = [progress.TextColumn("{task.description}"), progress.BarColumn()]
         if unit == "bytes":

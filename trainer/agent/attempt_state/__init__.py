@@ -1,1 +1,1 @@
-"""What the coordinator knows of its attempt and generation, and the files that show it."""
+"""The coordinator's view of its attempt and generations, and the files that publish it."""

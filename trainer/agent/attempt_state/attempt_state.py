@@ -1,4 +1,4 @@
-"""State of one attempt, with its progress, its files and the coordinator's time limits."""
+"""State of one attempt: progress, published files and the coordinator's time limits."""
 
 import asyncio
 import sys
@@ -34,39 +34,38 @@ from trainer.contract.run_dir import AttemptDir, RunDir
 
 @dataclass(frozen=True, kw_only=True)
 class Timeouts:
-    """Seconds; tests pass shorter ones."""
+    """Time limits in seconds; tests pass shorter ones."""
 
     join: float = 300.0
-    """For all agents to join: srun starts them within seconds, but file systems show new files late."""
+    """All agents join. srun starts them within seconds, but file systems show new files late."""
     preflight: float = 120.0
-    """For all agents to report their preflight."""
+    """All agents report their preflight."""
     ready: float = 1800.0
-    """For all fork servers to start: importing torch on a busy parallel file system takes minutes at worst."""
+    """All fork servers start. Importing torch from a busy parallel file system takes minutes at worst."""
     more_nodes: float = 10.0
-    """For more nodes to join, or to pass preflight, when as many as the job needs are there."""
+    """Additional nodes join or pass preflight after the job already has as many as it needs."""
     kill: float = 60.0
-    """For the ranks of a failed generation to be gone."""
+    """The ranks of a failed generation exit."""
     rejoin: float = 5.0
-    """For an agent to join again that disconnected before its first message: its connection may have timed out."""
+    """An agent that disconnected before its first message rejoins; its connection may have timed out."""
     verdict: float = 5.0
-    """For a verdict to be written, or records of dead ranks to be read: a hung file system delays the kill so long."""
+    """A verdict is written, or records of dead ranks are read. A hung file system delays the kill by this much."""
     heartbeat: float = 5.0
-    """For a heartbeat to be written; the next one is due after a second."""
+    """A heartbeat is written; the next one is due after a second."""
     outcome: float = 10.0
-    """For the outcome to be written: the agents have to hear of the end after it, and Slurm's KillWait is 30."""
+    """The outcome is written. The agents must learn of the end afterwards, and Slurm's KillWait is 30."""
 
 
 MOST = 64
-"""Ranks that are listed; of a larger job, the slow ones and those that have stood still longest."""
+"""Maximum number of ranks listed: in a larger job, the slow ones and those that have not moved for longest."""
 
 
 def rank_readings(
     seen: Sequence[RankSample], *, world: int, time: float, generation: int, p99: Mapping[str, float],
     ratios: Mapping[int, float], command: bool = False,
 ) -> RankReadings:  # fmt: skip
-    """One reading of some of `world` ranks; `ratios` has those whose own work takes longer than that of their peers.
-
-    `command`: they are a user's own program, of which neither step nor phase nor a sign of life is known.
+    """Return one reading of the sampled ranks. `ratios` holds the ranks whose own work takes longer than their peers'.
+    `command`: the ranks run a user program, whose step, phase and last sign of life are unknown.
     """
     ranks = tuple(
         RankReading(
@@ -81,7 +80,7 @@ def rank_readings(
 
 
 class AttemptProgress:
-    """Merges what the agents report into one line; keeps the last known values between generations."""
+    """Merged progress of all nodes; keeps the last known values between generations."""
 
     def __init__(self, attempt: int, job_id: str, clock: Callable[[], float]) -> None:
         self._attempt, self._job_id, self._clock, self._seq = attempt, job_id, clock, 0
@@ -89,15 +88,17 @@ class AttemptProgress:
         self.loss: float | str | None = None
         self.phase = "init"
         self._saves: dict[int, str] = {}
-        self.unsaved_bytes = 0  # of the checkpoint that could not be saved last
+        self.unsaved_bytes = 0  # of the checkpoint whose save failed last
 
     @property
     def saves_failing(self) -> str:
-        """Since when saves fail, and why; empty while they work."""
+        """Return since when and why saves fail; empty while they succeed."""
         return next((self._saves[rank] for rank in sorted(self._saves)), "")
 
     def note_saves(self, rank: int, trouble: str, size: int) -> None:
-        """A rank says why saves of so many bytes fail. Rank 0 commits for all: what works for it works."""
+        """Record a rank's report that saves of `size` bytes fail.
+        Rank 0 commits for all, so its success clears every report.
+        """
         self.unsaved_bytes = size or self.unsaved_bytes
         if rank == 0:
             self._saves.clear()
@@ -105,7 +106,7 @@ class AttemptProgress:
             self._saves[rank] = trouble[:LONGEST_TROUBLE]
 
     def merge(self, reports: Sequence[ProgressReport]) -> None:
-        """Take in the newest report of every node, node rank 0's first; nodes that know no step yet do not count."""
+        """Merge the newest report of every node, node rank 0 first; nodes that have no step yet are ignored."""
         if not reports:
             return
         slowest = min(reports, key=lambda report: report.step)
@@ -136,23 +137,23 @@ class AttemptProgress:
 
 
 ADDRESS_SECONDS = 60.0
-"""How long writing the coordinator's address may take: after this agents stop looking for it."""
+"""Limit for writing the coordinator's address; agents stop looking for it after this time."""
 
 Reading = tuple[Heartbeat, RankReadings | None]
-"""What heartbeat.json says, and ranks.json, when there is something new."""
+"""Content of heartbeat.json, and of ranks.json if it has changed."""
 
 
 class Outbox:
-    """Every read and write has a bound, in a thread that the exit does not wait for; raises no OSError."""
+    """Bounded file access of the coordinator. Runs in threads that the exit does not wait for; raises no OSError."""
 
     def __init__(self, attempt: AttemptDir, *, heartbeat: float, outcome: float) -> None:
-        """`heartbeat` and `outcome` are the seconds that their writing may take."""
+        """`heartbeat` and `outcome` are the time limits of those writes, in seconds."""
         self._attempt, self._heartbeat_seconds, self._outcome_seconds = attempt, heartbeat, outcome
         self._showing: asyncio.Future[None] | None = None
         self._looking: asyncio.Future[bool] | None = None
 
     async def be_found(self, fields: Mapping[str, Any]) -> None:
-        """Take room for the outcome, and write where the coordinator listens; raises OSError: no agent can join."""
+        """Reserve space for the outcome and publish the listening address. Raises OSError; no agent can join then."""
 
         def write() -> None:
             AttemptOutcome.reserve(self._attempt.outcome)
@@ -161,9 +162,8 @@ class Outbox:
         await run_detached(write, ADDRESS_SECONDS)
 
     async def show(self, reading: Callable[[], Reading]) -> None:
-        """Replace heartbeat.json and ranks.json; skipped while an earlier write is still under way.
-
-        Never two at once: the older one could finish last, and its content would stay.
+        """Replace heartbeat.json and ranks.json; skipped while an earlier write is in progress.
+        Two writes never overlap: the older one could finish last and its content would stay.
         """
         give_up = time.monotonic() + self._heartbeat_seconds
         while self._showing is not None and not self._showing.done():
@@ -177,20 +177,22 @@ class Outbox:
         self._raise_bugs()
 
     def _write(self, beat: Heartbeat, ranks: RankReadings | None) -> None:
-        """Replace the last readings; raises OSError."""
+        """Write the readings to their files; raises OSError."""
         beat.write(self._attempt.heartbeat)
         if ranks is not None:
             ranks.write(self._attempt.ranks)
 
     def _raise_bugs(self) -> None:
-        """A full disk must not end a run that computes; its heartbeat grows old, and that is seen."""
+        """Re-raise errors other than OSError.
+        A full disk must not end a healthy run; its heartbeat goes stale, which is detected.
+        """
         if self._showing is not None and self._showing.done():
             error = self._showing.exception()
             if error is not None and not isinstance(error, OSError):
                 raise error
 
     async def look(self, condition: Callable[[], bool]) -> bool:
-        """Whether `condition` holds; False, and not asked again, while the file system does not answer."""
+        """Return whether `condition` holds; False, without a second call, while the file system does not answer."""
         if self._looking is None:
             self._looking = start_detached(condition)
         await asyncio.wait([self._looking], timeout=self._heartbeat_seconds)
@@ -200,7 +202,7 @@ class Outbox:
         return looked.result()
 
     async def leave(self, outcome: AttemptOutcome) -> None:
-        """Write the outcome; where that fails the agents' exit code still says how the attempt ended."""
+        """Write the outcome; if that fails, the agents' exit code still reports how the attempt ended."""
         path = self._attempt.outcome
         try:
             await run_detached(lambda: outcome.write(path), self._outcome_seconds)
@@ -211,17 +213,17 @@ class Outbox:
 
 
 class AttemptState:
-    """What the coordinator knows of its attempt: the agents, the current generation, its history, a stop request."""
+    """State of an attempt: agents, current generation, history and stop request."""
 
     def __init__(
         self, *, run: RunDir, attempt: AttemptDir, config: JobConfig, identity: NodeIdentity, events: EventLog,
         token: LaunchToken, started: float, timeouts: Timeouts | None = None,
     ) -> None:  # fmt: skip
-        """`started` is when the job began, on the monotonic clock."""
+        """`started` is the job's start on the monotonic clock."""
         self.run_dir, self.attempt_dir, self.config, self.identity = run, attempt, config, identity
         self.events, self.token, self.timeouts = events, token, timeouts or Timeouts()
         self.started_at = psutil.Process().create_time()
-        """When this job's first process began: an interpreter takes a second until it gets here."""
+        """Start time of this job's first process; the interpreter takes about a second to get here."""
         self.stage = Stage.JOINING
         self.inbox: asyncio.Queue[tuple[int, InboxMessage]] = asyncio.Queue()
         self.roster = Roster(
@@ -238,13 +240,13 @@ class AttemptState:
         self.outbox = Outbox(attempt, heartbeat=self.timeouts.heartbeat, outcome=self.timeouts.outcome)
 
     def deliver(self, node: int, message: InboxMessage) -> None:
-        """Put a message into the inbox; `node` is -1 for one of the coordinator itself."""
+        """Put a message into the inbox; `node` is -1 for the coordinator's own messages."""
         self.inbox.put_nowait((node, message))
 
     # -- the current generation --------------------------------------------------------------------------------------
 
     def begin_generation(self) -> Generation:
-        """Number the next generation; its ranks are not started yet."""
+        """Create and number the next generation; its ranks are not started yet."""
         self.generation = Generation(number=self.generation.number + 1, started=time.monotonic())
         self.events.generation, self.stage = self.generation.number, Stage.RUNNING
         return self.generation
@@ -254,25 +256,25 @@ class AttemptState:
         self.generation.fail(failure, time.monotonic())
 
     def attributed(self, failure: Failure | None) -> Failure | None:
-        """The failure, with the drill of this generation that brought it about, if one did."""
+        """Return the failure, marked with this generation's drill if a drill caused it."""
         if failure is None:
             return None
         place = (self.attempt_dir.number, self.generation.number)
         return replace(failure, drill=drill_behind(failure, self.generation.drill, self.config.drill.events, *place))
 
     def reports(self) -> list[ProgressReport]:
-        """The newest report of each training node about the current generation, by node rank."""
+        """Return each training node's newest report on the current generation, ordered by node rank."""
         newest = [member.progress for member in self.roster.training_members()]
         return [report for report in newest if report.generation == self.generation.number]
 
     def merge_reports(self) -> None:
-        """Bring the attempt's progress up to date with what the nodes have reported."""
+        """Update the attempt's progress from the nodes' reports."""
         self.progress.merge(self.reports())
         if self.config.command:
-            self.progress.phase = "command"  # the phases of a user's program are not known
+            self.progress.phase = "command"  # phases of a user program are unknown
 
     def heartbeat(self) -> Heartbeat:
-        """The next heartbeat."""
+        """Return the next heartbeat."""
         return self.progress.beat(generation=self.generation.number, nodes=self.roster.names(), state=self.stage)
 
     # -- stopping ----------------------------------------------------------------------------------------------------
@@ -283,14 +285,14 @@ class AttemptState:
         self.send_stop()
 
     def send_stop(self) -> bool:
-        """Ask the ranks to save and stop; False when no stop was requested."""
+        """Ask the ranks to save and stop; returns False if no stop was requested."""
         stop = self.stopping.stop
         if stop is not None:
             self.roster.broadcast(AskStop(reason=stop.reason, seconds=self.stopping.left(time.monotonic())))
         return stop is not None
 
     def announce_stop(self, now: float) -> None:
-        """Tell the ranks when a stop is expected, so that they begin no save just before the one that it brings."""
+        """Announce the expected time of a stop, so that ranks start no save shortly before the final one."""
         at = self.stopping.expected_at
         if at is not None and self.generation.number and abs(at - self.generation.stop_announced) > 1.0:
             self.generation.stop_announced = at
@@ -299,7 +301,7 @@ class AttemptState:
     # -- decisions ---------------------------------------------------------------------------------------------------
 
     def situation(self, command: CommandPast | None) -> Situation:
-        """All that `in_job_policy.decide` depends on; `command` is what is known of a user's own program."""
+        """Return the input of `in_job_policy.decide`; `command` is the history of a user program."""
         now, generation, stop = time.monotonic(), self.generation, self.stopping.stop
         failed_at = generation.first_failure
         ran_for = (failed_at or now) - generation.started
@@ -329,7 +331,7 @@ class AttemptState:
         )
 
     async def record_decision(self, decision: Decision) -> None:
-        """Record what ends the current generation; a skipped batch is on disk when this returns, if the disk works."""
+        """Record what ended the current generation; a skipped batch is on disk on return unless the disk fails."""
         self.history.record_failure(
             self.attributed(decision.failure), decision.mark, self.generation.restored, decision.suspect,
             decision.skip, requested=bool(self.generation.drill),
@@ -341,7 +343,7 @@ class AttemptState:
             await record_skip(decision.skip, self.attempt_dir, self.events)
 
     def replace_nodes(self, decision: Decision) -> Decision | None:
-        """Put spares in the place of lost or blamed nodes; a Decision when the attempt ends instead."""
+        """Replace lost or blamed nodes with spares; returns a Decision if the attempt ends instead."""
         self.generation.broken, self.history.new_nodes = None, True
         failure = self.attributed(decision.failure)
         return node_replacement.replace(decision, self.roster, self.events, drill=failure.drill if failure else "")

@@ -1,4 +1,4 @@
-"""What the coordinator knows of the current generation, and of those before it."""
+"""The current generation and the history of the earlier ones, as the coordinator sees them."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,42 +15,42 @@ from trainer.contract.skipped_batches import Skip
 
 @dataclass(kw_only=True)
 class AttemptHistory:
-    """What is kept of the generations of this attempt that are over."""
+    """Record of the finished generations of this attempt."""
 
     restarts: int = 0  # since the newest progress
-    rollbacks: int = 0  # the same
+    rollbacks: int = 0  # since the newest progress
     saved: int = 0  # newest step of a checkpoint of this run, when the attempt began or since
     advanced: bool = False  # the running generation made progress: a checkpoint that is new to the run
-    trained: bool = False  # a step of this attempt, or of one before it
+    trained: bool = False  # a step was trained in this attempt or an earlier one
     mark: str = ""  # of the newest failure
     failed_generations: list[FailedGeneration] = field(default_factory=list)
-    suspects: list[int] = field(default_factory=list)  # steps whose checkpoints are not restored
-    skipped: list[Skip] = field(default_factory=list)  # batches that rollbacks of this attempt have skipped
-    hung: list[str] = field(default_factory=list)  # nodes blamed for a hang, once for each hang
-    hangs: int = 0  # generations that ended with one
+    suspects: list[int] = field(default_factory=list)  # steps whose checkpoints must not be restored
+    skipped: list[Skip] = field(default_factory=list)  # batches skipped by rollbacks of this attempt
+    hung: list[str] = field(default_factory=list)  # nodes blamed for a hang, once per hang
+    hangs: int = 0  # generations that ended in a hang
     generations: int = 0
-    new_nodes: bool = True  # since the last generation, or because there was none
-    fruitless_before: int = 0  # restarts in a row that trained no new step
-    furthest: int = 0  # step that any generation before this one has trained
-    reached: int = 0  # the same of this one; 0: none
+    new_nodes: bool = True  # since the last generation; also True before the first
+    fruitless_before: int = 0  # consecutive restarts that trained no new step
+    furthest: int = 0  # furthest step trained by any earlier generation
+    reached: int = 0  # furthest step of the running generation; 0: none
     again: bool = False  # a generation was started only to save and stop
 
     @classmethod
     def of(cls, token: LaunchToken) -> "AttemptHistory":
-        """The history at the start of an attempt."""
+        """Return the history at the start of an attempt."""
         found = [parse_name(name) for name in (*token.checkpoints, *token.perhaps)]
         newest = max((name.step for name in found if name is not None), default=0)
         return cls(trained=token.trained or newest > 0, saved=newest)
 
     @property
     def fruitless(self) -> int:
-        """Restarts in a row, the running one included, that have trained no step that is new to the attempt."""
+        """Return the number of consecutive restarts, this one included, that trained no step new to the attempt."""
         if self.reached > self.furthest:
             return 0
         return self.fruitless_before + (self.generations > 0)
 
     def situation_fields(self) -> dict[str, Any]:
-        """The fields of `in_job_policy.Situation` that come from the history."""
+        """Return the fields of `in_job_policy.Situation` that come from the history."""
         return {
             "trained": self.trained,
             "restarts": self.restarts,
@@ -69,11 +69,10 @@ class AttemptHistory:
         self, failure: Failure | None, mark: str, restored: int, suspect: int | None, skip: Skip | None = None, *,
         requested: bool = False,
     ) -> None:  # fmt: skip
-        """A generation that began from the checkpoint of step `restored` is over.
-
-        `requested`: a drill that somebody requested ended it, so that its restart does not count.
+        """Record the end of a generation that started from the checkpoint of step `restored`.
+        `requested`: an operator's drill ended it, so the restart does not count.
         """
-        if self.advanced:  # as it does between attempts
+        if self.advanced:  # same rule as between attempts
             self.restarts = self.rollbacks = 0
         self.advanced = False
         self.mark = "" if requested else mark
@@ -92,45 +91,45 @@ class AttemptHistory:
             self.suspects.append(suspect)
 
     def add_report(self, report: ProgressReport) -> None:
-        """Take in a node's progress report."""
+        """Update the history from a node's progress report."""
         self.trained = self.trained or report.stepped or report.restored > 0
         if report.stepped:
             self.reached = max(self.reached, report.step)
         saved = report.saved
         self.advanced, self.saved = self.advanced or saved > self.saved, max(self.saved, saved)
         if saved in self.suspects and report.restored < saved:
-            # Saved anew from an older checkpoint: the state of this step is not the one that was doubted.
+            # Saved again from an older checkpoint, so this step no longer holds the suspect state.
             self.suspects.remove(saved)
             self.failed_generations = [one for one in self.failed_generations if one.restored != saved]
 
 
 @dataclass(kw_only=True)
 class Generation:
-    """One generation; times are on the coordinator's monotonic clock, in seconds."""
+    """State of one generation; times are seconds on the coordinator's monotonic clock."""
 
     number: int = 0
     started: float = 0.0
     ends: dict[int, RankEnd] = field(default_factory=dict)
     first_failure: float | None = None
-    broken: Failure | None = None  # what failed it besides the exits of its ranks
-    dead_ranks_analysed: bool = False  # its dead ranks' flight records were read
-    restored: int = 0  # step of the checkpoint that it began from; 0: none
-    stop_announced: float = 0.0  # when its ranks were told to expect a stop, on the coordinator's clock
-    drill: str = ""  # kind of the newest drill that was requested of it and ends it
+    broken: Failure | None = None  # failure other than an exit of its ranks
+    dead_ranks_analysed: bool = False  # the flight records of its dead ranks were read
+    restored: int = 0  # step of the checkpoint it started from; 0: none
+    stop_announced: float = 0.0  # announced stop time, on the coordinator's clock
+    drill: str = ""  # kind of the newest requested drill that ends this generation
 
     def note(self, end: RankEnd) -> None:
-        """A rank has ended."""
+        """Record the end of a rank."""
         self.ends[end.rank] = end
         if not end.good and self.first_failure is None:
             self.first_failure = end.at
 
     def note_drill(self, kind: str) -> None:
-        """A fault of this kind is injected on request."""
+        """Record that a fault of this kind is injected on request."""
         self.drill = self.drill if kind in HARMLESS else kind
 
     def fail(self, failure: Failure, now: float) -> None:
-        """Something other than a rank failed; the first failure counts, unless no restart fixes a later one."""
-        # Ranks that wait for a dead peer do not move either: the exit of that peer says more.
+        """Record a failure other than a rank's exit; the first one counts, unless a restart cannot fix a later one."""
+        # Ranks that wait for a dead peer do not move either; the peer's exit is the better evidence.
         if failure.kind is FailureKind.HANG and any(not end.good for end in self.ends.values()):
             return
         worse = (

@@ -12,25 +12,25 @@ from trainer.contract.ranks.progress import StopReason
 PRESSING = ("SIGTERM", "SIGINT")
 """Signals that SIGKILL follows soon."""
 WARNINGS = ("SIGUSR1", "SIGUSR2")
-"""Signals before the end of a job: orch asks Slurm for USR2; sites, submitit and Lightning are used to USR1."""
+"""Signals before the end of a job: orch requests USR2 from Slurm; sites, submitit and Lightning use USR1."""
 
 _BEGINS_LATE = 600.0
 _LATE_SHARE = 0.05
-"""Of the job: a clock that is ahead costs no more of it."""
+"""Share of the job's duration: a clock that runs ahead costs at most this much of the job."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bounds:
-    """Seconds that ranks get to agree, save and exit."""
+    """Time limits for the ranks to agree, save and exit, in seconds."""
 
     asked: float = 60.0  # after a request or USR2, or after the last progress since then
-    longest: float = 1800.0  # after a request or USR2, whatever progress there is
+    longest: float = 1800.0  # after a request or USR2, regardless of progress
     term: float = 20.0  # after SIGTERM: Slurm's KillWait is 30
-    margin: float = 5.0  # to the end of the job, for writing the outcome
+    margin: float = 5.0  # before the end of the job, for writing the outcome
 
 
 def parse_time(text: str) -> float | None:
-    """Seconds of a limit in Slurm's notation; None when there is none."""
+    """Return a limit in Slurm's notation as seconds; None if it is unlimited."""
     text = text.strip()
     if not text or time_spans.is_no_limit(text):
         return None
@@ -38,33 +38,33 @@ def parse_time(text: str) -> float | None:
 
 
 def begins_late(lasts: float) -> float:
-    """Seconds by which a coordinator begins after its job, at most: some sites take minutes to start one."""
+    """Return the maximum delay in seconds between job and coordinator start; some sites take minutes to start a job."""
     return min(_BEGINS_LATE, lasts * _LATE_SHARE)
 
 
 def lead(limit: float | None, asked: float) -> float:
-    """Seconds before the end at which an attempt begins to stop: as configured, but never most of a short job."""
+    """Return how many seconds before the end to start stopping: as configured, but at most half of a short job."""
     return asked if limit is None else min(asked, limit / 2)
 
 
 def reason_of(signal_name: str, *, kind: str, left: float | None, lead_seconds: float) -> StopReason:
-    """Why an agent got this signal, with `left` seconds until the end of the job (None: no limit)."""
+    """Return why an agent received this signal, with `left` seconds until the end of the job (None: no limit)."""
     scheduler = traits(kind)
     if left is not None and left <= lead_seconds + scheduler.signal_early:
         return StopReason.TIME_LIMIT
     if signal_name in WARNINGS or scheduler.preempts:
         return StopReason.PREEMPTION
-    # Nothing preempts a job on this machine: a person ends it.
+    # The local scheduler never preempts, so a person ended the job.
     return StopReason.CANCEL
 
 
 def bound(signal_name: str, reason: StopReason, *, now: float, end: float | None, bounds: Bounds) -> float:
-    """By when, on the clock of `now`, ranks must be done; `end` is the job's end on the same clock."""
+    """Return when the ranks must be done. `end` is the job's end; both are on the clock of `now`."""
     last = None if end is None else end - bounds.margin
     if signal_name in PRESSING:
         wish = now + bounds.term
     elif reason is StopReason.TIME_LIMIT and last is not None:
-        wish = last  # all the time there is
+        wish = last  # all remaining time
     else:
         wish = now + bounds.asked
     return max(now, wish if last is None else min(wish, last))
@@ -72,16 +72,16 @@ def bound(signal_name: str, reason: StopReason, *, now: float, end: float | None
 
 @dataclass(frozen=True, kw_only=True)
 class Stop:
-    """A requested stop; `until` is when ranks that have not saved are killed."""
+    """A requested stop; ranks that have not saved by `until` are killed."""
 
     reason: StopReason
     why: str
     until: float
-    latest: float  # `until` is never moved beyond this
+    latest: float  # upper limit of `until`
 
 
 class Stopping:
-    """The end of the job and the first reason to stop; all times are on the coordinator's monotonic clock."""
+    """The end of the job and the first reason to stop; times are on the coordinator's monotonic clock."""
 
     def __init__(self, *, kind: str, started: float, limit: str, signal_lead: float, bounds: Bounds) -> None:
         seconds = parse_time(limit)
@@ -96,10 +96,9 @@ class Stopping:
         self.stop: Stop | None = None
 
     def correct(self, end: float, lasts: float | None = None) -> float:
-        """Note the scheduler's end of the job, as this node's time of day places it; returns the end that counts.
-
-        `lasts`: seconds from the job's start to its end, both on the scheduler's clock. A node's time of day may be
-        hours off, so it counts only as far as the coordinator can have begun after its job.
+        """Set the job's end from the scheduler, converted with this node's time of day; returns the end used.
+        `lasts`: seconds from the job's start to its end, both on the scheduler's clock. A node's time of day may be off
+        by hours, so it counts only within the possible delay of the coordinator's start.
         """
         if lasts is not None:
             latest = self._started + lasts
@@ -108,7 +107,7 @@ class Stopping:
         return end
 
     def heard(self, signal_name: str, now: float) -> Stop:
-        """An agent got a signal."""
+        """Handle a signal that an agent received."""
         left = None if self.end is None else self.end - now
         reason = reason_of(signal_name, kind=self._kind, left=left, lead_seconds=self._lead_now())
         why = f"an agent got {signal_name}"
@@ -116,19 +115,18 @@ class Stopping:
         return self._ask(reason, signal_name, why, now)
 
     def asked(self, why: str, now: float) -> Stop:
-        """There is a stop request in the run directory."""
+        """Handle a stop request found in the run directory."""
         return self._ask(StopReason.CANCEL, "", why or "a stop request", now)
 
     def due(self, now: float) -> bool:
-        """Whether the end of the job is so near that it is time to stop."""
+        """Return whether the end of the job is near enough to stop now."""
         at = self.stop_at
         return self.stop is None and at is not None and now >= at
 
     @property
     def stop_at(self) -> float | None:
-        """When the ranks will be asked to save and stop: early enough for the slowest save seen; None: no end is known.
-
-        Never most of a short job, whatever saves take.
+        """Return when to ask the ranks to save and stop: early enough for the slowest save seen.
+        None if no end is known. At least half of a short job remains for training, however long saves take.
         """
         if self.end is None:
             return None
@@ -139,34 +137,36 @@ class Stopping:
 
     @property
     def expected_at(self) -> float | None:
-        """When a stop may come at the earliest: Slurm's signal can be early."""
+        """Return the earliest time of a stop; Slurm may send its signal early."""
         return (
             None if self.end is None or self.stop_at is None else min(self.stop_at, self.end - self._lead - self._early)
         )
 
     def ending(self, now: float) -> Stop:
-        """The end of the job is near."""
+        """Handle the approaching end of the job."""
         return self._ask(StopReason.TIME_LIMIT, "", "the time limit is near", now)
 
     def overdue(self, now: float) -> bool:
         return self.stop is not None and now >= self.stop.until
 
     def left(self, now: float) -> float:
-        """Seconds that ranks still have to save and exit; infinity while no stop is requested."""
+        """Return the seconds left for ranks to save and exit; infinity if no stop is requested."""
         return float("inf") if self.stop is None else max(0.0, self.stop.until - now)
 
     def again(self, now: float) -> None:
-        """New ranks are asked to stop: they get as much time as if the stop were requested now."""
+        """Extend a pending stop for newly started ranks, as if it were requested now."""
         if self.stop is not None:
             self._put_off(self.stop, now)
 
     def learned(self, reports: Sequence[ProgressReport]) -> None:
-        """How long saves (the 99th percentile) and steps take, as rank 0 has measured it; until it has, as before."""
+        """Record the durations of saves (99th percentile) and steps measured by rank 0.
+        Old values are kept until it has measured any.
+        """
         self._save = max([report.save_seconds for report in reports], default=0.0) or self._save
         self._step = max([report.step_seconds for report in reports], default=self._step) or self._step
 
     def watch(self, reports: Sequence[ProgressReport], now: float) -> None:
-        """Once a second, the nodes' newest reports: ranks that train on or write a checkpoint get more time."""
+        """Extend the stop while the reports show training progress or a checkpoint write. Called every second."""
         seen = [(report.generation, report.step, report.saved) for report in reports]
         moved = seen != self._seen or any(report.phase == "checkpoint" for report in reports)
         self._seen = seen
@@ -174,14 +174,14 @@ class Stopping:
             self._put_off(self.stop, now)
 
     def _put_off(self, stop: Stop, now: float) -> None:
-        """Give the ranks as much time again, up to `latest` and the end of the job."""
+        """Extend the ranks' time, up to `latest` and the end of the job."""
         until = min(now + self._bounds.asked, stop.latest)
         if self.end is not None:
             until = min(until, self.end - self._bounds.margin)
         self.stop = replace(stop, until=max(stop.until, until))
 
     def _ask(self, reason: StopReason, signal_name: str, why: str, now: float) -> Stop:
-        """The first reason stays; a later one can only shorten the time."""
+        """Request a stop; the first reason is kept, and a later one can only shorten the time."""
         first = self.stop
         until = bound(signal_name, first.reason if first else reason, now=now, end=self.end, bounds=self._bounds)
         if first is None:

@@ -1,1 +1,1 @@
-"""The control port: which processes may connect to the coordinator, and the messages between agents."""
+"""Control port: authenticated connections to the coordinator and the messages between agents."""

@@ -1,4 +1,4 @@
-"""The coordinator's listening socket: authenticated peers, their silence, and its own messages."""
+"""The coordinator's listening socket: peer authentication, silence detection and inbox messages."""
 
 import asyncio
 import contextlib
@@ -48,7 +48,7 @@ class AgentLost:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AgentRefused:
-    """An agent of another protocol wanted to join."""
+    """An agent with a different protocol tried to join."""
 
     name: str
     reason: str
@@ -66,7 +66,7 @@ class Fenced:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RequestFound:
-    """There is a request in the run directory."""
+    """A request was found in the run directory."""
 
     request: Request
 
@@ -75,27 +75,29 @@ InboxMessage = FromAgent | AgentJoined | AgentLost | AgentRefused | Tick | Fence
 
 
 AGENT_TIMEOUT_SECONDS = 60.0
-"""An agent (or coordinator) that sends nothing for so long is lost; a live one sends every few seconds at least."""
+"""Silence after which an agent (or coordinator) is lost; a live one sends every few seconds."""
 STALLED_TIMEOUT_SECONDS = 10.0
-"""The same while no rank of the job moves, as when a node has lost the network: its peers wait for it."""
+"""The same limit while no rank of the job moves, as when a node has lost the network and its peers wait for it."""
 POLL_SECONDS = 2.0
-"""How often a listener checks."""
+"""Interval of a listener's checks."""
 LATE_SECONDS = 3.0
-"""A check that is so late means that this process was suspended, or got no CPU time."""
+"""A check delayed by more than this means that this process was suspended or starved of CPU time."""
 
 
 class PeerTimeout:
-    """After a pause of its own the listener starts anew: the peer may have been suspended too, and wake up later."""
+    """Silence timer of one peer.
+    Restarts after this process was paused: the peer may have been suspended too, and resume later.
+    """
 
     def __init__(self, now: float) -> None:
         self._since = self._looked = now
 
     def received(self, now: float) -> None:
-        """The peer has sent something."""
+        """Record that the peer has sent something."""
         self._since = self._looked = now
 
     def silent_for(self, now: float) -> float:
-        """Seconds of silence, at a check that was due POLL_SECONDS after the last check or message."""
+        """Return seconds of silence, in a check due POLL_SECONDS after the last check or message."""
         if now - self._looked > POLL_SECONDS + LATE_SECONDS:
             self._since = now
         self._looked = now
@@ -107,25 +109,25 @@ LONGEST_HELLO = 1 << 12
 MAX_UNAUTHENTICATED = 256
 _AT_ONCE = 64
 _PAUSE = 0.01
-"""So many connections are accepted at once, then a pause: a flood gets a bounded share of the loop's time."""
+"""Connections accepted per burst and the pause after it; together they bound a flood's share of the loop's time."""
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 Admit = Callable[[Hello, AgentPeer], str]
-"""Lets an agent join; returns why it may not, if so."""
+"""Admits an agent; returns the reason for a refusal, or an empty string."""
 Serve = Callable[[Hello, AgentPeer], Awaitable[None]]
 
 
 class _UnauthenticatedPeer:
-    """A connection that has not proved the token: a socket and the bytes received, no task, no stream."""
+    """A connection that has not proved the token yet: only a socket and the bytes received, no task or stream."""
 
     def __init__(self, connection: socket.socket, due: float) -> None:
         self.connection, self.due, self.challenge = connection, due, new_nonce()
         self._received = bytearray()
-        with contextlib.suppress(OSError):  # its end is noticed when it is read
+        with contextlib.suppress(OSError):  # a closed connection is noticed on read
             connection.send(challenge_line(self.challenge))
 
     def hello(self) -> tuple[bytes, bytes] | None:
-        """Its first line and what followed it; None while it is not complete. Raises OSError or WireError."""
+        """Return its first line and the bytes after it, or None until it is complete. Raises OSError or WireError."""
         with contextlib.suppress(BlockingIOError):
             data = self.connection.recv(LONGEST_HELLO)
             if not data:
@@ -138,15 +140,15 @@ class _UnauthenticatedPeer:
 
 
 class ControlServer:
-    """Admits peers that prove the token; a new connection displaces the oldest that has not, so that idle ones block
-    no agent.
+    """Server that admits peers with a valid token.
+    A new connection displaces the oldest unauthenticated one, so idle connections cannot block an agent.
     """
 
     def __init__(
         self, token: str, *, admit: Admit, serve: Serve, on_foreign: Callable[[Hello, str], None] | None = None,
         patience: float = HELLO_SECONDS,
     ) -> None:  # fmt: skip
-        """`on_foreign`: hears of an agent of another protocol, and why it was refused."""
+        """`on_foreign` is called with the hello of an agent of another protocol and the reason for its refusal."""
         self.token, self._admit, self._serve, self._patience = token, admit, serve, patience
         self._on_foreign = on_foreign
         self._unauthenticated: OrderedDict[int, _UnauthenticatedPeer] = OrderedDict()  # by descriptor, the oldest first
@@ -210,13 +212,13 @@ class ControlServer:
     def _make_room(self, places: int) -> None:
         while len(self._unauthenticated) > places:
             oldest = next(iter(self._unauthenticated))
-            # Its hello may have arrived in the same moment: none is dropped unread.
+            # Its hello may have just arrived; read before dropping.
             self._read_hello(oldest)
             if oldest in self._unauthenticated:
                 self._drop(oldest)
 
     def _expire(self) -> None:
-        """Drop those whose time is up; they are ordered by their arrival."""
+        """Drop expired connections; they are ordered by arrival."""
         loop = asyncio.get_running_loop()
         self._clock = None
         for descriptor, peer in list(self._unauthenticated.items()):
@@ -246,7 +248,7 @@ class ControlServer:
         self._unauthenticated.pop(descriptor).connection.close()
 
     def _opened(self, line: bytes, challenge: str) -> Hello:
-        """The hello that answers this connection's challenge; raises WireError for anything else."""
+        """Return the hello that answers this connection's challenge; raises WireError for anything else."""
         text = hello_seal(self.token, challenge).opened(line)
         if text is None:
             raise Unproven("a hello without a valid proof")
@@ -258,7 +260,7 @@ class ControlServer:
     # -- agents ------------------------------------------------------------------------------------------------------
 
     def _refusal(self, hello: Hello, peer: AgentPeer, foreign: str) -> str:
-        """Why this agent may not join; empty when it has."""
+        """Admit an agent; returns the reason for a refusal, empty on success."""
         if foreign and self._on_foreign is not None:
             self._on_foreign(hello, foreign)
         return foreign or self._admit(hello, peer)

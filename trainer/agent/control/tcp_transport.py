@@ -1,8 +1,7 @@
 """Authenticated JSON lines over TCP between agents and coordinator.
-
-The listener sends a challenge. The hello answers it, and brings the agent's own nonce; from both nonces and the token
-come two keys, one for each direction. Every line carries an HMAC over its number and its text: a line that is forged,
-changed, replayed, left out or sent back does not match.
+The listener sends a challenge. The hello answers it and carries the agent's own nonce. Both nonces and the token give
+two keys, one per direction. Every line carries an HMAC over its number and text, so a forged, changed, replayed,
+omitted or reflected line does not match.
 """
 
 import asyncio
@@ -38,20 +37,20 @@ _SIOCGIFADDR = 0x8915
 
 
 def reachable(kind: str, interface: str, environ: Mapping[str, str] = os.environ) -> str:
-    """IPv4 address for rendezvous; raises RuntimeError when the named interface has none."""
+    """Return the IPv4 address for rendezvous; raises RuntimeError if the named interface has none."""
     if interface:
         return of_interface(interface)
     if traits(kind).simulated_nodes:
         return "127.0.0.1"
     launcher = environ.get("SLURM_LAUNCH_NODE_IPADDR", "")
     candidates = [_of_name(socket.gethostname()), _towards(launcher) if launcher else ""]
-    # Debian gives a host's own name a loopback address: useful only when every node is on this host.
+    # Debian maps a host's own name to a loopback address, usable only if every node is on this host.
     outward = [address for address in candidates if address and not address.startswith("127.")]
     return next(iter([*outward, *filter(None, candidates)]), "127.0.0.1")
 
 
 def of_interface(interface: str) -> str:
-    """The IPv4 address of a network interface."""
+    """Return the IPv4 address of a network interface; raises RuntimeError if it has none."""
     request = struct.pack("256s", interface.encode()[:15])
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
@@ -72,7 +71,7 @@ def _of_name(name: str) -> str:
 
 
 def _towards(address: str) -> str:
-    """The address with which this node would speak to `address`; nothing is sent."""
+    """Return the local address used to reach `address`; sends nothing."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((address, 9))
@@ -83,22 +82,22 @@ def _towards(address: str) -> str:
 
 
 PROOF_BYTES = 65
-"""Bytes by which a line grows: 64 digits and a space."""
+"""Bytes added to each line: 64 digits and a space."""
 _NONCE_DIGITS = 64
 
 
 class Seal:
-    """The proofs of one direction, in the order of its lines."""
+    """Proofs of one direction, in line order."""
 
     def __init__(self, key: bytes) -> None:
         self._key, self._count = key, 0
 
     def sealed(self, line: bytes) -> bytes:
-        """The line with its proof before it."""
+        """Return the line prefixed with its proof."""
         return self._proof(line) + b" " + line
 
     def opened(self, line: bytes) -> bytes | None:
-        """The line without its proof; None when that is not the one of the next line."""
+        """Return the line without its proof; None if the proof does not match the next line."""
         proof, space, text = line[: PROOF_BYTES - 1], line[PROOF_BYTES - 1 : PROOF_BYTES], line[PROOF_BYTES:]
         return text if space == b" " and hmac.compare_digest(proof, self._proof(text)) else None
 
@@ -108,7 +107,7 @@ class Seal:
 
 
 def new_nonce() -> str:
-    """A number that is used once."""
+    """Return a random nonce in hexadecimal."""
     return secrets.token_hex(_NONCE_DIGITS // 2)
 
 
@@ -117,60 +116,62 @@ def is_nonce(text: str) -> bool:
 
 
 def challenge_line(nonce: str) -> bytes:
-    """What a listener sends first to everybody who connects."""
+    """Return the first line that a listener sends to every connection."""
     return (encode(Challenge(nonce=nonce)) + "\n").encode()
 
 
 def hello_seal(token: str, challenge: str) -> Seal:
-    """What an agent's first line is sealed with: it answers this challenge and no other."""
+    """Return the seal of an agent's first line; it is valid for this challenge only."""
     return Seal(_key(token, "hello", challenge))
 
 
 def session_seals(token: str, challenge: str, nonce: str) -> tuple[Seal, Seal]:
-    """The seals of the listener's lines and of the agent's."""
+    """Return the seals of the listener's lines and the agent's lines."""
     return Seal(_key(token, "listener", challenge, nonce)), Seal(_key(token, "agent", challenge, nonce))
 
 
 def _key(token: str, *parts: str) -> bytes:
-    # HMAC fills a short key up with zeros, so that two would be the same: a digest has its full length.
+    # HMAC pads a short key with zeros, which makes two keys equal; a digest has full length.
     secret = hashlib.sha256(token.encode(errors="replace")).digest()
     return hmac.digest(secret, "\0".join(("orch control/2", *parts)).encode(errors="replace"), "sha256")
 
 
 LONGEST_LINE = 1 << 17
-"""Bytes of a message, its proof included."""
+"""Maximum bytes of a message, including its proof."""
 WELCOME_SECONDS, GREETING_SECONDS = 10.0, 5.0
-"""How long a connection may take as a whole, and the greetings on it."""
+"""Time limits for the whole connection set-up and for the greetings within it."""
 _LARGEST_BACKLOG = 1 << 20
 _LARGEST_PILE = 2 * LONGEST_LINE
 _BURST, _A_SECOND = 2048.0, 512.0
-"""Messages that one peer may send at once, and in every second after that: the rest waits in its socket."""
+"""Message budget of one peer: burst size, and rate per second after it. The excess waits in its socket."""
 
 Sent = TypeVar("Sent")
 Heard = TypeVar("Heard")
 
 
 class WireError(Exception):
-    """What was received is not a message."""
+    """The received bytes are not a message."""
 
 
 class Unproven(WireError):
-    """What was received is not from a process that has the token, or not what that sent next."""
+    """The sender does not have the token, or the line is not the next one in its sequence."""
 
 
 class NotGreeted(ConnectionError):
-    """Raised when the peer sends no greeting: it is busy, an older release, or another program."""
+    """The peer sends no greeting: it is busy, an older release, or another program."""
 
 
 class ForeignProtocol(WireError):
-    """The coordinator speaks another protocol: no later try is of use."""
+    """The coordinator speaks another protocol, so retrying is useless."""
 
 
 class Peer(asyncio.Protocol, Generic[Sent, Heard]):
-    """One connection; sending never blocks, a peer that does not read is dropped, one that floods is read slowly."""
+    """Connection to a peer.
+    Sending never blocks; a peer that does not read is dropped, and a flooding one is throttled.
+    """
 
     def __init__(self, heard: Direction[Heard], first: bytes = b"", seals: tuple[Seal, Seal] | None = None) -> None:
-        """`first`: what was read already, after the hello; `seals`: of the lines sent and received."""
+        """`first`: bytes already read after the hello; `seals`: for lines sent and received."""
         self._heard = heard
         self._own_seal: Seal | None
         self._peer_seal: Seal | None
@@ -186,7 +187,7 @@ class Peer(asyncio.Protocol, Generic[Sent, Heard]):
         if first:
             self._take(first)
 
-    # -- what the event loop calls -----------------------------------------------------------------------------------
+    # -- called by the event loop -----------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -221,7 +222,7 @@ class Peer(asyncio.Protocol, Generic[Sent, Heard]):
         self._lines.extend(more)
 
     def _hold(self) -> None:
-        """Stop reading while what was received is not handled: memory stays small."""
+        """Pause reading while received lines wait to be handled, to bound memory."""
         if not self._paused and self._pile > _LARGEST_PILE:
             self._paused = True
             self._transport.pause_reading()
@@ -230,33 +231,33 @@ class Peer(asyncio.Protocol, Generic[Sent, Heard]):
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    # -- what its owner calls ----------------------------------------------------------------------------------------
+    # -- called by the owner ----------------------------------------------------------------------------------------
 
     def secure(self, own: Seal, peers: Seal | None) -> None:
-        """Seal what is sent from now on with `own`, and open what is received with `peers`."""
+        """Seal outgoing lines with `own` and verify incoming ones with `peers` from now on."""
         self._own_seal, self._peer_seal = own, peers
 
     def send(self, message: Sent) -> None:
-        """Queue one message; a message for a lost peer is dropped, its reader notices the loss."""
+        """Queue one message; a message for a lost peer is dropped, since its reader notices the loss."""
         self.send_line(encode(message))
 
     def send_line(self, text: str) -> None:
-        """Queue a message that is encoded already."""
+        """Queue an already encoded message."""
         if self._transport.is_closing():
             return
-        # A lone surrogate is replaced: the receiver could not encode it when it writes it to a file.
+        # Lone surrogates are replaced: the receiver could not encode them when writing to a file.
         line = text.encode(errors="replace")
         self._transport.write((self._own_seal.sealed(line) if self._own_seal else line) + b"\n")
         if self._transport.get_write_buffer_size() > _LARGEST_BACKLOG:
             self._transport.abort()
 
     async def receive(self) -> Heard | None:
-        """The next message; None when the connection has ended. Raises WireError."""
+        """Return the next message; None if the connection has ended. Raises WireError."""
         line = await self.receive_line()
         return None if line is None else read(self._heard, line)
 
     async def receive_line(self) -> bytes | bytearray | None:
-        """The next line as its sender wrote it; None when the connection has ended. Raises WireError."""
+        """Return the next line as its sender wrote it; None if the connection has ended. Raises WireError."""
         while not self._lines:
             if len(self._torn) > LONGEST_LINE:
                 raise WireError(f"a line of more than {LONGEST_LINE} bytes")
@@ -289,7 +290,7 @@ class Peer(asyncio.Protocol, Generic[Sent, Heard]):
             self._waiter = None
 
     async def _afford(self) -> None:
-        """Wait while this peer has sent more than its share."""
+        """Wait while this peer has exceeded its message budget."""
         now = time.monotonic()
         self._allowance = min(_BURST, self._allowance + (now - self._refilled) * _A_SECOND) - 1.0
         self._refilled = now
@@ -297,11 +298,11 @@ class Peer(asyncio.Protocol, Generic[Sent, Heard]):
             await asyncio.sleep(-self._allowance / _A_SECOND)
 
     def hung_up(self) -> bool:
-        """Whether the peer has closed the connection and everything that it sent was read."""
+        """Return whether the peer has closed the connection and everything it sent was read."""
         return (self._ended and not self._lines) or self._transport.is_closing()
 
     async def close(self) -> None:
-        """Send what is queued, then close the connection."""
+        """Send queued data, then close the connection."""
         self._transport.close()
         try:
             await asyncio.wait_for(asyncio.shield(self._closed), 2.0)
@@ -313,13 +314,13 @@ class Peer(asyncio.Protocol, Generic[Sent, Heard]):
 
 
 AgentPeer = Peer[ToAgent, FromAgent]
-"""An agent, as the coordinator has it."""
+"""Connection to an agent, on the coordinator's side."""
 CoordinatorPeer = Peer[FromAgent, ToAgent]
-"""The coordinator, as an agent has it."""
+"""Connection to the coordinator, on an agent's side."""
 
 
 def read(direction: Direction[Heard], line: bytes | bytearray) -> Heard:
-    """The message in one line; raises WireError."""
+    """Return the message in one line; raises WireError."""
     try:
         return direction.read(line)
     except MessageError as error:
@@ -327,11 +328,10 @@ def read(direction: Direction[Heard], line: bytes | bytearray) -> Heard:
 
 
 async def connect(host: str, port: int, token: str, hello: Hello) -> CoordinatorPeer:
-    """Connect, prove the token, say hello (with a nonce of its own) and wait for the welcome.
-
-    Raises OSError when that fails, the connection is closed, or who listens there does not have the token: a
-    coordinator under attack may drop a connection whose hello it has not read yet, so trying again is right then.
-    Raises WireError when it has read the hello and refuses, ForeignProtocol when that is for good.
+    """Connect, prove the token, send the hello (with a fresh nonce) and wait for the welcome.
+    Raises OSError if that fails, the connection is closed, or the listener does not have the token. Retrying is right
+    then: a coordinator under attack may drop a connection before it reads the hello. Raises WireError if the
+    coordinator read the hello and refuses, and ForeignProtocol if the refusal is permanent.
     """
     async with asyncio.timeout(WELCOME_SECONDS):  # TimeoutError is an OSError
         _, peer = await asyncio.get_running_loop().create_connection(lambda: CoordinatorPeer(TO_AGENT), host, port)
@@ -358,7 +358,7 @@ async def connect(host: str, port: int, token: str, hello: Hello) -> Coordinator
 
 
 async def _introduce(peer: CoordinatorPeer, token: str, hello: Hello) -> Welcome | Refused | None:
-    """Answer the challenge; returns what the coordinator says to that, None when it hangs up. Raises Unproven."""
+    """Answer the challenge; returns the coordinator's answer, or None if it hangs up. Raises Unproven."""
     try:
         line = await peer.receive_line()
         challenge = None if line is None else read(CHALLENGE, line)

@@ -1,4 +1,4 @@
-"""Messages between an agent and its fork server: one JSON object each, with file descriptors beside it."""
+"""Messages between an agent and its fork server: JSON objects with attached file descriptors."""
 
 import os
 import socket
@@ -9,22 +9,22 @@ from typing import TypeVar
 from trainer.contract.messages.codec import Direction, encode
 
 _MAX_PACKET = 1 << 16
-"""Bytes that travel in the packet itself. The kernel limits packets, so longer messages travel in a memfd."""
+"""Maximum message size in a packet; the kernel limits packets, so longer messages travel in a memfd."""
 _IN_MEMORY_FILE = b"m"
-"""Packet whose message is in the memfd that is its last descriptor; a JSON object begins with a brace."""
+"""Packet whose message is in the memfd passed as its last descriptor; a JSON object begins with a brace instead."""
 _MAX_DESCRIPTORS = 8
 
 M = TypeVar("M")
 
 
 def pair() -> tuple[socket.socket, socket.socket]:
-    """A connected pair that keeps packet boundaries and shows the other side's death as an empty packet."""
+    """Return a connected pair that keeps packet boundaries and reports the other side's death as an empty packet."""
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
 def send(link: socket.socket, message: object, descriptors: Sequence[int] = ()) -> None:
-    """Send one message of any length; raises OSError when the other side is gone or does not read."""
-    # A lone surrogate (of a file name in an exception, say) must not suppress the rest.
+    """Send one message of any length; raises OSError if the other side is gone or does not read."""
+    # A lone surrogate, for example from a file name in an exception, must not suppress the rest.
     data = encode(message).encode(errors="replace")
     with ExitStack() as stack:
         packet, attached = data, list(descriptors)
@@ -36,8 +36,7 @@ def send(link: socket.socket, message: object, descriptors: Sequence[int] = ()) 
 
 
 def receive(link: socket.socket, direction: Direction[M]) -> tuple[M | None, list[int]]:
-    """The next message and its descriptors (not inheritable); None when the other side is gone.
-
+    """Return the next message and its descriptors (not inheritable); None if the other side is gone.
     Raises MessageError.
     """
     data, descriptors, _, _ = socket.recv_fds(link, _MAX_PACKET, _MAX_DESCRIPTORS + 1, socket.MSG_CMSG_CLOEXEC)

@@ -1,1 +1,1 @@
-"""The coordinator: one per job, it gathers agents, orders generations and ends the attempt."""
+"""The coordinator, one per job: gathers agents, starts generations and ends the attempt."""

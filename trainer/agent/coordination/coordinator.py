@@ -1,4 +1,4 @@
-"""The coordinator: one per job, in agent 0; starts and ends generations by `in_job_policy`."""
+"""The coordinator: one per job, in agent 0; starts and ends generations according to `in_job_policy`."""
 
 import secrets
 import time
@@ -24,20 +24,20 @@ from trainer.contract.messages.agents import End, Hello, KillGeneration, StartGe
 
 
 class Teardown:
-    """Between two generations: nothing of the first may be left where the second one runs."""
+    """Cleanup between two generations: the first must be gone from every node that runs the second."""
 
     def __init__(self, state: AttemptState, messages: MessageLoop) -> None:
         self._state, self._messages = state, messages
 
     async def kill_generation(self, decision: Decision) -> bool:
-        """Kill the ranks of the current generation; whether all are gone, but for nodes that `decision` gives up."""
+        """Kill the current generation's ranks; returns whether all are gone, ignoring nodes given up by `decision`."""
         number, roster = self._state.generation.number, self._state.roster
         roster.broadcast(KillGeneration(generation=number))
         given_up = node_replacement.left_behind(decision)
         return await self._messages.wait_until(lambda: roster.all_gone(number, but=given_up), self._state.timeouts.kill)
 
     def exclude_stuck_nodes(self, decision: Decision) -> Decision:
-        """What is done instead of `decision`: nodes on which ranks cannot be killed are excluded in any case."""
+        """Return the decision that replaces `decision` if ranks cannot be killed: their nodes are always excluded."""
         instead = node_replacement.replace_unkillable_nodes(
             decision, self._state.roster, self._state.generation.number, seconds=self._state.timeouts.kill,
             stopping=self._state.stopping.stop is not None,
@@ -49,11 +49,11 @@ class Teardown:
 HANG_UP_SECONDS = 5.0
 
 _LOOK_SECONDS, _SOON_SECONDS = 0.25, 0.05
-"""How often a running generation is checked while no message calls for it; the shorter after a failure or a stop."""
+"""Check intervals of a running generation between messages; the shorter one applies after a failure or a stop."""
 
 
 class Coordinator:
-    """Leads an attempt, generation after generation; its parts share one `AttemptState`."""
+    """Leader of an attempt, generation by generation; its parts share one `AttemptState`."""
 
     def __init__(self, state: AttemptState) -> None:
         self._state, self._host = state, ""
@@ -69,7 +69,7 @@ class Coordinator:
         self._command = CommandRun(state.run_dir, state.attempt_dir, state.config, state.events, state.progress)
 
     async def open(self, host: str) -> dict[str, Any]:
-        """Listen, and write coordinator.json for the other agents; returns what it says. Raises OSError."""
+        """Listen and write coordinator.json for the other agents; returns its content. Raises OSError."""
         self._host = host
         port = await self._control_server.open(host)
         found = {"schema": "orch.coordinator/1", "host": host, "port": port, "token": self._control_server.token}
@@ -81,7 +81,7 @@ class Coordinator:
         self._state.deliver(hello.node, AgentRefused(name=hello.name, reason=reason))
 
     async def run(self) -> int:
-        """Lead the attempt to its end; returns the exit code of every agent."""
+        """Run the attempt to its end; returns the exit code of every agent."""
         self._timers.start()
         try:
             return await self._end_attempt(await self._lead())
@@ -90,7 +90,7 @@ class Coordinator:
             await self._control_server.close()
 
     async def _lead(self) -> Decision:
-        """Run generation after generation; an exception ends the attempt, and its outcome names it."""
+        """Run generations until one ends the attempt. An exception ends it too, and its outcome names the exception."""
         try:
             decision = await self._startup.run()
             while decision is None:
@@ -105,7 +105,7 @@ class Coordinator:
     # -- the life of a generation ------------------------------------------------------------------------------------
 
     async def _run_generation(self) -> Decision | None:
-        """Run one generation; a Decision when the attempt ends with it, None when another one follows."""
+        """Run one generation; returns a Decision if the attempt ends with it, None if another follows."""
         await self._launch_ranks()
         decision = await self._watch_ranks()
         await self._state.record_decision(decision)
@@ -113,7 +113,7 @@ class Coordinator:
         return await self._prepare_next(decision, killed=killed)
 
     async def _launch_ranks(self) -> None:
-        """Start the ranks on all training nodes; they hear at once of a stop or a save that was requested before."""
+        """Start the ranks on all training nodes and repeat a pending stop or save request to them."""
         state, history = self._state, self._state.history
         generation, cluster = state.begin_generation(), state.config.cluster
         await self._command.start_generation(generation.number)
@@ -131,10 +131,10 @@ class Coordinator:
             self._requests.repeat_save()
 
     async def _watch_ranks(self) -> Decision:
-        """Check the ranks until they have ended or failed, and `in_job_policy` has decided what follows."""
+        """Check the ranks until they have ended or failed and `in_job_policy` has decided what follows."""
         state = self._state
         while (decision := in_job_policy.decide(state.situation(self._command.past()))).action is Action.WAIT:
-            # Often only while the clock is about to decide something.
+            # Check often only while a deadline may decide something.
             urgent = state.generation.first_failure or state.stopping.stop
             await self._messages.wait_for_news(_SOON_SECONDS if urgent else _LOOK_SECONDS)
             await self._command.check(state.generation)
@@ -144,7 +144,7 @@ class Coordinator:
         return decision
 
     async def _tear_down(self, decision: Decision) -> bool:
-        """Kill what is left of the generation; whether all of it is gone where the next one runs."""
+        """Kill the rest of the generation; returns whether it is gone from every node that runs the next one."""
         state = self._state
         state.stage = Stage.CLEARING
         killed = await self._teardown.kill_generation(decision)
@@ -152,12 +152,12 @@ class Coordinator:
         await self._timers.write_status()
         attributed = state.attributed(decision.failure)
         failure = attributed.to_json() if attributed else None
-        step = state.progress.step if state.progress.step or not state.config.command else None  # None: not known
+        step = state.progress.step if state.progress.step or not state.config.command else None  # None: unknown
         state.events.write(EventKind.GENERATION_ENDED, reason=decision.reason, step=step, failure=failure)
         return killed
 
     async def _prepare_next(self, decision: Decision, *, killed: bool) -> Decision | None:
-        """Wait until the next generation can start; a Decision when there is none."""
+        """Wait until the next generation can start; returns a Decision if there will not be one."""
         state = self._state
         if decision.action not in (Action.RESTART, Action.ROLL_BACK, Action.REPLACE):
             return decision
@@ -167,7 +167,7 @@ class Coordinator:
             return decision
         if decision.action is Action.REPLACE:
             return state.replace_nodes(decision) or await self._startup.wait_ready()
-        # The decision fixes the failure that it was made for, but no other one that came while ranks were killed.
+        # The decision covers the failure it was made for, not another that occurred while ranks were killed.
         if state.generation.broken is decision.failure:
             state.generation.broken = None
         state.history.restarts += decision.action is Action.RESTART and not state.generation.drill

@@ -1,4 +1,4 @@
-"""Drills that people request of the live job: each is ordered as soon as all ranks train, and answered then."""
+"""Drills requested of the live job: each is ordered and answered once all ranks train."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,15 +11,17 @@ from trainer.contract.requests import REFUSED, Request
 
 
 class DrillOrders:
-    """Holds requests back while nothing trains: a fault during a start would hit nobody, or another fault's restart."""
+    """Queue of requested drills, held back until all ranks train.
+    A fault during start-up would hit no rank, or another fault's restart.
+    """
 
     def __init__(self, state: AttemptState) -> None:
         self._state = state
-        self._waiting: dict[str, tuple[InjectFault, str]] = {}  # request -> the order and the answer
+        self._waiting: dict[str, tuple[InjectFault, str]] = {}  # request -> order and answer
         self._serial = 0
 
     def refuse(self, request: Request) -> str | None:
-        """Why this drill will never be ordered; None: `order` answers the request."""
+        """Return why this drill will never be ordered, or None if `order` answers the request."""
         if self._state.stopping.stop is not None:
             return f"{REFUSED}the job is being stopped"
         order, answer = fault_injection.drill_order(request, self._state.config.cluster)
@@ -29,7 +31,7 @@ class DrillOrders:
         return None
 
     def order(self) -> Iterator[tuple[str, str]]:
-        """Order what can strike now; the names of these requests and the answers."""
+        """Order the waiting drills if all ranks train; yields the request names and answers."""
         if not self._waiting or not _all_train(self._state):
             return
         generation, waiting = self._state.generation, self._waiting
@@ -42,7 +44,7 @@ class DrillOrders:
 
 
 def _all_train(state: AttemptState) -> bool:
-    """Whether every rank of the current generation has trained a step; of a command: whether all are started."""
+    """Return whether every rank of the current generation has trained a step; for a command, has started."""
     if state.stage is not Stage.RUNNING or state.generation.first_failure is not None:
         return False
     reports = state.reports()

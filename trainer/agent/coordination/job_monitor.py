@@ -29,14 +29,14 @@ from trainer.contract.messages.agents import EvidenceCollected, FlightRecords, P
 from trainer.contract.rank_readings import RankReadings
 
 _SETTLED = 0.5
-"""Seconds after a first bad end until most of the others have come, and their flight records are written."""
+"""Seconds after the first failed exit within which most others follow and flight records are written."""
 
 _PLACED = 3
-"""Ranks of which a reason says where they stand in the mesh."""
+"""Maximum number of ranks whose mesh position a reason gives."""
 
 
 class JobMonitor:
-    """Takes the agents' reports; says when the current generation has to fail."""
+    """Receiver of the agents' reports; decides when the current generation must fail."""
 
     def __init__(self, state: AttemptState) -> None:
         self._state, self._config, self._roster, self._events = state, state.config, state.roster, state.events
@@ -47,7 +47,7 @@ class JobMonitor:
         self._usual_speeds: asyncio.Future[dict[str, float]] | None = None
 
     def start_generation(self) -> None:
-        """Forget what was seen of the generation before."""
+        """Discard the data of the previous generation."""
         generation = self._state.generation.number
         self._generation, self._hang_detector = generation, self._new_hang_detector(generation)
         cluster, straggler = self._config.cluster, self._config.detection.straggler
@@ -58,7 +58,7 @@ class JobMonitor:
         machines = {member.name: member.machine for member in self._roster.training_members()}
         preflight = self._config.detection.preflight
         self._benchmark = NodeBenchmark(nodes, machines, preflight)
-        # On one machine there is no other node to take, and what else runs there would count as the node's.
+        # On a single machine no other node can replace this one, and other load would count against the node.
         if self._usual_speeds is None and not traits(cluster.kind).simulated_nodes:
             self._usual_speeds = background_tasks.start_detached(
                 lambda: usual_speeds(self._state.run_dir, self._state.attempt_dir.number, preflight)
@@ -66,7 +66,7 @@ class JobMonitor:
         self._slow_node = None
 
     def _new_hang_detector(self, generation: int) -> HangDetector:
-        # Of a user's own command no step is known, so nothing can be said about its standing still.
+        # A user program reports no steps, so a stall cannot be detected.
         seen = not self._config.command
         hang = after_hangs(self._config.detection.hang, self._state.history.hangs)
         world = self._config.cluster.world_size
@@ -78,7 +78,7 @@ class JobMonitor:
         )  # fmt: skip
 
     def receive(self, node: int, message: ProgressReport | RankSpeeds | FlightRecords | EvidenceCollected) -> None:
-        """A report, flight records, or the end of collecting evidence; raises what a malformed one raises."""
+        """Handle a report, flight records or the end of evidence collection; raises the errors of a malformed one."""
         match message:
             case ProgressReport():
                 self._hang_detector.add_report(node, message, time.monotonic())
@@ -97,7 +97,7 @@ class JobMonitor:
             self._judge_benchmark(self._benchmark)
 
     def _judge_benchmark(self, benchmark: NodeBenchmark) -> None:
-        """Hold the figures that have come against each other."""
+        """Compare the measurements received."""
         known = self._usual_speeds is not None and self._usual_speeds.done()
         slow_node = self._slow_node = benchmark.failure(
             self._usual_speeds.result() if known and self._usual_speeds is not None else None
@@ -109,7 +109,7 @@ class JobMonitor:
         self._events.write(EventKind.PREFLIGHT, ok=slow_node is None, reason=reason, speeds=speeds, **whose)
 
     def rank_readings(self, wall: float) -> RankReadings:
-        """What ranks.json says now; `wall` is the time of day."""
+        """Return the content of ranks.json; `wall` is the time of day."""
         snapshot = self._hang_detector.snapshot
         ratios = {verdict.rank: verdict.ratio for verdict in self._work_windows.slow()} if self._work_windows else {}
         seen, command = snapshot.worst(time.monotonic(), MOST, ratios), bool(self._config.command)
@@ -119,13 +119,13 @@ class JobMonitor:
         )  # fmt: skip
 
     async def check(self) -> Failure | None:
-        """What fails the current generation and no rank can report: a hang, a desync, a slow node; None: nothing."""
+        """Return a failure that no rank can report itself (hang, desync, slow node), or None."""
         now = self._state.generation
         if now.first_failure is None:
             return self._find_slow_node() or await self._find_hang()
         if now.dead_ranks_analysed or now.broken is not None:
             return None
-        # Once all of them have ended, the next decision waits for nothing else.
+        # Once all ranks have ended, the next decision has nothing else to wait for.
         if len(now.ends) < self._config.cluster.world_size and time.monotonic() - now.first_failure < _SETTLED:
             return None
         now.dead_ranks_analysed = True
@@ -133,19 +133,19 @@ class JobMonitor:
         return await self._find_desync(ends) if is_needed(ends) else None
 
     def _find_slow_node(self) -> Failure | None:
-        """A node that was measured too slow."""
+        """Return the failure of a node that was measured too slow, or None."""
         if self._benchmark is not None and self._benchmark.timed_out(time.monotonic()):
             self._judge_benchmark(self._benchmark)
         slow_node, self._slow_node = self._slow_node, None
         return slow_node
 
     async def _find_hang(self) -> Failure | None:
-        """A hang that is certain, once its evidence is kept."""
+        """Return the failure of a certain hang, once its evidence is collected."""
         incident = self._hang_detector.look(time.monotonic())
         return None if incident is None else await self._conclude(incident)
 
     async def _find_desync(self, ends: Sequence[RankEnd]) -> Failure | None:
-        """Ranks had called different collectives, although each that died only says that others went away."""
+        """Return the failure of ranks that called different collectives. Each dead rank reports only lost peers."""
         world = self._config.cluster.world_size
         try:
             finding = await background_tasks.run_detached(
@@ -163,8 +163,8 @@ class JobMonitor:
         )
 
     def _with_places(self, reason: str, ranks: Sequence[int]) -> str:
-        """The reason, and where the ranks that it names stand in the mesh."""
-        if self._config.command:  # a program of the user's own makes its own mesh
+        """Append the mesh positions of the given ranks to the reason."""
+        if self._config.command:  # a user program builds its own mesh
             return reason
         parallel, world = self._config.parallel, self._config.cluster.world_size
         places = [f"rank {rank} is {words}" for rank in ranks[:_PLACED] if (words := parallel.place_words(world, rank))]
@@ -181,7 +181,7 @@ class JobMonitor:
             await background_tasks.run_detached(
                 lambda: write_verdict(bundle, incident, seen, withdrawn=withdrawn), self._state.timeouts.verdict
             )
-        except (OSError, TimeoutError) as error:  # what is wrong with the disk may be what hangs
+        except (OSError, TimeoutError) as error:  # the disk fault may be what hangs
             sys.stderr.write(f"orch-agent: cannot write {bundle}: {error!r}\n")
         path = str(bundle.relative_to(self._state.run_dir.path))
         self._events.write(EventKind.INCIDENT, **event_fields(incident, path, withdrawn=withdrawn))

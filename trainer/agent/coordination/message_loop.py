@@ -1,4 +1,4 @@
-"""The coordinator's inbox: messages, requests, timers and the launch gate, in order."""
+"""The coordinator's inbox: messages, requests, timers and the launch gate."""
 
 import asyncio
 import time
@@ -36,18 +36,18 @@ from trainer.contract.ranks.progress import StopReason
 from trainer.contract.requests import REFUSED, Request, RequestKind, pending
 
 READ_SECONDS = 2.0
-"""Seconds by which a look may delay the other files of the coordinator."""
+"""Maximum delay in seconds that reading requests may cause to the coordinator's other files."""
 
 
 class RequestInbox:
-    """Returns every request once."""
+    """Reader of the request folder; returns every request once."""
 
     def __init__(self, folder: Path, attempt: int) -> None:
         self._seen: set[str] = set()
         self._requests = RepeatedRead(lambda: pending(folder, attempt, self._seen), folder)
 
     async def poll(self) -> list[Request]:
-        """The new requests; none while the folder cannot be read."""
+        """Return the new requests; empty while the folder cannot be read."""
         try:
             found = await self._requests.result(READ_SECONDS)
         except OSError:
@@ -57,15 +57,15 @@ class RequestInbox:
 
 
 class Refused(Exception):
-    """This process must not train; the message says why."""
+    """This process must not train; the message gives the reason."""
 
 
 async def wait_for_go(path: Path, identity: NodeIdentity, attempt: int, *, seconds: float | None = None) -> LaunchToken:
-    """The attempt's launch token once it is there; raises Refused when it is not for this job, or does not come.
-
-    Raises HungFileSystem while its file system does not answer.
+    """Wait for the attempt's launch token and return it.
+    Raises Refused if it belongs to another job or does not arrive in time, and HungFileSystem if its file system does
+    not answer.
     """
-    # Slurm restarted this job: it has trained before under the same token.
+    # Slurm restarted this job; it has already trained under the same token.
     if identity.restarts > 0:
         raise Refused(
             f"Slurm has restarted job {identity.job_id} ({identity.restarts} times); orch starts new jobs instead"
@@ -98,13 +98,13 @@ async def _read_late(path: Path, patience: float) -> LaunchToken:
 
 
 class Fence:
-    """Reads GO again and again: a token that is gone, or of another job, means that this attempt must end."""
+    """Repeated check of GO: a missing token, or another job's, means that this attempt must end."""
 
     def __init__(self, path: Path, token: LaunchToken) -> None:
         self._path, self._token, self._misses = path, token, 0
 
     def is_down(self) -> bool:
-        """Whether two reads in a row found no token of ours; a file system that does not answer proves nothing."""
+        """Return whether two consecutive reads found no matching token. An unresponsive file system proves nothing."""
         try:
             held = self._token.is_same(LaunchToken.read(self._path))
         except FileNotFoundError:
@@ -119,14 +119,14 @@ SECONDS = 1.0
 
 
 class Timers:
-    """Two tasks: the one that touches files may hang for minutes, the other one goes on."""
+    """Two periodic tasks, kept separate because file access may hang for minutes."""
 
     def __init__(self, state: AttemptState, monitor: JobMonitor) -> None:
         self._state, self._monitor = state, monitor
         self._fence = Fence(state.attempt_dir.go, state.token)
         self._request_inbox = RequestInbox(state.run_dir.requests, state.attempt_dir.number)
         self._tasks: list[asyncio.Task[None]] = []
-        # Seconds between two pings, and two readings of all ranks: as agents of so many nodes report.
+        # Seconds between two pings and between two readings of all ranks, as agents of this many nodes report.
         self._pause, self._ranks_due = calm_seconds(state.config.cluster.all_nodes), 0.0
 
     def start(self) -> None:
@@ -134,7 +134,7 @@ class Timers:
         self._tasks = [loop.create_task(self._ping_agents()), loop.create_task(self._touch_files())]
 
     def check(self) -> None:
-        """Raise what ended either task: the coordinator must not go on without it."""
+        """Raise the error that ended either task; the coordinator must not continue without them."""
         for task in self._tasks:
             if task.done():
                 task.result()
@@ -145,7 +145,7 @@ class Timers:
 
     async def write_status(self) -> None:
         """Write heartbeat.json, and ranks.json while ranks run."""
-        # First, so that a hung file system cannot delay it: failures and the outcome contain the step.
+        # Merge first, so that a hung file system cannot delay it: failures and the outcome contain the step.
         self._state.merge_reports()
         await self._state.outbox.show(self._read_status)
 
@@ -182,15 +182,14 @@ _STACKS_SECONDS = 10.0
 
 
 def newest_own_save(reports: Sequence[ProgressReport], restored: int) -> int:
-    """The newest step that the generation of these reports has saved itself, not restored; 0: none."""
+    """Return the newest step that this generation saved itself, not restored; 0: none."""
     saved = max((report.saved for report in reports), default=0)
     return saved if saved > restored else 0
 
 
 def newest_begun_save(reports: Sequence[ProgressReport], total: int) -> int:
-    """The newest step whose save may be under way: a request that comes now means a later one.
-
-    No save can come after the last step, so that one answers in any case.
+    """Return the newest step whose save may have begun; a request made now needs a later one.
+    No save follows the last step, so that one always answers a request.
     """
     step = max((report.step for report in reports), default=0)
     return min(step, total - 1) if total else step
@@ -198,7 +197,7 @@ def newest_begun_save(reports: Sequence[ProgressReport], total: int) -> int:
 
 @dataclass(kw_only=True)
 class _Stacks:
-    """Stacks that agents are writing: the answer comes when all of them have finished, or at `until`."""
+    """Pending stacks of a request, answered when all agents have written them, or at `until`."""
 
     request: str
     folder: str
@@ -207,16 +206,16 @@ class _Stacks:
 
 
 class RequestHandlers:
-    """One method for each kind of request; None instead of an answer means that it comes later, from `finished`."""
+    """Handlers of operator requests, one method per kind. None means that the answer comes later, from `finished`."""
 
     def __init__(self, state: AttemptState) -> None:
         self._state, self._config, self._roster = state, state.config, state.roster
-        self._saves: dict[str, int] = {}  # request -> step whose save does not answer it yet
+        self._saves: dict[str, int] = {}  # request -> step whose save is too old to answer it
         self._stacks: dict[str, _Stacks] = {}
         self._drills = DrillOrders(state)
 
     def handle(self, request: Request, now: float, wall: float) -> str | None:
-        """Do what is requested; returns the answer. `now` is on the monotonic clock, `wall` the time of day."""
+        """Carry out the request; returns the answer. `now` is on the monotonic clock, `wall` the time of day."""
         match request.kind:
             case RequestKind.STOP:
                 self._state.request_stop(self._state.stopping.asked(request.reason, now))
@@ -232,7 +231,7 @@ class RequestHandlers:
         return f"{REFUSED}a {request.kind} request needs a value"
 
     def _correct_end(self, left: float, lasts: str, now: float) -> str:
-        """Note when the job ends: in `left` seconds by this node's time of day, `lasts` seconds after its start."""
+        """Record the job's end: in `left` seconds by this node's time of day, `lasts` seconds after the job's start."""
         stopping = self._state.stopping
         end = stopping.correct(now + left, float(lasts) if lasts.isascii() and lasts.isdigit() else None)
         off = left - (end - now)
@@ -240,7 +239,7 @@ class RequestHandlers:
         return f"the job ends in {end - now:.0f} s{wrong}"
 
     def finished(self, now: float) -> Iterator[tuple[str, str]]:
-        """The names of requests that can be answered now, and the answers; each request is returned once."""
+        """Yield the name and answer of each request that can be answered now; each is returned once."""
         saved = newest_own_save(self._state.reports(), self._state.generation.restored)
         for name, before in list(self._saves.items()):
             if saved > before:
@@ -253,13 +252,13 @@ class RequestHandlers:
                 yield stacks.request, stacks.folder
 
     def evidence_collected(self, node: int, message: EvidenceCollected) -> None:
-        """An agent has written the stacks of its ranks, as far as it could."""
+        """Record that an agent has written the stacks of its ranks as far as possible."""
         stacks = self._stacks.get(message.incident)
         if stacks is not None:
             stacks.waits.discard(node)
 
     def repeat_save(self) -> None:
-        """Ask ranks that have just been started for a save that was requested before: their first one answers it."""
+        """Repeat pending save requests to newly started ranks; the first save answers them."""
         self._saves = dict.fromkeys(self._saves, 0)
         if self._saves:
             self._ask_save()
@@ -294,7 +293,7 @@ class RequestHandlers:
         return None
 
     def _ranks_asked_for(self, request: Request) -> list[int]:
-        """One rank, those of one node by its node rank, or all."""
+        """Return the requested rank, the ranks of the requested node (by node rank), or all."""
         cluster = self._config.cluster
         if request.value is not None:
             return [int(request.value)] if 0 <= request.value < cluster.world_size else []
@@ -311,18 +310,18 @@ class RequestHandlers:
 
 
 _NO_NEWS = (agents.ProgressReport, agents.FlightRecords, agents.RankSaves)
-"""Messages that come by the thousand, and call for no decision by themselves."""
+"""Frequent messages that call for no decision."""
 
 
 class MessageLoop:
-    """Handles messages while a part of the coordinator waits for something."""
+    """Message handling while a part of the coordinator waits for something."""
 
     def __init__(self, state: AttemptState, monitor: JobMonitor, requests: RequestHandlers, timers: Timers) -> None:
         self._state, self._monitor, self._requests, self._timers = state, monitor, requests, timers
         self._node_failures = NodeFailures(state)
 
     async def wait_until(self, condition: Callable[[], bool], seconds: float) -> bool:
-        """Handle messages until `condition` holds; False when it did not within `seconds`."""
+        """Handle messages until `condition` holds; returns False if it does not within `seconds`."""
         give_up = time.monotonic() + seconds
         while not condition():
             left = give_up - time.monotonic()
@@ -332,13 +331,13 @@ class MessageLoop:
         return True
 
     async def wait_for_news(self, seconds: float) -> None:
-        """Handle messages until one calls for a decision, or for `seconds`."""
+        """Handle messages until one may call for a decision, or for `seconds`."""
         news, give_up = False, time.monotonic() + seconds
         while not news and (left := give_up - time.monotonic()) > 0:
             news = await self._handle_next(left)
 
     async def _handle_next(self, seconds: float) -> bool:
-        """Handle the next message, if one comes within `seconds`; whether it may call for a decision."""
+        """Handle the next message, if one arrives within `seconds`; returns whether it may call for a decision."""
         try:
             node, message = await asyncio.wait_for(self._state.inbox.get(), max(0.0, seconds))
         except TimeoutError:
@@ -381,12 +380,12 @@ class MessageLoop:
                 self._handle_generation_message(node, message)
 
     def _place(self, rank: int) -> str:
-        """Where a rank stands in the mesh; a program of the user's own makes its own mesh."""
+        """Return the position of a rank in the mesh; empty for a user program, which builds its own."""
         config = self._state.config
         return "" if config.command else config.parallel.place_words(config.cluster.world_size, rank)
 
     def _handle_generation_message(self, node: int, message: agents.AboutGeneration) -> None:
-        """A message about the current generation; those about older ones are ignored."""
+        """Handle a message about the current generation."""
         state = self._state
         member, generation = state.roster.members[node], state.generation
         match message:
@@ -424,7 +423,7 @@ class MessageLoop:
             self._state.events.write(EventKind.REQUEST_ANSWERED, name=request.name, answer=answer)
 
     def _check_clock(self) -> None:
-        """Once a second: agents that have timed out, requests that can be answered now, the end of the job."""
+        """Run the checks due every second: agent timeouts, requests that can be answered, the end of the job."""
         now, state = time.monotonic(), self._state
         timed_out = state.roster.find_timed_out(now)
         if timed_out is not None:

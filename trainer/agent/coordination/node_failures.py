@@ -1,4 +1,4 @@
-"""What goes wrong with a node, and whether the current generation can do without it."""
+"""Failures of nodes, and whether the current generation needs the node."""
 
 from trainer.agent.attempt_state.attempt_state import AttemptState
 from trainer.agent.control.control_server import AgentRefused
@@ -10,13 +10,13 @@ from trainer.contract.messages.agents import Unloadable
 
 
 class NodeFailures:
-    """Each method records what has happened to a node; the generation fails only when it needs that node."""
+    """Recorder of node failures; the generation fails only if it needs the node."""
 
     def __init__(self, state: AttemptState) -> None:
         self._state, self._roster = state, state.roster
 
     def lost(self, node: int, reason: str) -> None:
-        """An agent has disconnected or timed out."""
+        """Record that an agent has disconnected or timed out."""
         member = self._roster.members.get(node)
         if member is None or member.lost:
             return
@@ -24,12 +24,12 @@ class NodeFailures:
         member.peer.drop()
         self._state.events.write(EventKind.AGENT_LOST, node=node, name=member.name, reason=reason)
         if self._roster.is_needed(node):
-            # An agent that has reported its own failure ends a moment later: that failure is the cause.
+            # An agent that reported its own failure exits a moment later; that failure is the cause.
             why = member.excluded or reason
             self._fail(FailureKind.AGENT_LOST, node, f"the agent of {member.name} is lost: {why}")
 
     def foreign(self, node: int, refused: AgentRefused) -> None:
-        """An agent of another protocol was refused: unless another one has joined, its node never will."""
+        """Record the refusal of an agent with another protocol; its node cannot join unless another agent did."""
         reason = f"the agent of {refused.name}: {refused.reason}"
         self._state.events.write(EventKind.DECISION, action="refuse", reason=reason)
         if node in self._roster.members:
@@ -39,7 +39,7 @@ class NodeFailures:
             self._state.fail(Failure(kind=FailureKind.INSTALLATION, reason=reason, node=refused.name))
 
     def unloadable(self, node: int, message: Unloadable) -> None:
-        """A fork server cannot import the workload: where other nodes could, that is its node's fault."""
+        """Record a fork server that cannot import the workload. If other nodes can, the node is at fault."""
         member = self._roster.members[node]
         member.excluded = f"the workload cannot be imported: {message.exception}: {message.message}"
         if not self._roster.is_needed(node):
@@ -54,13 +54,13 @@ class NodeFailures:
             self._fail(FailureKind.USER_ERROR, node, member.excluded)
 
     def agent_failed(self, node: int, reason: str) -> None:
-        """An agent cannot serve its node."""
+        """Record that an agent cannot serve its node."""
         self._roster.members[node].excluded = reason
         if self._roster.is_needed(node):
             self._fail(FailureKind.UNKNOWN, node, reason)
 
     def fork_server_died(self, node: int, reason: str) -> None:
-        """A fork server died with the ranks that it had started; its agent starts another one."""
+        """Record that a fork server died with the ranks it had started; its agent starts another one."""
         name = self._roster.members[node].name
         self._fail(FailureKind.RANK_KILLED, node, f"the fork server of {name} died: {reason}")
 

@@ -1,4 +1,4 @@
-"""The start of an attempt or a generation: nodes join, pass preflight and start a fork server, or the attempt ends."""
+"""Start of an attempt or generation: nodes join, pass preflight and start fork servers, or the attempt ends."""
 
 import time
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from trainer.contract.heartbeat import Stage
 
 
 class Startup:
-    """Each method waits for one condition, and returns a Decision when it cannot be met."""
+    """Conditions before training; each method waits for one and returns a Decision if it cannot be met."""
 
     def __init__(self, state: AttemptState, messages: MessageLoop) -> None:
         self._state, self._roster, self._messages = state, state.roster, messages
@@ -46,7 +46,7 @@ class Startup:
         return decision
 
     async def _wait_joined(self) -> Decision | None:
-        """Until every agent has joined, or as many as are needed when the others have had their time."""
+        """Wait until every agent has joined, or enough have and the others have had their time."""
         seconds = self._state.timeouts.join
         settled = self._is_settled(self._roster.complete, self._roster.enough)
         if await self._messages.wait_until(settled, seconds):
@@ -56,13 +56,13 @@ class Startup:
         return in_job_policy.end(reason, Failure(kind=FailureKind.AGENT_LOST, reason=reason))
 
     async def _wait_preflight(self) -> Decision | None:
-        """Until every node has passed preflight, or as many as are needed."""
+        """Wait until every node has passed preflight, or enough have."""
         seconds = self._state.timeouts.preflight
         settled = self._is_settled(self._roster.all_examined, self._roster.can_train)
         answered = await self._messages.wait_until(settled, seconds)
         faults = {member.name: member.faults for member in self._roster.present() if member.faults is not None}
         found = [failure for failure in (preflight.find_blamed_node(faults), *self._skewed()) if failure is not None]
-        # A fault of one node ends nothing when the other nodes are enough.
+        # A fault of a single node ends nothing if the other nodes are enough.
         alone = all(failure.kind is FailureKind.NODE_SUSPECT for failure in found)
         if found and not (alone and self._roster.can_train()):
             return in_job_policy.end("; ".join(failure.reason for failure in found), found[0])
@@ -71,7 +71,7 @@ class Startup:
         return None
 
     def _skewed(self) -> list[Failure]:
-        """Exclude nodes whose clocks are off, the worst one first, until the others agree or no node is blamed."""
+        """Exclude nodes with skewed clocks, worst first, until the others agree or no node can be blamed."""
         found: list[Failure] = []
         config = self._state.config.detection.preflight
         while (failure := self._find_skewed(config)) is not None:
@@ -83,13 +83,13 @@ class Startup:
         return found
 
     def _find_skewed(self, config: PreflightConfig) -> Failure | None:
-        """What the clocks of the nodes that could train say."""
+        """Return the clock skew failure of the nodes that could train, or None."""
         fit = [member for member in self._roster.present() if member.usable and member.faults == []]
         of_files = {member.name: member.ahead_of_files for member in fit}
         return preflight.skew({member.name: member.ahead for member in fit}, config, of_files)
 
     async def _wait_fork_servers(self) -> Decision | None:
-        """Until every training node's fork server can start ranks."""
+        """Wait until every training node's fork server can start ranks."""
         seconds = self._state.timeouts.ready
         ready = await self._messages.wait_until(lambda: self._roster.all_ready() or self._pointless(), seconds)
         stop, broken = self._state.stopping.stop, self._fatal()
@@ -104,7 +104,7 @@ class Startup:
         return None
 
     def _is_settled(self, whole: Callable[[], bool], enough: Callable[[], bool]) -> Callable[[], bool]:
-        """A condition: the whole is there, or enough of it for a while, or waiting is pointless."""
+        """Return a condition: `whole()` holds, `enough()` has held for a while, or waiting is pointless."""
         since: float | None = None
 
         def over() -> bool:
@@ -118,7 +118,7 @@ class Startup:
 
     def _unanswered(self, what: str, names: list[str], seconds: float) -> Decision:
         reason = f"{', '.join(names)} {what} within {seconds:.0f} s"
-        # Where one node of many is late, the node itself is the likeliest cause.
+        # If exactly one node is late, the node itself is the likeliest cause.
         only = names[0] if len(names) == 1 else None
         if (node := self._roster.node_of(only)) is not None:
             self._roster.members[node].excluded = reason
@@ -128,15 +128,17 @@ class Startup:
         return self._fatal() is not None or self._too_late()
 
     def _too_late(self) -> bool:
-        """Whether a stop was requested that no new generation could serve: none has trained, or no time is left."""
+        """Return whether a requested stop makes a new generation pointless.
+        True if none has trained or too little time is left.
+        """
         state = self._state
         if state.stopping.stop is None:
             return False
-        # A command that has just started may not know yet what a stop means.
+        # A newly started command may not handle a stop yet.
         pointless = bool(state.config.command) or not state.generation.number
         return pointless or state.stopping.left(time.monotonic()) < in_job_policy.START_SECONDS
 
     def _fatal(self) -> Failure | None:
-        """A failure that no new generation fixes; a fork server that died is replaced by its agent."""
+        """Return a failure that a new generation cannot fix; an agent replaces its own dead fork server."""
         broken = self._state.generation.broken
         return None if broken is None or broken.kind in in_job_policy.FIXED_BY_RESTART else broken

@@ -1,1 +1,1 @@
-"""What is kept of an incident before anything is killed."""
+"""Collection of evidence about an incident before any process is killed."""

@@ -1,6 +1,5 @@
-"""The evidence of one node about an incident, bounded in time and size.
-
-evidence/<incident>/ holds logs/, stacks/, proc/ and flight/ with a file for each rank, and node-0000/ for each node.
+"""Evidence of one node about an incident, bounded in time and size.
+evidence/<incident>/ holds logs/, stacks/, proc/ and flight/ with a file per rank, and node-0000/ per node.
 """
 
 import asyncio
@@ -29,7 +28,7 @@ from trainer.contract.run_dir import AttemptDir
 from trainer.contract.secrets.secret_redaction import in_use
 
 _MESSAGES = 500
-"""Newest lines of the kernel's log."""
+"""Newest lines kept of the kernel's log."""
 _FILES = (
     "loadavg",
     "uptime",
@@ -45,24 +44,24 @@ _GPU = "UTILIZATION,MEMORY,ECC,TEMPERATURE,POWER,CLOCK,PERFORMANCE,PAGE_RETIREME
 
 
 def kernel(seconds: float) -> bytes:
-    """The end of the kernel's log; raises OSError where it may not be read."""
+    """Return the end of the kernel's log; raises OSError if it is not readable."""
     return b"\n".join(_say(["dmesg", "--time-format", "iso"], seconds).splitlines()[-_MESSAGES:])
 
 
 def memory(seconds: float) -> bytes:
-    """Load, memory and pressure stall figures, as the kernel writes them."""
+    """Return load, memory and pressure stall figures as the kernel prints them."""
     parts = []
     for name in _FILES:
         try:
             text = (Path("/proc") / name).read_text(errors="replace")
-        except OSError as error:  # pressure figures are not in every kernel
+        except OSError as error:  # not every kernel has pressure figures
             text = f"[{error.strerror}]\n"
         parts.append(f"==> /proc/{name}\n{text}")
     return "\n".join(parts).encode()
 
 
 def gpus(seconds: float) -> bytes:
-    """What the driver counts: errors, clocks, throttling, processes; raises OSError where there is none."""
+    """Return the driver's errors, clocks, throttling and processes; raises OSError without a driver."""
     return _say(["nvidia-smi", "-q", "-d", _GPU], seconds)
 
 
@@ -85,42 +84,41 @@ NODE_PARTS: dict[str, Callable[[float], bytes]] = {"kernel.txt": kernel, "memory
 
 
 FILE = 1 << 20
-"""Bytes of one file; of a longer one the end is kept."""
+"""Maximum bytes of one file; a longer one keeps its end."""
 TOTAL = 32 << 20
-"""Bytes that one node writes for one incident."""
+"""Maximum bytes that one node writes for one incident."""
 _LINES, _TAIL = 100, 256 << 10
 _GATHERING = 0.7
-"""Share of the time in which a thing must be found; the rest is for writing it."""
+"""Share of the time limit for collecting an item; the rest is for writing it."""
 _SHARES = {"logs": 0.4, "stacks": 0.4, "proc": 0.4, "flight": 0.4}
-"""What part of the whole time each kind of thing may take; others may take all of `_GATHERING`."""
+"""Share of the time limit for each kind of item; the default is `_GATHERING`."""
 
 T = TypeVar("T")
 Find = Callable[[float], Awaitable[bytes]]
 
 
-class Unavailable(Exception):  # noqa: N818  # it is no error that a stopped process answers nothing
-    """This cannot be had; the text says why."""
+class Unavailable(Exception):  # noqa: N818  # not an error: a stopped process cannot answer
+    """This item is not available; the text gives the reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """One rank of this node, as its agent knows it."""
+    """Local rank, as its agent knows it."""
 
     rank: int
     pid: int | None
     log: Path
-    stacks: int = -1  # memfd that it writes its stacks to
-    socket: str = ""  # where its flight server listens
-    cell: dict[str, Any] = field(default_factory=dict)  # its last reading, for people
+    stacks: int = -1  # memfd that receives its stacks
+    socket: str = ""  # address of its flight server
+    cell: dict[str, Any] = field(default_factory=dict)  # its last reading, for display
 
 
 async def collect(
     folder: Path, node: int, ranks: Sequence[Subject], full: Collection[int], seconds: float, *, most: int = TOTAL
 ) -> dict[str, Any]:
-    """Write what can be had within `seconds`; of the ranks in `full` all, of the others cells and logs.
-
-    Returns {written: names, missing: {name: why}}. What is late is left to its thread, which nobody waits for: a hung
-    file system holds up neither the agent nor its end.
+    """Write the evidence available within `seconds`: all items for ranks in `full`, only cells and logs for the others.
+    Returns {written: names, missing: {name: reason}}. Late items are left to threads that are never awaited, so a hung
+    file system delays neither the agent nor its exit.
     """
     until = time.monotonic() + seconds
     bundle = _Bundle(folder, until, most)
@@ -130,7 +128,7 @@ async def collect(
 
 
 def _parts(node: int, ranks: Sequence[Subject], full: Collection[int]) -> Iterator[tuple[str, Find]]:
-    """Name in the bundle, and how to find what belongs there; most telling first, for the size is bounded."""
+    """Yield each item's file name and how to collect it, most informative first since the size is bounded."""
     whole = [one for one in ranks if one.rank in full]
     for one in whole:
         name = f"rank-{one.rank:05d}"
@@ -151,11 +149,11 @@ def _bound(function: Callable[[T, float], Awaitable[bytes]], subject: T) -> Find
 
 
 class _Bundle:
-    """The files of one node, as far as time and size allow."""
+    """The files of one node, within the time and size limits."""
 
     def __init__(self, folder: Path, until: float, most: int) -> None:
         self._folder, self._until, self._left = folder, until, most
-        self._left_for_logs = most // 2  # found at once, and of every rank: they are not to push out what says more
+        self._left_for_logs = most // 2  # logs are quick to read and exist for every rank; better evidence has priority
         self.written: list[str] = []
         self.missing: dict[str, str] = {}
 
@@ -196,7 +194,7 @@ def _write(path: Path, found: bytes) -> None:
         file.write(found)
 
 
-# -- how each thing is found
+# -- collection of each item
 
 
 async def _ready(found: bytes, seconds: float) -> bytes:
@@ -219,7 +217,7 @@ def _living(one: Subject) -> int:
 
 
 def _running(one: Subject) -> int:
-    """As `_living`, of one that can answer: a query to a stopped process blocks, and training with it."""
+    """Return the PID of a rank that can answer. Querying a stopped process blocks, and training with it."""
     pid = _living(one)
     signs = proc.read_activity(pid)
     if signs is not None and signs.state == "T":
@@ -228,7 +226,7 @@ def _running(one: Subject) -> int:
 
 
 async def _stacks(one: Subject, seconds: float) -> bytes:
-    """By faulthandler, from within; where it is not ready for the signal, by torch's worker server."""
+    """Return stacks written by faulthandler in the process, or by torch's worker server if it handles no signal."""
     pid = _running(one)
     if (obstacle := stacks.obstacle(pid, one.stacks)) is None:
         return await stacks.ask(pid, one.stacks)
@@ -238,7 +236,7 @@ async def _stacks(one: Subject, seconds: float) -> bytes:
 
 
 async def _py_spy(one: Subject, seconds: float) -> bytes:
-    """From outside: also of a stopped process."""
+    """Return stacks read from outside the process; works for a stopped process too."""
     pid = _living(one)
     program = stacks.py_spy()
     if program is None:
@@ -260,7 +258,7 @@ async def _flight(one: Subject, seconds: float) -> bytes:
     )
     if not host:
         raise Unavailable("its flight server did not answer" if one.socket else "it has no flight server")
-    # No whole record fits into a file where both are full: the newest of each are what tells.
+    # Two full records exceed one file, so the newest entries of each are kept.
     if device == recorder.NOTHING:
         return newest(host, FILE)
     told = newest(device, FILE // 2 - 64) if device is not None else b'"its flight server did not answer in time"'
@@ -272,13 +270,13 @@ async def _node(look: Callable[[float], bytes], seconds: float) -> bytes:
 
 
 _AT_ONCE = 4
-"""Flight records in one message: `flight_record.WIRE` bytes each, and quoted once more."""
+"""Flight records per message: `flight_record.WIRE` bytes each, plus quoting."""
 _TOLD = 100
-"""Parts that could not be collected, as far as they are reported to the coordinator."""
+"""Maximum number of missing parts reported to the coordinator."""
 
 
 class EvidenceCollector:
-    """Answers the coordinator's questions; each answer is sent whatever could not be had."""
+    """Handler of the coordinator's evidence queries; an answer is always sent, however much is missing."""
 
     def __init__(self, attempt: AttemptDir, node: int, sockets: FlightSockets) -> None:
         self._attempt, self._node, self._sockets = attempt, node, sockets
@@ -286,7 +284,7 @@ class EvidenceCollector:
     async def collect(
         self, order: QueryFlights | CollectEvidence, ranks: LocalRanks, sampler: Sampler, peer: CoordinatorPeer
     ) -> None:
-        """Answer either question."""
+        """Answer either query."""
         match order:
             case QueryFlights():
                 await self._send_flight_records(order, ranks, peer)
@@ -298,7 +296,7 @@ class EvidenceCollector:
         paths = {rank: self._sockets.path(rank, generation) for rank in asked}
         flights, unanswered = await recorder.flights(paths, query.seconds)
         answer = FlightRecords(generation=generation, serial=query.serial)
-        # A few at a time: of a node with many ranks all of them would not fit into one line.
+        # Sent in batches: all records of a node with many ranks would not fit into one line.
         for first in range(0, len(flights), _AT_ONCE):
             told = tuple(flight.to_json() for flight in flights[first : first + _AT_ONCE])
             peer.send(replace(answer, flights=told))

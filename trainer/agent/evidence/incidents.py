@@ -1,4 +1,4 @@
-"""Incidents: event, verdict.json, and the resulting failure of the generation."""
+"""Incidents: their events, verdict.json, and the resulting failure of the generation."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -18,13 +18,13 @@ from trainer.contract.secrets.secret_redaction import in_use
 
 
 def is_needed(ends: Sequence[RankEnd]) -> bool:
-    """Whether none of these exits explains itself: all were aborted, or report that a peer went away."""
+    """Return whether no exit explains itself: each bad one was an abort or reported a lost peer."""
     bad = [end for end in ends if not end.good]
     return bool(bad) and all(secondary_order(end) > 0 for end in bad)
 
 
 def analyse_dead_ranks(attempt: AttemptDir, generation: int, world: int) -> Finding | None:
-    """What the records that a generation left say together; None when it left none. Reads the shared file system."""
+    """Return the joint analysis of the flight records left by a generation, or None. Reads the shared file system."""
     found = records_of_dead_ranks(attempt, generation)
     if not found:
         return None
@@ -33,7 +33,7 @@ def analyse_dead_ranks(attempt: AttemptDir, generation: int, world: int) -> Find
 
 
 def desync_judgement(finding: Finding, ends: Sequence[RankEnd]) -> Judgement | None:
-    """The judgement on ranks that called different collectives; None when that is not what the records say."""
+    """Return the judgement on ranks that called different collectives; None if the records show no desync."""
     if not finding.kind.startswith("desync"):
         return None
     rank = finding.ranks[0] if finding.ranks else None
@@ -50,11 +50,11 @@ def desync_judgement(finding: Finding, ends: Sequence[RankEnd]) -> Judgement | N
 
 
 _MOST_WAITING = 64
-"""Waiting ranks that an event names; verdict.json names them all."""
+"""Maximum number of waiting ranks in an event; verdict.json lists all of them."""
 
 
 def failure_of(judgement: Judgement, evidence: str) -> Failure:
-    """What the incident means for the attempt; `evidence` is the bundle's path in the run directory."""
+    """Return the failure that the incident means for the attempt. `evidence` is the bundle's path in the run folder."""
     kind = FailureKind.DESYNC if judgement.kind is Stall.DESYNC else FailureKind.HANG
     return Failure(
         kind=kind,
@@ -68,7 +68,7 @@ def failure_of(judgement: Judgement, evidence: str) -> Failure:
 
 
 def event_fields(incident: Incident, evidence: str, *, withdrawn: bool) -> dict[str, Any]:
-    """The keys of the event; `withdrawn`: the ranks went on while the evidence was collected."""
+    """Return the fields of the event; `withdrawn`: the ranks continued while evidence was collected."""
     judgement = incident.judgement
     return {
         "name": incident.name,
@@ -88,7 +88,7 @@ def event_fields(incident: Incident, evidence: str, *, withdrawn: bool) -> dict[
 
 
 def write_verdict(bundle: Path, incident: Incident, seen: list[RankSample], *, withdrawn: bool) -> None:
-    """Write verdict.json: the judgement, every rank as it was seen, and what could not be collected; raises OSError."""
+    """Write verdict.json: the judgement, every rank's sample, and missing evidence. Raises OSError."""
     bundle.mkdir(mode=0o700, parents=True, exist_ok=True)
     judgement = incident.judgement
     fields = {

@@ -1,4 +1,4 @@
-"""Where every thread of a rank stands: asked of the rank itself, or read from outside."""
+"""Stacks of all threads of a rank, written by the rank itself or read from outside."""
 
 import asyncio
 import os
@@ -15,7 +15,7 @@ _MOST = 1 << 20
 
 
 def obstacle(pid: int, memory: int) -> str | None:
-    """Why the rank cannot be asked; None when it can. A signal that it does not catch would end it."""
+    """Return why the rank cannot be asked for its stacks, or None. A signal without a handler would kill it."""
     if memory < 0:
         return "there is no memory for its stacks"
     signs = proc.read_activity(pid)
@@ -38,9 +38,8 @@ def _catches(pid: int, number: int) -> bool:
 
 
 async def ask(pid: int, memory: int) -> bytes:
-    """Have the rank write its stacks into `memory`, a memfd, and wait until it is through; may be cancelled.
-
-    WARNING: both processes share the file's position, so it is set back before the signal and never moved by reading.
+    """Make the rank write its stacks into `memory`, a memfd, and wait until it is done; may be cancelled.
+    WARNING: both processes share the file position, so it is reset before the signal and never moved by reading.
     """
     os.ftruncate(memory, 0)
     os.lseek(memory, 0, os.SEEK_SET)
@@ -55,13 +54,13 @@ async def ask(pid: int, memory: int) -> bytes:
 
 
 def py_spy() -> str | None:
-    """Where py-spy is, if it is: beside this Python, or in the PATH."""
+    """Return the path of py-spy beside this Python or in PATH, or None."""
     beside = Path(sys.executable).with_name("py-spy")
     return str(beside) if os.access(beside, os.X_OK) else shutil.which("py-spy")
 
 
 def from_outside(program: str, pid: int, seconds: float) -> bytes:
-    """What py-spy reads from the process's memory without stopping it; raises OSError with its words."""
+    """Return py-spy's dump of the running process, taken without stopping it; raises OSError with py-spy's message."""
     try:
         done = subprocess.run(
             [program, "dump", "--nonblocking", "--pid", str(pid)],

@@ -1,1 +1,1 @@
-"""The flight records of collectives: asked of ranks, read, and compared."""
+"""Flight records of collectives: queried from ranks, parsed and compared."""

@@ -1,7 +1,6 @@
 """Comparison of all ranks' flight records: absent ranks, stopped GPUs and desyncs.
-
-Pure: a graph of who waits for whom (`waits`) leads from every rank that waits to those that nobody explains
-(`roots`); all of them are named. What the records do not tell is said, and nobody is named for it.
+Pure functions. The wait graph (`waits`) leads from every waiting rank to the unexplained ones (`roots`), and all of
+those are named. If the records are inconclusive, the finding states it and names no rank.
 """
 
 from collections import Counter
@@ -31,11 +30,11 @@ from trainer.agent.flight.wait_graph import (
 )
 
 _WAYS = 4
-"""Ways to enter a collective that are told one by one."""
+"""Maximum number of different entries to a collective that a reason lists."""
 
 
 def desync(records: Records) -> Finding | None:
-    """The first collective that ranks entered differently, of those that are not long over."""
+    """Return the first unfinished collective that ranks entered differently, or None."""
     for key, by_sequence in records.numbers.items():
         if key in records.doubtful:
             continue
@@ -60,7 +59,7 @@ def _differing(
     most = max(counts.values())
     usual: list[object] = [what for what, count in counts.items() if count == most]
     certain = len(usual) == 1
-    if not certain:  # as many against as many: what a rank has never done before is what is wrong
+    if not certain:  # tied: the entry without precedent in its rank's record is the wrong one
         usual = _usual(records, key, sequence, told, usual)
     culprits = tuple(sorted(rank for rank, (what, _) in told.items() if what not in usual))
     if not culprits:
@@ -91,20 +90,20 @@ def _differing(
 def _usual(
     records: Records, key: str, sequence: int, told: Mapping[int, tuple[object, str]], ways: Sequence[object]
 ) -> list[object]:
-    """Of the ways in which ranks entered a collective, those that some rank's own record holds before it; else all."""
-    # One that skipped a call goes on with the calls that its peer makes later: either may be the one that is wrong.
+    """Return the ways of entering a collective that occur earlier in some rank's own record, or all if none does."""
+    # A rank that skipped a call continues with its peer's later calls, so either may be wrong.
     if _is_shifted(records, key, sequence, told):
         return list(ways)
     often = dict.fromkeys(ways, 0)
     for rank, (what, text) in told.items():
         before = [e for e in records.flights[rank].entries if e.group == key and e.sequence < sequence]
         often[what] = max(often.get(what, 0), sum(str(entry) == text for entry in before))
-    # How often proves nothing: only what was never done before stands out.
+    # The counts prove nothing; only a call without precedent is evidence.
     return [what for what, count in often.items() if count] or list(often)
 
 
 def _is_shifted(records: Records, key: str, sequence: int, told: Mapping[int, tuple[object, str]]) -> bool:
-    """Whether what one rank calls from here on is what another one calls one later."""
+    """Return whether one rank's calls from here on equal another rank's calls shifted by one."""
     calls = {
         tuple(
             str(entry) for entry in records.flights[rank].entries if entry.group == key and entry.sequence >= sequence
@@ -121,14 +120,14 @@ def _is_shifted(records: Records, key: str, sequence: int, told: Mapping[int, tu
 
 
 def crossed(stalls: Sequence[Stall]) -> Finding | None:
-    """Ranks that wait for each other in different groups: they entered the groups' collectives in different orders."""
+    """Return the desync of ranks that wait for each other in two groups, entered in different orders."""
     missed = [stall for stall in stalls if stall.missing]
     inside: dict[int, list[Stall]] = {}
     for stall in missed:
         for rank in stall.inside:
             inside.setdefault(rank, []).append(stall)
     for stall in missed:
-        # Whoever is crossed with this one holds all that it misses, the first of them included.
+        # A stall crossed with this one contains all ranks that it misses, so checking the first is enough.
         for other in inside.get(stall.missing[0], ()):
             here, there = set(stall.missing) & set(other.inside), set(other.missing) & set(stall.inside)
             if there and len(here) == len(stall.missing):
@@ -147,19 +146,18 @@ def crossed(stalls: Sequence[Stall]) -> Finding | None:
 __all__ = ["Finding", "FlightRecord", "analyse", "parse"]
 
 _FRONTS = 3
-"""Places where no rank makes progress that are told one by one."""
+"""Maximum number of stuck places that a reason lists."""
 
 
 def analyse(
     flights: Iterable[FlightRecord], expected_ranks: Iterable[int], unanswered: Iterable[int] = (),
     never_sent: Iterable[int] = (),
 ) -> Finding:  # fmt: skip
-    """Pair the records by group and number of the collective; `unanswered` ranks gave none though they were asked.
-
-    `never_sent`: ranks that are known to have left out a message for which another one waits.
+    """Compare flight records, paired by group and sequence number; `unanswered` ranks were queried in vain.
+    `never_sent`: ranks known to have omitted a message that another rank waits for.
     """
     records = Records(flights, expected_ranks, unanswered)
-    # A collective that the ranks mean differently never ends well: nothing else needs an explanation.
+    # A mismatched collective never completes, so nothing else needs an explanation.
     if (differing := desync(records)) is not None:
         return differing
     stalled = stalls(records)
@@ -168,7 +166,7 @@ def analyse(
         return _nothing(records)
     found = gpu_roots(records, waits) | host_roots(records, waits) | message_roots(waits, never_sent)
     explained = waits.reaching(found)
-    # Who wait for each other in two groups have called them in different orders, if nobody else holds them up.
+    # Ranks that wait for each other in two groups called them in different orders, unless another rank delays them.
     rest = [place for node, place in enumerate(waits.places) if isinstance(place, Stall) and node not in explained]
     if (mutual := crossed(rest)) is not None:
         return mutual
@@ -181,13 +179,13 @@ def analyse(
 
 
 def _named(waits: WaitGraph, found: WaitRoots, longest: str) -> Finding:
-    """All culprits, those of one kind in one collective together; whom most wait for comes first."""
+    """Return the finding on all culprits, merged by kind and collective; the most awaited is named first."""
     told: dict[tuple[RootKind, Node], list[int]] = {}
     waiting = _waiting(waits, found)
     for root, kind in found.items():
         told.setdefault((kind, _told_of(waits, waiting[root], found)), []).append(waits.inside(root)[0])
     culprits, reasons = [], []
-    # Whoever never came is the plainest case, and among equals the wave-front that is nearest to its root.
+    # Ranks that never came are the clearest case; among equals, the wave-front nearest to its root comes first.
     for (kind, node), ranks in sorted(told.items(), key=lambda one: (one[0][0] == "gpu_stopped", min(one[1]))):
         reason = _reason(waits, kind, node, tuple(sorted(ranks)))
         reasons.append(reason)
@@ -211,7 +209,7 @@ def _named(waits: WaitGraph, found: WaitRoots, longest: str) -> Finding:
 
 
 def _waiting(waits: WaitGraph, found: WaitRoots) -> dict[Node, list[Node]]:
-    """By root: the nodes that wait for it directly."""
+    """Return the nodes that wait directly for each root."""
     waiting: dict[Node, list[Node]] = {root: [] for root in found}
     for node, after in enumerate(waits.after):
         for other in after:
@@ -221,9 +219,8 @@ def _waiting(waits: WaitGraph, found: WaitRoots) -> dict[Node, list[Node]]:
 
 
 def _told_of(waits: WaitGraph, waiting: Sequence[Node], found: WaitRoots) -> Node:
-    """Where a root's stall began: all that are missing there are roots; of several such groups the smallest.
-
-    In the other groups some only wait for that; tensor parallel comes before data parallel.
+    """Return where a root's stall began: all ranks missing there are roots. The smallest such group wins.
+    Ranks in other groups may only wait for it: tensor parallel precedes data parallel.
     """
 
     def rank_of(node: Node) -> tuple[bool, bool, int]:
@@ -257,7 +254,7 @@ def _reason(waits: WaitGraph, kind: RootKind, node: Node, ranks: Sequence[int]) 
 
 
 def _together(stalled: Sequence[Stall], stuck: Sequence[object]) -> Finding:
-    """Nobody can be named: all have come and no rank makes progress, or they wait in a ring."""
+    """Return a finding without a culprit: all ranks came and none makes progress, or they wait in a ring."""
     places = [place for place in stuck if isinstance(place, Stall)] or [s for s in stalled if not s.missing]
     if not places and not stalled:
         return _lost_message([place for place in stuck if isinstance(place, Channel)])

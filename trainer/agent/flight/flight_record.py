@@ -1,4 +1,4 @@
-"""What one rank's flight recorder holds: which collectives it has entered, in which groups, and which are over."""
+"""Content of one rank's flight recorder: its groups, and the collectives entered and completed in each."""
 
 import json
 import math
@@ -15,40 +15,40 @@ from trainer.agent.flight.p2p_messages import P2PMessage, unfinished
 from trainer.contract.ranks.rank_messages import decode_runs, encode_runs
 
 KEPT = 30
-"""Newest collectives kept of each group."""
+"""Newest collectives kept per group."""
 WIRE = 8000
-"""Bytes that one rank's record may take on the wire; of longer ones the oldest collectives are dropped."""
+"""Maximum bytes of one rank's record on the wire; longer ones drop their oldest collectives."""
 _FEWEST = 4
 """Oldest unfinished collectives of a group that are never dropped."""
 _DIMENSIONS = 64
-"""Dimensions that a tensor may have."""
+"""Maximum dimensions of a tensor."""
 _LONGEST = 60
-"""Characters of a list of sizes; a longer one is told by its count and its checksum."""
+"""Maximum characters of a list of sizes; a longer one becomes its count and checksum."""
 
 ON_HOST = " on the host"
-"""What follows the names of gloo's groups where the same groups have NCCL's, too."""
+"""Suffix of gloo's groups, which share their names with NCCL's."""
 
 SCHEDULED, STARTED, DONE = "scheduled", "started", "done"
 _ALIKE = ("all_reduce", "allreduce", "broadcast", "reduce", "all_gather", "allgather", "reduce_scatter")
-"""Operations to which every rank must bring as many elements; uneven all_to_all, gather and scatter are legal."""
+"""Operations in which all ranks contribute equally many elements; uneven all_to_all, gather and scatter are legal."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One collective as one rank entered it."""
+    """Collective as one rank entered it."""
 
     group: str
-    sequence: int  # of the group's collectives, from 1; the same number is the same collective on every rank
+    sequence: int  # in its group, from 1; the same number is the same collective on every rank
     op: str
-    sizes: str  # for people
-    elements: int  # in all its inputs; -1 where ranks may differ
+    sizes: str  # for display
+    elements: int  # in all its inputs; -1 if ranks may differ
     dtypes: str
-    state: str  # SCHEDULED, STARTED (only NCCL with timing tells) or DONE
-    order: int = 0  # place in its rank's record
+    state: str  # SCHEDULED, STARTED (only reported by NCCL with timing) or DONE
+    order: int = 0  # position in its rank's record
 
     @property
     def shape(self) -> tuple[int, str]:
-        """What must agree between ranks; sizes with the same product do."""
+        """Return the part that must agree between ranks; sizes with the same product do."""
         return (self.elements, self.dtypes) if self.elements >= 0 else (-1, "")
 
     def __str__(self) -> str:
@@ -57,41 +57,41 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """One process group as one of its ranks knows it."""
+    """Process group as one of its ranks knows it."""
 
-    ranks: tuple[int, ...]  # empty: not told
-    entered: int  # the last collective that it entered
-    completed: int  # the last one that was over, the ones before it included
+    ranks: tuple[int, ...]  # empty: unknown
+    entered: int  # last collective entered
+    completed: int  # last collective completed, including all before it
     description: str = ""
-    on_gpu: bool = False  # NCCL's
-    sure: bool = False  # `completed` was read, not taken from where the record begins
-    counted: bool = False  # both numbers are NCCL's own counters, and no entry shows them
-    before: int = 0  # groups of the same name that its record shows before this one
-    surely: bool = True  # there were no more of them: the record has lost nothing
+    on_gpu: bool = False  # an NCCL group
+    sure: bool = False  # `completed` was read, not inferred from the start of the record
+    counted: bool = False  # both numbers are NCCL's own counters; the record has no entries for them
+    before: int = 0  # earlier groups of the same name in its record
+    surely: bool = True  # `before` is exact: the record has lost nothing
 
     @property
     def marks(self) -> int:
-        """What holds of it, for the wire."""
+        """Return the flags as a bit mask for the wire."""
         return self.on_gpu * 1 + self.sure * 2 + self.counted * 4 + self.surely * 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlightRecord:
-    """The record of one rank."""
+    """Record of one rank."""
 
     rank: int
     groups: dict[str, Group] = field(default_factory=dict)
     entries: tuple[Entry, ...] = ()  # by group and sequence
-    messages: tuple[P2PMessage, ...] = ()  # between two ranks, not over, in their order
-    timed: bool = False  # it tells which calls have begun (TORCH_NCCL_ENABLE_TIMING)
-    whole: bool = False  # it holds something that was over before all that is not: nothing unfinished is lost
+    messages: tuple[P2PMessage, ...] = ()  # unfinished messages between two ranks, in order
+    timed: bool = False  # it shows which calls have begun (TORCH_NCCL_ENABLE_TIMING)
+    whole: bool = False  # it holds an entry completed before every unfinished one, so no unfinished entry is lost
 
     def waits(self) -> set[str]:
-        """Groups in which it is inside a collective."""
+        """Return the groups in which the rank is inside a collective."""
         return {key for key, group in self.groups.items() if group.entered > group.completed}
 
     def to_json(self) -> str:
-        """For the wire; at most `WIRE` bytes."""
+        """Serialize for the wire, in at most `WIRE` bytes."""
         keep = KEPT
         while len(text := self._written(keep)) > WIRE and keep:
             keep //= 2
@@ -125,7 +125,7 @@ class FlightRecord:
 
     @classmethod
     def from_json(cls, text: str) -> "FlightRecord":
-        """Raises ValueError when `text` is not what `to_json` writes."""
+        """Parse the output of `to_json`; raises ValueError for anything else."""
         try:
             told = json.loads(text)
             words = [_text(word) for word in told["words"]]
@@ -154,9 +154,8 @@ class FlightRecord:
 def read(
     rank: int, host: Any, device: Any | None, groups: Mapping[str, Mapping[str, Any]] | None = None
 ) -> FlightRecord:
-    """The records of both of a rank's recorders as one: NCCL's (`device`), where there is one, and gloo's (`host`).
-
-    Both number the collectives of the same groups, each by itself. Raises ValueError when `host` is no dump.
+    """Merge the records of a rank's two recorders: NCCL's (`device`), if any, and gloo's (`host`).
+    Each numbers the collectives of the same groups independently. Raises ValueError if `host` is not a dump.
     """
     if device is None:
         return parse(rank, host, groups)
@@ -181,7 +180,7 @@ def _group_of(row: list[Any]) -> Group:
 
 
 def newest(dump: bytes, most: int) -> bytes:
-    """A dump of torch's with its newest entries only, so many that it has at most `most` bytes; what is none, cut."""
+    """Return a torch dump reduced to its newest entries, at most `most` bytes; other data is truncated."""
     try:
         told = json.loads(dump)
         entries = list(told.get("entries", []))
@@ -202,11 +201,10 @@ def _text(value: Any) -> str:
 def parse(
     rank: int, dump: Any, groups: Mapping[str, Mapping[str, Any]] | None = None, *, suffix: str = ""
 ) -> FlightRecord:
-    """Read a dump of torch's flight recorder (format 2.x); what is unknown or missing in it is passed over.
-
-    `dump` is its text or what that says; `groups` is what the rank has told of its groups
-    (`trainer.contract.ranks.rank_messages`), for gloo's dumps name none; `suffix` goes to the names of all groups.
-    Raises ValueError when it is no dump at all.
+    """Parse a dump of torch's flight recorder (format 2.x), ignoring unknown and missing parts.
+    `dump` is its text or parsed content. `groups` is the rank's own report of its groups
+    (`trainer.contract.ranks.rank_messages`), needed because gloo's dumps name none. `suffix` is appended to all group
+    names. Raises ValueError if it is not a dump.
     """
     dump = json.loads(dump) if isinstance(dump, (str, bytes)) else dump
     if not isinstance(dump, dict) or not isinstance(dump.get("entries", []), list):
@@ -245,9 +243,8 @@ def parse(
 
 
 def _dying(dump: dict[str, Any], raw: list[dict[str, Any]]) -> dict[int, str]:
-    """The states of gloo's collectives on a rank that died, by `id`; `failed` says whether of a collective.
-
-    gloo counts one that failed as over, and may be a moment late with those that really are.
+    """Return the states of gloo's collectives on a dead rank, by `id`.
+    `failed` is set if one failed. gloo counts a failed collective as completed, and may mark completed ones late.
     """
     if "failed" not in dump:
         return {}
@@ -299,7 +296,7 @@ def _short(sizes: list[list[int]]) -> str:
 
 
 def _told(config: Any) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Ranks and description by group; torch writes ranks as the text of a list, the rank itself in runs."""
+    """Return ranks and description by group. torch writes ranks as the text of a list, the rank itself as runs."""
     found = {}
     for key, value in config.items() if isinstance(config, Mapping) else ():
         if not isinstance(value, Mapping):
@@ -331,7 +328,7 @@ def _group(
 
 
 def _kept(entries: Iterable[Entry], keep: int) -> list[Entry]:
-    """The newest entries, a few of which make room for the oldest unfinished ones: what a rank waits in."""
+    """Return the newest entries, keeping a few places for the oldest unfinished ones, in which the rank waits."""
     ordered = sorted(entries, key=lambda entry: entry.sequence)
     if len(ordered) <= keep:
         return ordered

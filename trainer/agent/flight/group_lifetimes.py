@@ -1,6 +1,5 @@
-"""Groups that are destroyed and made again under their old names: each of these lives counts its collectives from 1.
-
-torch hashes the names of groups that are made without the whole world, so the same ranks get the same name again.
+"""Groups destroyed and created again under the same name; each lifetime counts its collectives from 1.
+torch hashes the names of groups created without the whole world, so the same ranks get the same name again.
 """
 
 from collections.abc import Iterable, Mapping
@@ -12,19 +11,17 @@ from trainer.agent.flight.dump_fields import group_name, number
 
 @dataclass(slots=True)
 class _GroupLifetime:
-    """The newest life of one group, so far."""
+    """Newest lifetime of one group so far."""
 
-    local: Any = None  # torch's number of the group in its process: every life has its own
+    local: Any = None  # torch's number of the group in its process, unique per lifetime
     last: int = 0  # its newest collective
-    before: int = 0  # lives before it that had collectives
+    before: int = 0  # earlier lifetimes that had collectives
     rows: list[int] = field(default_factory=list)
 
 
 def newest(raw: Iterable[Mapping[str, Any]]) -> tuple[list[int], dict[str, int]]:
-    """Places of a dump's entries that belong to the newest lives of their groups, and how many lives came before.
-
-    The entries stand in the order in which they were recorded. Only lives that had collectives are counted, and only
-    those that are still in the record.
+    """Return positions of a dump's entries in their groups' newest lifetimes, and counts of earlier lifetimes.
+    The entries must be in recorded order. Only lifetimes with collectives still in the record are counted.
     """
     lives: dict[str, _GroupLifetime] = {}
     for at, one in enumerate(raw):

@@ -1,4 +1,4 @@
-"""What NCCL's own counters say of each group: exact where the ring of entries has lost or never shown them."""
+"""NCCL's own counters per group, exact even if the ring of entries has lost or never shown a collective."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -7,10 +7,9 @@ from trainer.agent.flight.dump_fields import group_name, number, word
 
 
 def counters(dump: Mapping[str, Any], entries: Iterable[Mapping[str, Any]]) -> dict[str, tuple[int, int]]:
-    """By name of the group: the last collective that was enqueued and the last one that was over.
-
-    Groups in which messages were seen are skipped, for torch counts those in the same place. So is every group whose
-    counter is not that of its newest collective here. Empty for gloo, which counts failed collectives as over.
+    """Return the last collective enqueued and the last one completed, by group name.
+    Skips groups with messages, which torch counts in the same place, and groups whose counter differs from their newest
+    collective in the record. Empty for gloo, which counts failed collectives as completed.
     """
     status, config = dump.get("pg_status"), dump.get("pg_config")
     if not isinstance(status, Mapping) or not isinstance(config, Mapping) or not _of_nccl(dump):
@@ -41,7 +40,7 @@ def _of_nccl(dump: Mapping[str, Any]) -> bool:
 def _names(
     config: Mapping[str, Any], status: Mapping[str, Any], entries: Iterable[Mapping[str, Any]]
 ) -> dict[str, str]:
-    """Names by local number: as the entries pair them; the others by order, where names are numbers that count up."""
+    """Return group names by local number: paired by the entries, else by order if the names are ascending numbers."""
     seen = {str(entry.get("pg_id")): group_name(entry) for entry in entries}
     known = {local: name for local, name in seen.items() if local in status}
     names = [word(value.get("name", key)) for key, value in config.items() if isinstance(value, Mapping)]

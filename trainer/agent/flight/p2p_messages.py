@@ -1,4 +1,4 @@
-"""Sends and receives between two ranks that are not over, as a rank's flight recorder holds them."""
+"""Unfinished sends and receives between two ranks, from a rank's flight recorder."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,34 +9,34 @@ from trainer.agent.flight.dump_fields import group_name, word
 
 _PEERS = re.compile(r"(send|recv)\s+(\d+)\s*(->|<-)\s*(\d+)\Z")
 _WORLD = 1_000_000
-"""Ranks that a world may have."""
+"""Maximum number of ranks in a world."""
 _MOST = 200
-"""Oldest unfinished messages that are kept of one rank: later ones wait behind these."""
+"""Oldest unfinished messages kept per rank; later ones wait behind these."""
 
 
 @dataclass(frozen=True, slots=True)
 class P2PMessage:
-    """One send or receive that has not ended; torch numbers them on each rank by itself, so numbers never pair."""
+    """Unfinished send or receive. Each rank numbers its own messages, so numbers cannot pair them."""
 
     group: str
-    source: int  # rank of the world; -1: not known
+    source: int  # global rank; -1: unknown
     target: int
-    order: int  # place in its rank's record
+    order: int  # position in its rank's record
     sends: bool
-    what: str = ""  # in words, where that is known
+    what: str = ""  # description, if known
 
     @property
     def channel(self) -> tuple[str, int, int]:
-        """Messages of one channel are received in the order in which they are sent."""
+        """Return the channel; its messages are received in the order they were sent."""
         return self.group, self.source, self.target
 
 
 def unfinished(
     raw: Iterable[Mapping[str, Any]], done: Iterable[bool], members: Mapping[str, Sequence[int]], suffix: str = ""
 ) -> tuple[P2PMessage, ...]:
-    """Messages of a dump that are not over, in their order; `members` has the ranks of each group, in its own order.
-
-    torch never marks the parts of a batch (`batch_isend_irecv`) as over: the entry "coalesced" after them tells.
+    """Return a dump's unfinished messages in order.
+    `members` has the ranks of each group in the group's order. torch never marks the parts of a batch
+    (`batch_isend_irecv`) as done; the "coalesced" entry after them is marked.
     """
     rows = [(at, entry, over) for at, (entry, over) in enumerate(zip(raw, done, strict=True))]
     batches = {
@@ -65,11 +65,11 @@ def _message(group: str, text: str, members: Sequence[int], order: int) -> P2PMe
 
 
 def _members(entry: Mapping[str, Any], members: Mapping[str, Sequence[int]]) -> Sequence[int]:
-    """Those of the entry's group; the group of all has every rank at its own place."""
+    """Return the ranks of the entry's group; in the default group, position equals rank."""
     known = members.get(group_name(entry), ())
     return known if known or "default_pg" not in (entry.get("process_group") or ()) else range(_WORLD)
 
 
 def _rank(place: int, members: Sequence[int]) -> int:
-    """The rank of the world at a place in a group; torch names peers by their places."""
+    """Return the global rank at a position in a group; torch identifies peers by position."""
     return members[place] if place < len(members) else -1

@@ -1,4 +1,4 @@
-"""Asking ranks for their flight records: over Unix sockets, without their training threads, and with an end to it."""
+"""Queries of ranks for their flight records over Unix sockets, off their training threads and with a time limit."""
 
 import asyncio
 import json
@@ -21,25 +21,25 @@ from trainer.contract.ranks.rank_messages import groups_file
 from trainer.contract.run_dir import AttemptDir
 
 HOST, DEVICE = "fr_trace_json", "dump_nccl_trace_json"
-"""The two recorders of torch: gloo's, which is always there, and NCCL's, where torch was built with it."""
+"""torch's two recorders: gloo's, always present, and NCCL's, if torch was built with it."""
 NOTHING = b""
-"""The answer of a server that has no such recorder."""
+"""Answer of a server that lacks the requested recorder."""
 MOST = 8 << 20
-"""Bytes that an answer may have."""
+"""Maximum bytes of an answer."""
 _LONGEST_PATH = 100
-"""Characters of a Unix socket's path; the kernel takes 107."""
+"""Maximum characters of a Unix socket's path; the kernel's limit is 107."""
 _UNKNOWN = 404
 _REFUSED = (OSError, EOFError, ValueError, asyncio.LimitOverrunError)
 
 
 class FlightSockets:
-    """The private folder in which this agent's ranks open their sockets; on the node's own file system."""
+    """Private folder for the sockets of this agent's ranks, on the node's local file system."""
 
     def __init__(self) -> None:
         self._folder = _private_folder()
 
     def path(self, rank: int, generation: int) -> str:
-        """Where that rank of that generation listens; empty where it cannot."""
+        """Return the socket path of a rank in a generation; empty if it cannot listen."""
         path = f"{self._folder}/{rank}.{generation}" if self._folder else ""
         return path if len(path) <= _LONGEST_PATH else ""
 
@@ -49,7 +49,7 @@ class FlightSockets:
 
 
 def _private_folder() -> str:
-    """Below TMPDIR, or /tmp where that is too long or cannot be written; "" when neither will do."""
+    """Create a folder below TMPDIR, or /tmp if that is too long or not writable; "" if both fail."""
     for place in (tempfile.gettempdir(), "/tmp"):
         if len(place) > _LONGEST_PATH - 40:
             continue
@@ -59,27 +59,27 @@ def _private_folder() -> str:
 
 
 async def flight(rank: int, path: str, seconds: float) -> FlightRecord | None:
-    """The record of the rank that listens on `path`; None when it does not answer in time."""
+    """Return the record of the rank that listens on `path`; None if it does not answer in time."""
     host, device = await asyncio.gather(ask(path, HOST, seconds), ask(path, DEVICE, seconds))
-    # Without the record of its GPU, that of its host would be held against the others' GPUs.
+    # Without a GPU record, the host's record would be compared with the other ranks' GPUs.
     if not host or device is None:
         return None
     try:
         return read(rank, host, device or None, _groups(path))
-    except UNREADABLE:  # an answer, but none that this version of torch should give
+    except UNREADABLE:  # an answer that no known torch version gives
         return None
 
 
 async def flights(paths: Mapping[int, str], seconds: float) -> tuple[list[FlightRecord], list[int]]:
-    """The records of all these ranks, by rank, asked at once; and the ranks that gave none."""
+    """Query all these ranks at once; returns the records and the ranks that gave none."""
     answers = await asyncio.gather(*(flight(rank, path, seconds) for rank, path in paths.items()))
     found = [answer for answer in answers if answer is not None]
     return found, sorted(set(paths) - {answer.rank for answer in found})
 
 
 async def ask(path: str, handler: str, seconds: float) -> bytes | None:
-    """What torch's worker server on `path` answers; NOTHING when it knows no such handler, None when it is not there,
-    says no or is late.
+    """Return the answer of torch's worker server on `path`.
+    NOTHING if it lacks the handler; None if it is absent, refuses or is late.
     """
     try:
         async with asyncio.timeout(seconds):
@@ -108,7 +108,7 @@ async def _ask(path: str, handler: str) -> bytes | None:
 
 
 def _is_ours(connection: socket.socket) -> bool:
-    """Whether this user's process listens there, by the kernel's word."""
+    """Return whether a process of this user listens there, according to the kernel."""
     told = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     return is_trusted(struct.unpack("3i", told)[1])
 
@@ -157,9 +157,8 @@ def _groups(path: str) -> Mapping[str, Any]:
 
 
 def records_of_dead_ranks(attempt: AttemptDir, generation: int) -> list[FlightRecord]:
-    """The records that ranks of this generation left when an exception or NCCL's watchdog ended them.
-
-    Reads the shared file system. A record that cannot be read is told on stderr.
+    """Return the records that this generation's ranks left when an exception or NCCL's watchdog ended them.
+    Reads the shared file system. An unreadable record is reported on stderr.
     """
     found: dict[int, FlightRecord] = {}
     for path in attempt.all_last_flights(generation):
@@ -178,7 +177,7 @@ def records_of_dead_ranks(attempt: AttemptDir, generation: int) -> list[FlightRe
 
 @contextmanager
 def _its_own_fault(path: Path) -> Iterator[None]:
-    """A record that cannot be read is as none, and said; the other ranks' are read."""
+    """Report an unreadable record on stderr and skip it; other ranks' records are still read."""
     try:
         yield
     except (OSError, *UNREADABLE) as error:
@@ -186,6 +185,6 @@ def _its_own_fault(path: Path) -> Iterator[None]:
 
 
 def _bytes(path: Path) -> bytes:
-    """One byte more than is read of a pickle, at most."""
+    """Read at most one byte more than the largest accepted pickle."""
     with path.open("rb") as file:
         return file.read(LARGEST + 1)

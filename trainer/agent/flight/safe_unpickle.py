@@ -1,7 +1,6 @@
-"""Reading the pickled dumps that NCCL's watchdog leaves, without running anything that they say.
-
-A pickle is a program, and its opcodes may import and call whatever they like. This reads the opcodes (`pickletools`)
-and knows only those that build plain values: everything else is refused.
+"""Safe reader of the pickled dumps of NCCL's watchdog; executes nothing in them.
+A pickle is a program whose opcodes may import and call anything. This reads the opcodes (`pickletools`) and accepts
+only the ones for plain values.
 """
 
 import pickletools
@@ -9,13 +8,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 MOST = 64 << 20
-"""Bytes of a dump that are read."""
+"""Maximum bytes of a dump."""
 _STEPS = 20_000_000
-"""Opcodes that are followed."""
+"""Maximum number of opcodes executed."""
 _NODES, _DEEPEST = 3_000_000, 50
-"""Values that a dump may have, and how deep they may lie; what is held twice counts twice."""
+"""Maximum number of values and nesting depth of a dump; a value referenced twice counts twice."""
 _LETTERS = 256 << 20
-"""Characters of all its strings; again what is held twice counts twice, for a reader copies it."""
+"""Maximum characters of all strings; shared strings count repeatedly, since a reader copies them."""
 _MARK = object()
 
 _VALUES = frozenset({
@@ -33,7 +32,7 @@ _NOTHING = frozenset({"PROTO", "FRAME"})
 
 
 def load(data: bytes) -> Any:
-    """What a pickle of dicts, lists, tuples, strings and numbers holds; raises ValueError for anything else."""
+    """Return the content of a pickle of dicts, lists, tuples, strings and numbers; raises ValueError for others."""
     if len(data) > MOST:
         raise ValueError(f"a pickle of {len(data):,} bytes: more than {MOST:,} are not read")
     machine = _Machine()
@@ -50,7 +49,7 @@ def load(data: bytes) -> Any:
 
 
 def _bounded(value: Any) -> Any:
-    """The same; raises ValueError where a few bytes stand for a world: a list that holds itself, or one thing often."""
+    """Return the value; raises ValueError if it expands hugely: a list containing itself, or repeated references."""
     count, letters, level = 0, 0, [value]
     for _ in range(_DEEPEST):
         count += len(level)
@@ -67,7 +66,7 @@ def _bounded(value: Any) -> Any:
 
 
 class _Machine:
-    """The stack of a pickle, for those opcodes that only build plain values."""
+    """Stack of a pickle, for the opcodes that only build plain values."""
 
     def __init__(self) -> None:
         self._stack: list[Any] = []

@@ -1,4 +1,4 @@
-"""The flight records of all ranks, paired by group and number: the first unfinished collective of every group."""
+"""All ranks' flight records, paired by group and sequence number: the first unfinished collective of each group."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -7,26 +7,26 @@ from dataclasses import dataclass
 from trainer.agent.flight.flight_record import SCHEDULED, STARTED, Entry, FlightRecord, Group
 
 Numbers = Mapping[str, Mapping[int, Mapping[int, Entry]]]
-"""Entries by group, number and rank."""
+"""Entries by group, sequence number and rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stall:
-    """The first unfinished collective of one group."""
+    """First unfinished collective of one group."""
 
     group: str
     sequence: int
-    inside: tuple[int, ...]  # entered it, and are not through
+    inside: tuple[int, ...]  # entered it and have not completed it
     late: tuple[int, ...]  # never entered it
-    queued: tuple[int, ...]  # called it, and their GPUs have not begun it while others' have
+    queued: tuple[int, ...]  # called it, but their GPUs have not begun it while others' have
     silent: tuple[int, ...]  # did not answer
-    unknown: tuple[int, ...]  # nobody has a record of theirs
-    entry: Entry | None  # as one of those inside sees it
-    doubtful: bool = False  # its group was made again, and the records do not tell who is in which of them
+    unknown: tuple[int, ...]  # neither answered nor queried
+    entry: Entry | None  # as seen by one of the ranks inside
+    doubtful: bool = False  # the group was created again, and the records do not show which ranks are in which lifetime
 
     @property
     def missing(self) -> tuple[int, ...]:
-        """Those that the others wait for."""
+        """Return the ranks that the others wait for."""
         return (self.late or self.queued) + self.silent
 
     def __str__(self) -> str:
@@ -34,28 +34,28 @@ class Stall:
 
 
 class Records:
-    """The flights by rank, and each group's members."""
+    """Flight records by rank, and the members of each group."""
 
     def __init__(self, flights: Iterable[FlightRecord], expected: Iterable[int], unanswered: Iterable[int]) -> None:
         self.flights = {flight.rank: flight for flight in flights}
         self.silent = set(unanswered) - set(self.flights)
         self.world = tuple(sorted({*expected, *self.flights}))
-        self.having: dict[str, dict[int, Group]] = {}  # each group as its ranks know it
+        self.having: dict[str, dict[int, Group]] = {}  # each group as each of its ranks knows it
         for rank, flight in self.flights.items():
             for key, group in flight.groups.items():
                 self.having.setdefault(key, {})[rank] = group
         known = set(self.world)
         self.members = {key: self._members_of(key, known) for key in self.having}
-        self.outdated: set[tuple[str, int]] = set()  # groups and ranks that know only an earlier one of that name
+        self.outdated: set[tuple[str, int]] = set()  # (group, rank) pairs that know only an earlier group of that name
         self.doubtful = {key for key in self.having if not self._same_life(key)}
-        """Groups that were made again under their names, where nobody knows which ranks' numbers go together."""
+        """Groups created again under the same name, where it is unknown which ranks' numbers belong together."""
         self._doubt_counters()
         self.numbers = _by_number(self)
         self.timed = any(flight.timed for flight in self.flights.values())
-        """Whether NCCL tells which collectives have begun: without TORCH_NCCL_ENABLE_TIMING none of them seems to."""
+        """Whether NCCL reports which collectives have begun; without TORCH_NCCL_ENABLE_TIMING none seems to have."""
 
     def _same_life(self, key: str) -> bool:
-        """Whether the numbers of a group mean the same on all ranks; those of ranks that are in an earlier one go."""
+        """Return whether a group's numbers mean the same on all ranks, after resetting ranks of an earlier lifetime."""
         having = self.having[key]
         newest = max(group.before for group in having.values())
         if not newest:
@@ -71,7 +71,9 @@ class Records:
         return True
 
     def _doubt_counters(self) -> None:
-        """A counter that no entry confirms may be one of messages: no collective is over before all have entered it."""
+        """Discard counters that no entry confirms and that may count messages.
+        No collective completes before all have entered it.
+        """
         talked = {message.group for flight in self.flights.values() for message in flight.messages}
         for key, having in self.having.items():
             shown = [group.entered for group in having.values() if not group.counted]
@@ -80,7 +82,7 @@ class Records:
                     having[rank] = Group(group.ranks, 0, 0, group.description, group.on_gpu)
 
     def _members_of(self, key: str, known: set[int]) -> tuple[int, ...]:
-        """As its ranks were told; else all that have it, and the whole world for the group that is the world's."""
+        """Return the members reported by its ranks; else all ranks that have it, or the world for the default group."""
         having = self.having[key]
         told = max((group.ranks for group in having.values()), key=len, default=())
         if told:
@@ -99,7 +101,7 @@ class Records:
 
 
 def _by_number(records: Records) -> Numbers:
-    """Entries by group, number and rank; several of one number and rank (coalesced calls) cannot be told apart."""
+    """Return entries by group, sequence number and rank, without duplicates (coalesced calls), which are ambiguous."""
     found: dict[str, dict[int, dict[int, Entry]]] = {}
     for rank, flight in records.flights.items():
         often = Counter((entry.group, entry.sequence) for entry in flight.entries)
@@ -110,7 +112,7 @@ def _by_number(records: Records) -> Numbers:
 
 
 def stalls(records: Records) -> list[Stall]:
-    """One for each group in which somebody waits."""
+    """Return one stall for each group in which a rank waits."""
     return [stall for key in records.members if (stall := _stall(records, key)) is not None]
 
 
@@ -125,7 +127,7 @@ def _stall(records: Records, key: str) -> Stall | None:
     entries = records.numbers.get(key, {}).get(first, {})
     inside = [rank for rank in members if records.entered(key, rank) >= first > records.completed(key, rank)]
     late = [rank for rank in members if records.entered(key, rank) < first]
-    # On a GPU a collective may be queued behind work that never ends, while its peers' have begun.
+    # On a GPU, a collective may be queued behind endless work while its peers' have begun.
     begun = any(rank in entries and entries[rank].state == STARTED for rank in inside)
     begun = begun or (records.timed and any(records.completed(key, rank) >= first for rank in members))
     queued = [rank for rank in inside if begun and rank in entries and entries[rank].state == SCHEDULED]
@@ -144,7 +146,7 @@ def _stall(records: Records, key: str) -> Stall | None:
 
 
 def _doubted(records: Records, key: str, first: int) -> Stall:
-    """Nobody is known to miss it, and anybody may."""
+    """Return the stall of a doubtful group, whose missing ranks are unknown."""
     inside = tuple(rank for rank in records.members[key] if rank in records.flights and _inside(records, key, rank))
     return Stall(
         group=key, sequence=first, inside=inside, late=(), queued=(), silent=(), unknown=(), entry=None, doubtful=True

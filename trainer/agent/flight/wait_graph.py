@@ -1,8 +1,7 @@
-"""The wait graph of unfinished collectives and messages, its roots, and the findings.
-
-A collective waits for the hosts of members that have not called it, and for what the GPUs of its members have to do
-before it. A message waits for the host of its other end until that has called it too. A host may wait for whatever it
-has called and what is not over. What waits for nothing is a root.
+"""Wait graph of unfinished collectives and messages, its roots, and the findings.
+A collective waits for the hosts of members that have not called it, and for the earlier work of its members' GPUs. A
+message waits for the host at its other end until that has called it too. A host may wait for anything it has called
+that is unfinished. A node that waits for nothing is a root.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -15,12 +14,12 @@ from trainer.agent.flight.stalls import Records, Stall
 
 Kind = Literal["none", "missing", "gpu_stopped", "desync_shape", "desync_order", "stuck_together"]
 _NAMED = 8
-"""Ranks named one by one in a reason."""
+"""Maximum number of ranks listed in a reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Culprit:
-    """One rank for which others wait and whom nobody else explains."""
+    """Rank that others wait for and whose own wait is unexplained."""
 
     rank: int
     kind: Literal["never_came", "no_answer", "gpu_stopped", "queued", "desync"]
@@ -30,26 +29,26 @@ class Culprit:
 
     @property
     def on_gpu(self) -> bool:
-        """Its GPU stopped: where its host stands says nothing."""
+        """Return whether its GPU stopped, so that the position of its host proves nothing."""
         return self.kind in ("gpu_stopped", "queued")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """What the records say. `ranks` are the culprits; for `stuck_together` those that are inside and do not get on."""
+    """Conclusion from the records. `ranks` are the culprits; for `stuck_together`, ranks inside without progress."""
 
     kind: Kind
     ranks: tuple[int, ...] = ()
     group: str = ""
     sequence: int = 0
     reason: str
-    queued: bool = False  # the culprits have called it, and their GPUs have not come to it
-    culprits: tuple[Culprit, ...] = ()  # each by itself, where each is a root of its own
-    chain: str = ""  # who waits for whom, from the end of the longest chain to its root
+    queued: bool = False  # the culprits have called it, but their GPUs have not reached it
+    culprits: tuple[Culprit, ...] = ()  # one entry per root
+    chain: str = ""  # path from the end of the longest wait chain to its root
 
     @property
     def on_host(self) -> bool:
-        """Whether it is a collective of host memory in a job that has GPUs."""
+        """Return whether it is a collective of host memory in a job with GPUs."""
         return self.group.endswith(ON_HOST)
 
 
@@ -58,7 +57,7 @@ def wait_word(ranks: Sequence[int]) -> str:
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """Ranks in words: "rank 3", "ranks 1, 2 and 5", "1,023 ranks"."""
+    """Format ranks as "rank 3", "ranks 1, 2 and 5" or "1,023 ranks"."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     if len(ranks) > _NAMED:
@@ -71,17 +70,17 @@ Node = int
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Channel:
-    """The first unfinished message of one direction between two ranks."""
+    """First unfinished message of one direction between two ranks."""
 
     group: str
     source: int
     target: int
-    sender: P2PMessage | None  # None: its source has not sent it, or that is over
+    sender: P2PMessage | None  # None: not sent, or completed
     receiver: P2PMessage | None
 
     @property
     def what(self) -> str:
-        """What is sent, in words; empty where nobody says."""
+        """Return a description of the payload; empty if unknown."""
         message = self.receiver or self.sender
         return message.what if message is not None else ""
 
@@ -93,14 +92,14 @@ class Channel:
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """The program of one rank, which has not called what others wait for."""
+    """Program of one rank that has not called the operation others wait for."""
 
     rank: int
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """The GPU of one rank, which has stopped."""
+    """Stopped GPU of one rank."""
 
     rank: int
 
@@ -110,22 +109,22 @@ Place = Stall | Channel | Host | Gpu
 
 @dataclass(slots=True)
 class _Item:
-    """Something that one rank has called and that is not over."""
+    """An unfinished operation called by one rank."""
 
     order: int
     node: Node
-    holds: bool  # it is what the others wait in, and its GPU has not begun it: what lies before it holds it up
+    holds: bool  # others wait in it and its GPU has not begun it, so earlier operations may block it
 
 
 @dataclass(slots=True)
 class WaitGraph:
-    """The graph: `after[n]` are the nodes for which node n waits."""
+    """Graph of waits: `after[n]` are the nodes for which node n waits."""
 
     places: list[Place] = field(default_factory=list)
     after: list[list[Node]] = field(default_factory=list)
     hosts: dict[int, Node] = field(default_factory=dict)
-    calls: dict[int, list[Node]] = field(default_factory=dict)  # by rank: what it has called and what is not over
-    open: set[Node] = field(default_factory=set)  # nodes that wait for a rank of which nothing is known
+    calls: dict[int, list[Node]] = field(default_factory=dict)  # by rank: unfinished operations it has called
+    open: set[Node] = field(default_factory=set)  # nodes that wait for a rank without a record
 
     def add(self, place: Place) -> Node:
         self.places.append(place)
@@ -138,14 +137,14 @@ class WaitGraph:
         return self.hosts[rank]
 
     def gpu(self, rank: int, held: Iterable[Node]) -> Node:
-        """The GPU of a rank as that for which these nodes wait, and its host, if anybody waits for that."""
+        """Add the GPU of a rank, which these nodes wait for, as does its host if it is in the graph."""
         node = self.add(Gpu(rank))
         for other in {*held, *([self.hosts[rank]] if rank in self.hosts else ())}:
             self.after[other].append(node)
         return node
 
     def inside(self, node: Node) -> tuple[int, ...]:
-        """The ranks that wait at a node."""
+        """Return the ranks that wait at a node."""
         place = self.places[node]
         match place:
             case Stall():
@@ -157,7 +156,9 @@ class WaitGraph:
                 return (place.rank,)
 
     def reaching(self, roots: Iterable[Node]) -> dict[Node, Node | None]:
-        """All nodes that wait for one of these, directly or not, each with the next node on its way; roots: None."""
+        """Return all nodes that wait for one of these, directly or not.
+        Each maps to the next node on its way; roots map to None.
+        """
         before: list[list[Node]] = [[] for _ in self.places]
         for node, after in enumerate(self.after):
             for other in after:
@@ -176,7 +177,7 @@ class WaitGraph:
 
 
 def build(records: Records, stalls: Sequence[Stall]) -> WaitGraph:
-    """The graph of these stalls and of all messages that are not over."""
+    """Return the graph of these stalls and all unfinished messages."""
     waits = WaitGraph()
     items: dict[int, list[_Item]] = {}
     for stall in stalls:
@@ -191,13 +192,13 @@ def build(records: Records, stalls: Sequence[Stall]) -> WaitGraph:
 
 
 def channels(records: Records) -> list[Channel]:
-    """The first unfinished message of every direction, as both ends have it."""
+    """Return the first unfinished message of every direction, as both ends recorded it."""
     sends: dict[tuple[str, int, int], P2PMessage] = {}
     receives: dict[tuple[str, int, int], P2PMessage] = {}
     for flight in records.flights.values():
         for message in flight.messages:
             own = message.source if message.sends else message.target
-            # Of a group whose ranks nobody told the other end is not known, and who waits there waits for anybody.
+            # If a group's ranks are unknown, so is the other end, and the message waits for an unknown rank.
             key = message.channel if own == flight.rank else _lonely(message, flight.rank)
             (sends if message.sends else receives).setdefault(key, message)
     keys = dict.fromkeys([*sends, *receives])
@@ -228,7 +229,7 @@ def _add_stall(waits: WaitGraph, records: Records, stall: Stall, items: dict[int
 
 
 def _first_order(records: Records, key: str, rank: int) -> int:
-    """Where the oldest unfinished collective of a group stands in a rank's record; before all, if it has lost that."""
+    """Return the record position of a rank's oldest unfinished collective in a group; -1 if the record lost it."""
     numbers = records.numbers.get(key, {})
     entry = numbers.get(records.completed(key, rank) + 1, {}).get(rank)
     return entry.order if entry is not None and entry.state != DONE else -1
@@ -246,7 +247,7 @@ def _add_channel(waits: WaitGraph, records: Records, channel: Channel, items: di
 
 
 def _add_order(waits: WaitGraph, records: Records, rank: int, called: list[_Item]) -> None:
-    """A GPU does one thing after the other: what it was told later waits for what it was told before."""
+    """Add the waits of a GPU's queue: later operations wait for earlier ones."""
     for stream in _streams(waits, called):
         for at, item in enumerate(stream):
             if item.holds:
@@ -256,7 +257,7 @@ def _add_order(waits: WaitGraph, records: Records, rank: int, called: list[_Item
 
 
 def _streams(waits: WaitGraph, called: Sequence[_Item]) -> Iterator[list[_Item]]:
-    """The recorders of GPU and host order their entries each by itself."""
+    """Yield the operations of GPU and host separately, since their recorders number entries independently."""
     for on_host in (False, True):
         stream = [item for item in called if _is_on_host(waits.places[item.node]) is on_host]
         if stream:
@@ -268,7 +269,7 @@ def _is_on_host(place: Place) -> bool:
 
 
 def _before(stream: Sequence[_Item], at: int) -> list[Node]:
-    """What lies just before this place, back to the first that holds: it has the rest behind it."""
+    """Return the nodes just before this position, back to the first that holds; that one covers the rest."""
     found = []
     for item in reversed(stream[:at]):
         found.append(item.node)
@@ -278,7 +279,7 @@ def _before(stream: Sequence[_Item], at: int) -> list[Node]:
 
 
 def chain(waits: WaitGraph, way: dict[Node, Node | None], most: int = 6) -> str:
-    """The longest chain to a root in words; empty where everybody waits for it directly."""
+    """Describe the longest chain to a root; empty if all wait for it directly."""
     depth: dict[Node, int] = {}
     for node in way:
         trail = []
@@ -311,11 +312,11 @@ RootKind = Literal["never_came", "no_answer", "gpu_stopped", "queued"]
 WaitRoots = dict[Node, RootKind]
 
 _SYNCHRONIZING = ("all_reduce", "allreduce", "all_gather", "allgather", "reduce_scatter", "barrier")
-"""Operations that are over for nobody before all have begun them; broadcasts are not, nor are uneven all_to_alls."""
+"""Operations that complete on no rank before all have begun them; not so for broadcasts and uneven all_to_alls."""
 
 
 def gpu_roots(records: Records, waits: WaitGraph) -> WaitRoots:
-    """Ranks whose GPUs stopped: they have called as much as their peers, and less of it is over or begun."""
+    """Return ranks whose GPUs stopped: they called as much as their peers, but less is completed or begun."""
     found: WaitRoots = {}
     held: dict[int, list[Node]] = {}
     stopped: dict[int, RootKind] = {}
@@ -324,7 +325,7 @@ def gpu_roots(records: Records, waits: WaitGraph) -> WaitRoots:
             for rank in _lagging(records, place):
                 stopped[rank] = "gpu_stopped"
             for rank in place.queued:
-                # What it was told before may hold it up; where there is nothing, and nothing is lost, nothing does.
+                # Earlier operations may block it. Without any, and with a complete record, the GPU is at fault.
                 if waits.calls[rank][0] == node and records.flights[rank].whole:
                     stopped.setdefault(rank, "queued")
     for rank, called in waits.calls.items():
@@ -336,10 +337,9 @@ def gpu_roots(records: Records, waits: WaitGraph) -> WaitRoots:
 
 
 def _lagging(records: Records, stall: Stall) -> Iterator[int]:
-    """Members of whom less is over than can be.
-
-    A peer that is through a later collective that nobody leaves before all have begun it shows that they have begun it
-    too, and a GPU begins nothing of a group before what lies before it is over: the GPU, or what watches it, stopped.
+    """Yield members that have completed less than they could.
+    A peer that has completed a later synchronizing collective shows that all members have begun it. A GPU begins
+    nothing in a group before its earlier operations complete, so the GPU, or its monitoring, stopped.
     """
     having = records.having[stall.group]
     if stall.doubtful:
@@ -355,7 +355,7 @@ def _lagging(records: Records, stall: Stall) -> Iterator[int]:
             continue
         first = group.completed + 1
         entry = numbers.get(first, {}).get(rank)
-        # It has not even begun what others are through with.
+        # It has not begun a collective that others have completed.
         unbegun = records.timed and entry is not None and entry.state == SCHEDULED
         if first < last <= group.entered or (unbegun and first == last):
             yield rank
@@ -366,7 +366,7 @@ def _counts(group: Group) -> bool:
 
 
 def _last_synchronizing(numbers: Mapping[int, Mapping[int, Entry]], first: int, through: int) -> int:
-    """The newest of these collectives that nobody leaves before all have begun it; 0: none is known."""
+    """Return the newest synchronizing collective in the range; 0 if none is known."""
     for number in range(through, first - 1, -1):
         entries = numbers.get(number, {})
         if any(entry.op.lstrip("_").startswith(_SYNCHRONIZING) for entry in entries.values()):
@@ -375,7 +375,7 @@ def _last_synchronizing(numbers: Mapping[int, Mapping[int, Entry]], first: int, 
 
 
 def host_roots(records: Records, waits: WaitGraph) -> WaitRoots:
-    """Ranks that others wait for and that wait nowhere themselves, and those that did not answer."""
+    """Return ranks that others wait for and that wait for nothing themselves, and ranks that did not answer."""
     found: WaitRoots = {}
     for rank, node in waits.hosts.items():
         if rank in records.silent:
@@ -386,15 +386,14 @@ def host_roots(records: Records, waits: WaitGraph) -> WaitRoots:
 
 
 def message_roots(waits: WaitGraph, never_sent: Iterable[int]) -> WaitRoots:
-    """Ranks that have left out a message, whatever they wait for since: without it nobody gets on."""
+    """Return ranks that omitted a message, whatever they wait for now; nothing progresses without it."""
     return {waits.hosts[rank]: "never_came" for rank in never_sent if rank in waits.hosts}
 
 
 def last_resort(waits: WaitGraph, explained: Collection[Node]) -> WaitRoots:
-    """Of ranks that wait for each other in a ring, the one that waits for nothing but messages.
-
-    To ask for a message early is usual, and stops nobody; who has not called a collective that others are in is behind.
-    Only where one rank alone stands so is it named.
+    """Return the rank in a ring of waiting ranks that waits only for messages.
+    Receiving early is usual and blocks no other rank, but a rank that has not called a collective that others are in is
+    behind. It is named only if it is the only such rank in its ring.
     """
     unknown = waits.reaching(waits.open)
     left = [node for node in range(len(waits.places)) if node not in explained and node not in unknown]
@@ -417,12 +416,12 @@ def _waits_for_messages_only(waits: WaitGraph, node: Node) -> bool:
 
 
 def fronts(waits: WaitGraph, explained: Mapping[Node, object]) -> list[Node]:
-    """Where all have come, nothing lies before it, and no rank makes progress."""
+    """Return nodes that all ranks have reached, that wait for nothing, and that make no progress."""
     return [node for node, after in enumerate(waits.after) if not after and node not in explained]
 
 
 def _sinks(waits: WaitGraph, nodes: Collection[Node]) -> list[set[Node]]:
-    """Strongly connected parts of these nodes out of which nothing leads (Tarjan's, without recursion)."""
+    """Return strongly connected components of these nodes without outgoing edges (iterative Tarjan)."""
     among = set(nodes)
     index: dict[Node, int] = {}
     low: dict[Node, int] = {}

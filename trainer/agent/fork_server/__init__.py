@@ -1,1 +1,1 @@
-"""The fork server: a process with torch and the workload imported that forks ranks, and how ranks are started."""
+"""Fork server (a process with torch and the workload imported that forks ranks) and the start of ranks."""

@@ -1,4 +1,4 @@
-"""Records the code and packages that an attempt is about to train with, and compares them with those before."""
+"""Record of the code and packages that an attempt trains with, compared with the previous record."""
 
 import os
 import sys
@@ -31,8 +31,7 @@ from trainer.contract.user_code.record_code import read_again, record_imported, 
 
 @dataclass(frozen=True, kw_only=True)
 class CodeAtStart:
-    """Digest of the user's code, a description of what changed, digests of changed files, versions of packages.
-
+    """Digest of the user's code, description of the changes, digests of changed files and package versions.
     All are empty if there is nothing to report.
     """
 
@@ -59,8 +58,7 @@ class CodeAtStart:
 
 
 def record_code(attempt: AttemptDir, config: JobConfig, skip: Collection[str] = ()) -> CodeAtStart:
-    """Write the code record of this attempt into its folder and compare it; only the first node does.
-
+    """Write this attempt's code record into its folder and compare it; only the first node does so.
     `skip`: modules that this process had imported before the workload.
     """
     if not _is_first_node():
@@ -77,7 +75,7 @@ def record_code(attempt: AttemptDir, config: JobConfig, skip: Collection[str] = 
 
 
 def write_events(events: EventLog, node: int, ready: ForkServerReady) -> None:
-    """Write the events of a fork server that has become ready."""
+    """Write the events of a fork server that is ready."""
     fields = {"warm": ready.warm, "reason": ready.reason, "seconds": ready.seconds}
     events.write(EventKind.FORK_SERVER, node=node, **fields)
     if ready.code:
@@ -88,7 +86,7 @@ def write_events(events: EventLog, node: int, ready: ForkServerReady) -> None:
 
 
 async def note_changes(attempt: AttemptDir, events: EventLog) -> None:
-    """Read the recorded files again before new ranks import them; write an event if any has changed."""
+    """Reread the recorded files before new ranks import them; writes an event if any has changed."""
 
     def look() -> CodeAtStart:
         before = CodeRecord.read(attempt.code)
@@ -142,6 +140,6 @@ def _read_submitted(run_json: Path, now: CodeRecord) -> CodeRecord | None:
         packages = normalized(env.get("packages") or {}) if same else {}
     except (FileNotFoundError, ValueError, TypeError, KeyError, AttributeError):
         return None
-    # The submit does not look into folders that only ranks have, such as those of env.PYTHONPATH.
+    # The submit does not read folders that only ranks have, such as those of env.PYTHONPATH.
     known = {**(now.packages or {}), **packages}
     return replace(record or CodeRecord(), packages=known) if packages else record

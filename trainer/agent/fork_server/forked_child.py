@@ -1,4 +1,4 @@
-"""A forked rank until its first line of code: order, binding to cores and GPUs, signals."""
+"""A forked rank up to its first line of code: launch order, binding to cores and GPUs, signals."""
 
 import errno
 import os
@@ -29,9 +29,8 @@ from trainer.contract.run_dir import AttemptDir, RunDir
 def cores_of_rank(
     identity: NodeIdentity, config: JobConfig, node_rank: int, local_rank: int, allowed: Collection[int]
 ) -> list[int]:
-    """An equal share of the allowed cores, contiguous; empty (not bound) when there are fewer cores than ranks.
-
-    Simulated nodes share one machine, so there the cores are divided among all ranks of the job.
+    """Return a contiguous, equal share of the allowed cores; empty (unbound) if there are fewer cores than ranks.
+    Simulated nodes share one machine, so its cores are divided among all ranks of the job.
     """
     per_node = config.cluster.ranks_per_node
     simulated = traits(identity.kind).simulated_nodes
@@ -44,7 +43,7 @@ def cores_of_rank(
 
 
 def gpus(identity: NodeIdentity, config: JobConfig, environ: Mapping[str, str]) -> dict[str, str]:
-    """CUDA_VISIBLE_DEVICES for a simulated node, when there are enough GPUs for each to have its own."""
+    """Return CUDA_VISIBLE_DEVICES for a simulated node if there are enough GPUs for all nodes."""
     per_node = config.cluster.gpus_per_node
     if not traits(identity.kind).simulated_nodes or not per_node:
         return {}
@@ -55,7 +54,7 @@ def gpus(identity: NodeIdentity, config: JobConfig, environ: Mapping[str, str]) 
 
 
 class RankLauncher:
-    """Writes the orders for the ranks of one node."""
+    """Builder of the launch orders for the ranks of one node."""
 
     def __init__(
         self,
@@ -67,12 +66,12 @@ class RankLauncher:
         host: str,
         sockets: FlightSockets | None = None,
     ) -> None:
-        """`host`: where the coordinator reaches this node's agent; `sockets`: where ranks answer for their flights."""
+        """`host`: address at which the coordinator reaches this node's agent; `sockets`: the ranks' flight servers."""
         self._run, self._attempt, self._config, self._identity = run, attempt, config, identity
         self._environ, self._reached_at, self._sockets = environ, host, sockets
 
     def launch_order(self, start: StartGeneration, local_rank: int) -> StartRank:
-        """The order for one rank of this node."""
+        """Return the launch order for one rank of this node."""
         config, node_rank = self._config, start.node_rank
         rank = node_rank * config.cluster.ranks_per_node + local_rank
         bound = cores_of_rank(self._identity, config, node_rank, local_rank, os.sched_getaffinity(0))
@@ -113,14 +112,14 @@ class RankLauncher:
         )
 
     def _host(self) -> str:
-        """Where peers reach this node's ranks: on the named interface, else where the coordinator reaches its agent."""
+        """Return the address peers use for this node's ranks: the named interface, else the coordinator's route."""
         interface = self._config.cluster.interface
         return tcp_transport.of_interface(interface) if interface else self._reached_at
 
 
 RankMain = Callable[[RankSpec], int]
 _IGNORED_BY_PYTHON = (signal.SIGPIPE, signal.SIGXFSZ)
-"""What an interpreter ignores from its start; a program that it becomes expects the defaults."""
+"""Signals that Python ignores from its start; an executed program expects the defaults."""
 
 
 def become_rank(
@@ -130,12 +129,9 @@ def become_rank(
     fork_server_fds: Sequence[int],
     main: RankMain | None,
 ) -> NoReturn:
-    """Turn the calling, just forked process into the rank that `order` describes; never returns.
-
-    The fork was made within `block_step_signals`.
-
-    The first of `descriptors` is where it prints to. `main` is the warm entry point; without one the rank is executed
-    cold, or is the user's own command.
+    """Turn the calling, freshly forked process into the rank that `order` describes; never returns.
+    The fork was made within `block_step_signals`. The first of `descriptors` is its output. `main` is the warm entry
+    point; without it the rank is executed cold, or is the user's own command.
     """
     code: int = ExitCode.ERROR
     try:
@@ -157,7 +153,7 @@ def become_rank(
         traceback.print_exc()
     finally:
         _flush()
-        # Not sys.exit: the fork server's atexit handlers and buffers are not this process's to run.
+        # Not sys.exit: this process must not run the fork server's atexit handlers or flush its buffers.
         os._exit(code)
 
 
@@ -172,7 +168,7 @@ def _detach_from_fork_server(parent: int, fork_server_fds: Sequence[int]) -> Non
 
 
 def _redirect(output: int, generation: int) -> None:
-    """Input from nowhere, output to the rank's log, below a line that names the generation."""
+    """Redirect input from /dev/null and output to the rank's log, after a line that names the generation."""
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.write(output, f"{generation_mark(generation)}\n".encode())
     for descriptor, target in ((nothing, 0), (output, 1), (output, 2)):
@@ -182,7 +178,7 @@ def _redirect(output: int, generation: int) -> None:
 
 
 def _run_command(command: Sequence[str], folder: str) -> NoReturn:
-    # The agent answers warnings. SIGTERM is how a user's program is asked to stop.
+    # The agent handles warning signals. SIGTERM asks a user program to stop.
     for number in WARNINGS:
         signal.signal(number, signal.SIG_IGN)
     for number in _IGNORED_BY_PYTHON:
@@ -200,7 +196,7 @@ def _run_command(command: Sequence[str], folder: str) -> NoReturn:
 
 
 def _is_found(program: str) -> bool:
-    """Whether there is a file of that name, as shells look for it: a folder that may not be read has none."""
+    """Return whether PATH has a file of that name, as shells search it; an unreadable folder counts as empty."""
     if os.sep in program:
         return True
     return any(os.path.isfile(os.path.join(place, program)) for place in os.get_exec_path())
@@ -215,7 +211,7 @@ def _run_cold(spec: RankSpec) -> NoReturn:
 
 
 def _with_descriptors(spec: RankSpec, descriptors: Sequence[int]) -> RankSpec:
-    # Arena and writer may be missing: then the rank makes its own.
+    # Without arena and writer descriptors the rank makes its own.
     cell, control, stacks, arena, writer = (*descriptors, -1, -1)[:5]
     return replace(spec, cell_fd=cell, control_fd=control, stacks_fd=stacks, arena_fd=arena, writer_fd=writer)
 

@@ -1,4 +1,4 @@
-"""The agent's end of its fork server: starts it, hears it, notices its death."""
+"""The agent's end of its fork server: starts it, receives its messages, detects its death."""
 
 import asyncio
 import os
@@ -15,15 +15,14 @@ from trainer.contract.ranks.progress import block_step_signals
 from trainer.contract.run_dir import AttemptDir
 
 _DEFAULTS = {"PYTHONHASHSEED": "0"}
-"""Variables of ranks unless `env`, or the job's own environment, sets them.
-
-Python draws the seed of text hashes at the start of an interpreter, and with it the order of a set of texts. Every
-attempt, node, fork and restore test must have the same.
+"""Environment variables of ranks, unless `env` or the job's environment sets them.
+Python draws its hash seed when the interpreter starts, and the seed determines the order of a set of strings. Every
+attempt, node, fork and restore test must use the same one.
 """
 
 
 class ForkServerLink:
-    """One fork server process; a lost one is replaced by a new link."""
+    """Fork server process; a lost one is replaced by a new link."""
 
     def __init__(
         self,
@@ -34,15 +33,14 @@ class ForkServerLink:
         on_message: Callable[[FromForkServer, list[int]], None],
         on_lost: Callable[[str], None],
     ) -> None:
-        """`output`: where it prints to.
-
+        """`output` is the descriptor for its stdout and stderr.
         Must be called in the main thread: the kernel ties the parent-death signal to the starting thread.
         """
         self._on_message, self._on_lost = on_message, on_lost
         self._lost = self._listening = False
         self._loop = asyncio.get_running_loop()
         self._socket, theirs = unix_transport.pair()
-        # A fork server that does not listen for so long is as good as dead.
+        # A fork server that does not read for this long counts as dead.
         self._socket.settimeout(5.0)
         try:
             self._process = self._start(theirs, attempt, {**_DEFAULTS, **environ}, output)
@@ -81,12 +79,12 @@ class ForkServerLink:
         return self._lost
 
     def stopped(self) -> bool:
-        """Whether it stands still by a signal, or in a debugger."""
+        """Return whether it is stopped by a signal or a debugger."""
         signs = None if self._lost else read_activity(self._process.pid)
         return signs is not None and signs.state in "Tt"
 
     def start_rank(self, order: StartRank, descriptors: Sequence[int]) -> None:
-        """Ask for one rank; a fork server that cannot be asked counts as lost."""
+        """Order one rank; a fork server that cannot receive the order counts as lost."""
         self._send(order, descriptors)
 
     def signal_ranks(self, number: int) -> None:
@@ -113,7 +111,7 @@ class ForkServerLink:
         self._lose("")
 
     def kill(self, reason: str) -> None:
-        """Kill a fork server that does not do what it was told."""
+        """Kill a fork server that does not follow an order."""
         self._lose(reason)
 
     def _lose(self, reason: str) -> None:
@@ -145,13 +143,13 @@ class ForkServerLink:
         os.close(self._death)
 
     async def stop(self) -> bool:
-        """End the fork server; True when it has left by itself, its ranks collected."""
+        """End the fork server; returns True if it exited on its own with its ranks reaped."""
         if self._lost:
             return False
-        # It sees the end of its socket, kills what is left of its ranks, and goes.
+        # On the end of its socket it kills its remaining ranks and exits.
         self._lost = True
         self._close()
-        if not self._listening:  # still importing, and without ranks
+        if not self._listening:  # still importing, has no ranks
             self._process.kill()
         for _ in range(250):
             if self._process.poll() is not None:

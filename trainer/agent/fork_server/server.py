@@ -1,8 +1,7 @@
-"""The fork server: a process that has imported torch and the workload, touched no GPU, and forks ranks from itself.
-
-Started by the agent as `python -P -m trainer.agent.fork_server.server LINK AGENT RUN_DIR [REASON CODE]`: the
-descriptor of its socket, the agent's pid, the run directory, and, when it must not stay warm, the reason and what it
-has recorded of the user's code, as JSON.
+"""The fork server: a process that has imported torch and the workload, touched no GPU, and forks ranks.
+The agent starts it as `python -P -m trainer.agent.fork_server.server LINK AGENT RUN_DIR [REASON CODE]`: the descriptor
+of its socket, the agent's PID, the run directory and, if it must not stay warm, the reason and its record of the user's
+code as JSON.
 """
 
 import contextlib
@@ -47,15 +46,15 @@ from trainer.contract.secrets.secret_redaction import in_use
 
 
 class ForkServer:
-    """Forks ranks, reaps them, kills their process groups, and reports each of these."""
+    """Main loop of the fork server: forks ranks, reaps them, kills their process groups, and reports each event."""
 
     def __init__(self, link: socket.socket, main: RankMain | None) -> None:
         self._link, self._main = link, main
-        self._leaders: dict[int, int] = {}  # pid of a rank that is not reaped -> rank
-        self._groups: dict[int, int] = {}  # process group whose leader is reaped and that may have members -> rank
-        self._empty: dict[int, int] = {}  # process group without members, not yet reported gone -> rank
+        self._leaders: dict[int, int] = {}  # PID of an unreaped rank -> rank
+        self._groups: dict[int, int] = {}  # process group with a reaped leader and possibly members -> rank
+        self._empty: dict[int, int] = {}  # empty process group not reported gone yet -> rank
         self._wake_in, self._wake_out = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self._poll = select.poll()  # `select` refuses descriptors above 1,023, which a workload's import may have used
+        self._poll = select.poll()  # `select` refuses descriptors above 1,023, which a workload's import may use up
         for descriptor in (link.fileno(), self._wake_in):
             self._poll.register(descriptor, select.POLLIN)
         signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -63,7 +62,7 @@ class ForkServer:
         signal.signal(process_tree.AGENT_DIED_SIGNAL, self._on_agent_died)
 
     def serve(self) -> None:
-        """Obey the agent until it is gone, then leave nothing behind."""
+        """Serve the agent until it is gone, then kill all remaining processes."""
         try:
             while self._serve_once():
                 pass
@@ -76,8 +75,8 @@ class ForkServer:
             time.sleep(0.01)
 
     def _serve_once(self) -> bool:
-        """Wait for something and handle it; False when the agent is gone."""
-        # Members of a group that are nobody's child die without a signal to us: look again soon.
+        """Wait for an event and handle it; returns False once the agent is gone."""
+        # Group members that are not our children die without a signal to us, so poll.
         patience = 10 if self._groups or self._empty else None  # ms
         ready = {descriptor for descriptor, _ in self._poll.poll(patience)}
         if self._wake_in in ready:
@@ -124,17 +123,17 @@ class ForkServer:
 
     def _signal_all(self, number: int) -> None:
         for group in (*self._leaders, *self._groups):
-            # A child that was killed before it made its group is reached by its pid.
+            # A child killed before it created its group is reached by its PID.
             if not process_tree.kill_group(group, number) and group in self._leaders:
                 with contextlib.suppress(ProcessLookupError):  # it has just ended
                     os.kill(group, number)
 
     def _reap(self, *, silent: bool = False) -> None:
-        """Collect the dead; what a dead rank has left in its process group is killed with it."""
+        """Reap dead children; the rest of a dead rank's process group is killed with it."""
         while (info := _next_dead()) is not None:
             pid = info.si_pid
             if pid in self._leaders:
-                # Before it is reaped: as a zombie it still owns the group's number.
+                # Kill before reaping: as a zombie it still owns the group's number.
                 process_tree.kill_group(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
             if pid in self._leaders:
@@ -143,7 +142,7 @@ class ForkServer:
                     self._say(_ended(rank, info))
         for group in [group for group in self._groups if not process_tree.kill_group(group, 0)]:
             self._empty[group] = self._groups.pop(group)
-        # The last ones to be reported: with no rank alive, every child left is one that had left its rank's group.
+        # Reported last: once no rank is alive, any remaining child had left its rank's group.
         if self._empty and (self._leaders or self._groups or not process_tree.kill_children()):
             for rank in self._empty.values():
                 if not silent:
@@ -151,8 +150,8 @@ class ForkServer:
             self._empty.clear()
 
     def _on_agent_died(self, *_: object) -> NoReturn:
-        """The agent is dead: take the ranks along, and then those whom their deaths bring here."""
-        # The kernel says so for every thread of the agent that dies: once is enough.
+        """Handle the agent's death: kill the ranks, then the orphans that their deaths reparent to this process."""
+        # The kernel sends the signal for every dying thread of the agent; once is enough.
         signal.signal(process_tree.AGENT_DIED_SIGNAL, signal.SIG_IGN)
         self._signal_all(signal.SIGKILL)
         give_up = time.monotonic() + 1.5
@@ -177,7 +176,7 @@ def _ended(rank: int, info: os.waitid_result) -> RankEnded:
 
 
 def fork_unsafe_reason() -> str:
-    """Why a fork of this process would not be safe; empty when it would."""
+    """Return why forking this process would be unsafe; empty if it is safe."""
     threads = len(os.listdir("/proc/self/task"))
     if threads > 1:
         return f"importing the workload started {threads - 1} thread(s)"
@@ -192,14 +191,14 @@ def fork_unsafe_reason() -> str:
 
 
 def _import_workload(config: JobConfig, link: socket.socket) -> tuple[RankMain, frozenset[str]]:
-    """Import torch and the workload; reports and leaves when that fails. Also returns what was imported before it.
-
-    Nothing imported here is garbage: to look for it takes a quarter of the time now, and every collection in a rank
-    longer later, so it is set apart before any rank is forked (as `gc.freeze` is documented for).
+    """Import torch and the workload; returns the entry point and the modules imported before the workload.
+    On failure, reports the error and exits. Nothing imported here is garbage. Scanning it would take a quarter of the
+    import time now and slow every collection in a rank later, so it is frozen before ranks are forked (as `gc.freeze`
+    documents).
     """
     gc.disable()
     try:
-        # Late: this import brings in torch, seconds on a laptop and tens of them on a busy file system.
+        # Late: this imports torch, which takes seconds on a laptop and tens of seconds on a busy file system.
         from trainer.worker.main import rank_main
         from trainer.worker.startup.preimport import import_lazy_parts, import_workload
 
@@ -207,7 +206,7 @@ def _import_workload(config: JobConfig, link: socket.socket) -> tuple[RankMain, 
         gc.freeze()
         gc.enable()
         ours = frozenset(sys.modules)
-        # With the collector as usual: a module may have reasons of its own to stop it.
+        # With the collector enabled: a module may have its own reasons to disable it.
         import_workload(config)
     except BaseException as error:  # noqa: BLE001  # outermost edge
         text = in_use().text
@@ -224,7 +223,7 @@ def _import_workload(config: JobConfig, link: socket.socket) -> tuple[RankMain, 
 
 
 def _torch_words(error: BaseException) -> str:
-    """Which torch this is, where it lacks what is imported from it."""
+    """Describe the installed torch version if it lacks the imported name."""
     torch, cause = sys.modules.get("torch"), error.__cause__ or error
     if torch is None or not isinstance(cause, ImportError) or (cause.name or "").partition(".")[0] != "torch":
         return ""
@@ -232,11 +231,11 @@ def _torch_words(error: BaseException) -> str:
 
 
 def main(arguments: list[str]) -> None:
-    """Become the fork server of the agent that started this process."""
+    """Run the fork server of the agent that started this process."""
     outlive_step_signals()
     descriptor, agent, attempt = int(arguments[0]), int(arguments[1]), AttemptDir(Path(arguments[2]))
     cold, *recorded = arguments[3:] or [""]
-    # While it imports there are no ranks to take along, and a handler would have to wait for the import.
+    # No ranks exist to clean up during the import, and a handler would have to wait for it.
     process_tree.set_pdeathsig(agent, signal.SIGKILL)
     process_tree.become_subreaper()
     setproctitle("orch-forkserver")
@@ -247,7 +246,7 @@ def main(arguments: list[str]) -> None:
     rank_main, ours = (None, frozenset[str]()) if config.command or cold else _import_workload(config, link)
     code = CodeAtStart(**json.loads(recorded[0])) if cold else record_code(attempt, config, ours)
     if rank_main is not None and (reason := fork_unsafe_reason()):
-        # A process with threads must not fork: begin again as one that imports nothing.
+        # A process with threads must not fork, so restart without importing anything.
         process_tree.kill_children()
         link.set_inheritable(True)
         program = [sys.executable, "-P", "-m", "trainer.agent.fork_server.server"]

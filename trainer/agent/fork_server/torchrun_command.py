@@ -21,7 +21,7 @@ def torchrun_environment(
     *, run: RunDir, attempt: AttemptDir, config: JobConfig, node_rank: int, generation: int, local_rank: int,
     master: tuple[str, int], inherited: Mapping[str, str],
 ) -> dict[str, str]:  # fmt: skip
-    """torchrun's variables for one rank, and ours."""
+    """Return torchrun's variables for one rank, plus ours."""
     per_node, world = config.cluster.ranks_per_node, config.cluster.world_size
     rank = node_rank * per_node + local_rank
     threads = inherited.get("OMP_NUM_THREADS") or str(max(1, config.cluster.cpus_per_task // per_node))
@@ -34,12 +34,12 @@ def torchrun_environment(
         "MASTER_ADDR": master[0],
         "MASTER_PORT": master[1],
         "TORCHELASTIC_MAX_RESTARTS": config.recovery.restarts_in_place,
-        # torch would write an exception's words there as they are, secrets included: its log tells the same.
+        # torch would write the exception's text there unredacted, secrets included; its log has the same information.
         **({} if LISTED in inherited else {"TORCHELASTIC_ERROR_FILE": attempt.error_file(rank, generation)}),
-        # The script's own rank 0 hosts the store, a fresh one in every generation.
+        # The script's own rank 0 hosts the store, a new one in every generation.
         "TORCHELASTIC_USE_AGENT_STORE": "False",
         "OMP_NUM_THREADS": threads,
-        # What a rank printed last must be in its log when it is killed.
+        # The last output of a killed rank must be in its log.
         "PYTHONUNBUFFERED": "1",
         "ORCH_RUN": run.name,
         "ORCH_RUN_DIR": run.path,
@@ -51,9 +51,9 @@ def torchrun_environment(
 
 
 def with_interpreter(config: JobConfig) -> tuple[str, ...]:
-    """The command with this process's interpreter where it begins with `python`, unless its `env` has a PATH.
-
-    PATH may have another interpreter first, or none: a virtual environment need not be active to type `orch` of it.
+    """Return the command, with this interpreter if it begins with `python` and `env` sets no PATH.
+    PATH may have another interpreter first, or none: running `orch` from a virtual environment does not require
+    activating it.
     """
     program, *words = config.command
     own = program in _INTERPRETERS and "PATH" not in config.env
@@ -61,7 +61,7 @@ def with_interpreter(config: JobConfig) -> tuple[str, ...]:
 
 
 def interpreter_first(path: str) -> str:
-    """A PATH on which `python`, and programs of the same environment, are those of this interpreter."""
+    """Return a PATH on which `python` and programs of its environment belong to this interpreter."""
     own = os.path.dirname(sys.executable)
     found = shutil.which("python", path=path)
     same = found is not None and os.path.dirname(os.path.abspath(found)) == own
@@ -69,7 +69,7 @@ def interpreter_first(path: str) -> str:
 
 
 def working_directory(run: RunDir, config: JobConfig) -> Path:
-    """Where the command runs: the folder it was submitted from when that is known, else the run directory."""
+    """Return the command's working directory: the submit folder if known, else the run directory."""
     for candidate in (config.env.get(FOLDER_VARIABLE), _from_record(run)):
         if candidate and Path(candidate).is_dir():
             return Path(candidate)
@@ -86,7 +86,7 @@ def _from_record(run: RunDir) -> str | None:
 
 
 def free_port(host: str) -> int:
-    """A port that is free now; the script binds it a moment later."""
+    """Return a port that is currently free; the script binds it a moment later."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.bind((host, 0))
         port: int = probe.getsockname()[1]

@@ -1,1 +1,1 @@
-"""What is done about a failure inside the job, rung by rung."""
+"""Responses to a failure inside the job, rung by rung."""

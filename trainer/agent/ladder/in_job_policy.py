@@ -1,5 +1,4 @@
 """The coordinator's next action inside an attempt. Pure.
-
 Rungs 1 (roll back, skip a batch), 2 (restart in place), 3 (use a spare node) and 4 (leave the attempt).
 """
 
@@ -21,7 +20,7 @@ from trainer.contract.skipped_batches import Skip
 
 
 async def record_skip(skip: Skip, attempt: AttemptDir, events: EventLog, *, seconds: float = 10.0) -> None:
-    """Record the batch before any rank can read it again; a hung file system delays this by `seconds` at most."""
+    """Record the batch before any rank can read it again; a hung file system delays this by at most `seconds`."""
     try:
         await run_detached(lambda: skipped_batches.add(attempt, [skip]), seconds)
     except (OSError, ValueError) as error:  # this attempt skips it nevertheless
@@ -30,37 +29,36 @@ async def record_skip(skip: Skip, attempt: AttemptDir, events: EventLog, *, seco
 
 
 SETTLE_SECONDS = 1.0
-"""How long peers get to report their own outcomes: no longer, for they may be blocked in a collective for ever."""
+"""Seconds for peers to report their own outcomes; bounded, since they may be blocked in a collective forever."""
 
 SURE_SECONDS = 0.2
-"""The same when an exit explains itself: only an earlier one could be the cause, and that one is on its way."""
+"""The same limit if an exit explains itself: only an earlier exit could be the cause, and its report is on its way."""
 
 QUICK_SECONDS = 60.0
-"""The same exception at the same step twice, each time sooner than this, is classified as a deterministic bug."""
+"""Two equal exceptions at the same step, each within this many seconds, are classified as a deterministic bug."""
 
 FRUITLESS = 3
-"""So many restarts in a row without a step that is new to the attempt are enough."""
+"""Consecutive restarts without a new step after which the attempt ends."""
 
 FIXED_BY_RESTART = kinds_with(lambda traits: traits.restarts_in_place)
 """Failures that a new generation on the same nodes fixes."""
 
 AGAIN_SECONDS = 30.0
-"""What a restart for the sake of a save needs at least: the kill, a warm start, a restore, a step or two, the save.
-
-More than the 20 s after a SIGTERM: SIGKILL follows soon, and a clean end is worth more than a try.
+"""Minimum seconds for a restart in order to save: the kill, a warm start, a restore, a step or two, and the save.
+Longer than the 20 s after a SIGTERM: SIGKILL follows soon, and a clean end is worth more than an attempt to save.
 """
 
 START_SECONDS = 10.0
-"""The same once everything is ready: with less than this left, a generation is not started only to be killed."""
+"""The same minimum once everything is ready; with less, a generation would only be started to be killed."""
 
 LONGEST_REASON = 2000
-"""Characters of the outcome's reason: agents refuse lines that are too long, and a desync may name every rank."""
+"""Maximum characters of the outcome's reason: agents refuse overlong lines, and a desync may name every rank."""
 
 _LOOKED_INTO = kinds_with(lambda traits: traits.examined)
-"""Failures that are declared after all ranks were examined: no rank will report anything else."""
+"""Failures declared after examining all ranks, so no further reports will arrive."""
 
 _NEVER_RETRY = kinds_with(lambda traits: traits.comes_back)
-"""Failures that come back until somebody has changed something."""
+"""Failures that recur until an operator changes something."""
 
 
 _COMMAND_LATE = "the command was asked to stop, did not end in time, and was killed"
@@ -71,49 +69,49 @@ class Action(Enum):
     FINISH = auto()
     STOP = auto()
     RESTART = auto()  # in place
-    ROLL_BACK = auto()  # the same, and a batch is skipped
-    REPLACE = auto()  # a spare node replaces one that is lost
+    ROLL_BACK = auto()  # restart in place, skipping a batch
+    REPLACE = auto()  # replace a lost node with a spare
     END = auto()  # the attempt has failed
 
 
 @dataclass(frozen=True, kw_only=True)
 class Situation:
-    """All that a decision within an attempt depends on."""
+    """All inputs of a decision within an attempt."""
 
     world: int
     ends: tuple[RankEnd, ...] = ()
     since_failure: float = 0.0  # seconds since the first bad end or breakage
-    since_end: float = 60.0  # seconds since the last rank that has ended did
+    since_end: float = 60.0  # seconds since the newest exit of a rank
     ran_for: float = 0.0  # seconds since the generation started
-    trained: bool = False  # the run has trained a step, as far as is known
+    trained: bool = False  # the run has trained a step, as far as known
     restarts: int = 0  # in this attempt since its newest progress
     budget: int = 0  # recovery.restarts_in_place
     backoff: tuple[float, float] = (0.0, 0.0)  # recovery.backoff and backoff_max
-    advanced: bool = False  # this generation made progress, which gives restarts and rollbacks back
-    last_mark: str = ""  # of the failure before this one
+    advanced: bool = False  # this generation made progress, which resets restarts and rollbacks
+    last_mark: str = ""  # of the previous failure
     stopping: StopReason = StopReason.NONE
-    stop_why: str = ""  # who or what asked for the stop, as far as the job can tell
-    overdue: bool = False  # the stop's bound has passed
-    left: float = 0.0  # seconds until then
-    again: bool = False  # a generation was started already only to save and stop
-    command: CommandPast | None = None  # ranks are the user's own command, of which so much is known
-    broken: Failure | None = None  # the machinery failed: an agent, a fork server, a preflight
-    restored: int = 0  # step of the checkpoint that this generation began from; 0: none
-    failed_generations: tuple[FailedGeneration, ...] = ()  # of the generations before it
-    suspects: tuple[int, ...] = ()  # steps whose checkpoints are doubted already
+    stop_why: str = ""  # origin of the stop request, as far as the job knows
+    overdue: bool = False  # the stop's deadline has passed
+    left: float = 0.0  # seconds until that deadline
+    again: bool = False  # a generation was already started only to save and stop
+    command: CommandPast | None = None  # set if the ranks run the user's own command
+    broken: Failure | None = None  # failure of the machinery: an agent, a fork server, a preflight
+    restored: int = 0  # step of the checkpoint that this generation started from; 0: none
+    failed_generations: tuple[FailedGeneration, ...] = ()  # earlier ones
+    suspects: tuple[int, ...] = ()  # steps whose checkpoints are already suspect
     spares: int = 0  # nodes that could replace another
-    home: str = ""  # the coordinator's own node, which no spare can replace
-    skipped: tuple[Skip, ...] = ()  # batches that rollbacks of this attempt have skipped
+    home: str = ""  # the coordinator's own node, which a spare cannot replace
+    skipped: tuple[Skip, ...] = ()  # batches skipped by rollbacks of this attempt
     rollbacks: int = 0  # in this attempt since its newest progress
     spike_budget: int = 0  # detection.spike.roll_backs
-    hung: tuple[str, ...] = ()  # nodes blamed for hangs of generations before it
-    fruitless: int = 0  # restarts in a row, this one included, without a step that is new to the attempt
-    saves_failing: str = ""  # since when, and why
-    drill: str = ""  # kind of a drill that was requested of this generation and ends it
+    hung: tuple[str, ...] = ()  # nodes blamed for hangs of earlier generations
+    fruitless: int = 0  # consecutive restarts, this one included, without a step new to the attempt
+    saves_failing: str = ""  # since when and why; empty while saves succeed
+    drill: str = ""  # kind of the drill requested of this generation that ends it
 
     @property
     def stop_words(self) -> str:
-        """Why the attempt stops, in words."""
+        """Return the reason of the stop as text."""
         return self.stop_why or self.stopping.name.lower().replace("_", " ")
 
     def bad(self) -> list[RankEnd]:
@@ -130,18 +128,18 @@ class Situation:
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """What to do, why, and for failures the root cause."""
+    """The next action, its reason and, for failures, the root cause."""
 
     action: Action
     reason: str
     failure: Failure | None = None
     mark: str = ""
-    suspect: int | None = None  # step whose checkpoints are not restored from now on
-    skip: Skip | None = None  # the batch that is skipped from now on
-    own: CommandFailure | None = None  # of a command: how it ended by itself
-    set_aside: str = ""  # of a command: why its newest checkpoint is to be set aside
+    suspect: int | None = None  # step whose checkpoints must not be restored from now on
+    skip: Skip | None = None  # batch to skip from now on
+    own: CommandFailure | None = None  # of a command: its own failure
+    set_aside: str = ""  # of a command: why to set aside its newest checkpoint
     pause: float = 0.0  # seconds before the next generation
-    lost: tuple[str, ...] = ()  # nodes that spares replace
+    lost: tuple[str, ...] = ()  # nodes to be replaced by spares
 
 
 _STOP_FAILURES = {
@@ -152,17 +150,17 @@ _STOP_FAILURES = {
 
 
 def decide(now: Situation) -> Decision:
-    """The next action of a running generation."""
-    # An agent is lost, and its node's ranks with it: only a spare or a new attempt can replace them.
+    """Return the next action for a running generation."""
+    # A lost agent's ranks are lost with it; only a spare or a new attempt can replace them.
     if now.broken is not None and now.broken.kind is FailureKind.AGENT_LOST:
         return _replace(now, now.broken) or end(now.broken.reason, now.broken)
     if not now.bad() and now.broken is None:
         return _without_failure(now)
-    # Before a hang is declared all ranks are examined, and none of them reports more by itself.
+    # All ranks are examined before a hang is declared, so none of them has more to report.
     asked = now.broken is not None and now.broken.kind in (FailureKind.HANG, FailureKind.DESYNC)
     if now.broken is not None and now.broken.kind in _LOOKED_INTO and now.stopping is StopReason.NONE:
         return _after_failure(now)
-    # The first bad exit need not be the cause: give the other ranks a moment to report theirs.
+    # The first bad exit may not be the cause, so give the other ranks a moment to report theirs.
     settle = 0.0 if asked else SURE_SECONDS if any(secondary_order(end) == 0 for end in now.bad()) else SETTLE_SECONDS
     if now.since_failure < settle and len(now.ends) < now.world:
         return Decision(action=Action.WAIT, reason="a rank has failed; waiting for the reports of its peers")
@@ -172,7 +170,7 @@ def decide(now: Situation) -> Decision:
 
 
 def _replace(now: Situation, lost: Failure, reason: str = "", nodes: tuple[str, ...] = ()) -> Decision | None:
-    """Rung 3, if there are spares for all nodes that are lost or blamed."""
+    """Rung 3: replace all lost or blamed nodes if there are enough spares."""
     nodes = nodes or lost.nodes
     if not nodes or len(nodes) > now.spares or now.stopping is not StopReason.NONE or now.home in nodes:
         return None
@@ -185,13 +183,13 @@ def _replace(now: Situation, lost: Failure, reason: str = "", nodes: tuple[str, 
 def _without_failure(now: Situation) -> Decision:
     if len(now.ends) == now.world:
         stopped = any(end.exit_code == ExitCode.STOPPED_AFTER_SAVE for end in now.ends)
-        # A command that was asked to stop may well exit 0; only its own checkpoints say whether it had finished.
+        # A command may exit 0 when asked to stop; only its own checkpoints show whether it had finished.
         if stopped or (now.command is not None and now.stopping is not StopReason.NONE):
             return Decision(action=Action.STOP, reason=f"all ranks stopped: {now.stop_words}")
-        # Slurm signals every process of a step: ranks may exit 0 before their agents have reported the signal.
+        # Slurm signals every process of a step, so ranks may exit 0 before their agents report the signal.
         if now.command is not None and now.since_end < SETTLE_SECONDS:
             return Decision(action=Action.WAIT, reason="all ranks have ended; waiting for reports of a signal")
-        # The last save worked, or they would not have finished: what fails are copies of it to further tiers.
+        # The ranks finished, so the last save worked; only copies of it to further tiers fail.
         copies = f"; {now.saves_failing}" if now.saves_failing else ""
         return Decision(action=Action.FINISH, reason=_cut(f"all ranks finished{copies}"))
     if now.overdue:
@@ -203,7 +201,7 @@ def _without_failure(now: Situation) -> Decision:
 
 
 def _unsaved(now: Situation, reason: str) -> Decision | None:
-    """The end of an attempt that could not save on its way out, because no save has worked for a while."""
+    """End an attempt that could not save on its way out because saves have been failing; None otherwise."""
     if not now.saves_failing:
         return None
     reason = f"{reason}: {now.saves_failing}"
@@ -212,7 +210,7 @@ def _unsaved(now: Situation, reason: str) -> Decision | None:
 
 def _failed_while_stopping(now: Situation) -> Decision:
     if now.command is not None:
-        # SIGTERM is the request, so dying of it, or any exit code after it, is the answer.
+        # SIGTERM is the request, so dying of it, or any exit code after it, complies.
         if len(now.ends) == now.world:
             return Decision(action=Action.STOP, reason=f"the command ended when asked: {now.stop_words}")
         if not now.overdue:
@@ -232,7 +230,9 @@ def _failed_while_stopping(now: Situation) -> Decision:
 
 
 def _bad_while_stopping(now: Situation, cause: Cause, reason: str) -> Decision:
-    """The batch is skipped even if there is no time to train on and save: the next attempt can."""
+    """Roll back while stopping.
+    The batch is skipped even without time to train and save, since the next attempt benefits.
+    """
     rollback = _roll_back(now, cause, reason, doubted=False)
     if rollback.action is not Action.ROLL_BACK or not (why_not := _no_time(now)):
         return rollback
@@ -242,23 +242,23 @@ def _bad_while_stopping(now: Situation, cause: Cause, reason: str) -> Decision:
 
 
 def _not_again(now: Situation) -> str:
-    """Why ranks that failed while they stopped are not started once more to save; empty when they are."""
+    """Return why ranks that failed while stopping are not restarted to save; empty if they are."""
     if now.restarts_used >= now.budget and not now.again:
         return f"with {_spent(now.budget, 'restart in place', 'restarts in place')}"
     return _no_time(now)
 
 
 def _no_time(now: Situation) -> str:
-    """The same of a rollback, which uses no restart."""
+    """Return why no time is left for a restart; a rollback checks only this, since it uses no restart."""
     if now.again:
         return "once more after a restart for the save"
-    # A stop's bound is also moved while ranks make progress; only what is left of it now is certain.
+    # The deadline also moves while ranks make progress; only the present remainder is certain.
     return "" if now.left >= AGAIN_SECONDS else f"with {now.left:.0f} s left, too few to start again"
 
 
 def _after_failure(now: Situation) -> Decision:
     suspect = _new_suspect(now)
-    # What came twice after loading the same checkpoint is no bug of the program before an older one has been tried.
+    # A repeated failure after loading the same checkpoint may be the checkpoint's fault; first try an older one.
     cause = _cause(now, forgive=suspect is not None)
     reason = cause.failure.reason
     if suspect is not None:
@@ -279,7 +279,7 @@ class _Suspect:
 
 
 def _new_suspect(now: Situation) -> _Suspect | None:
-    """The checkpoint that this generation began from, if it has to be doubted from now on."""
+    """Return the checkpoint that this generation started from if it is newly suspect, or None."""
     if now.drill:
         return None
     last = failed_generation(_cause(now, forgive=True).failure, now.restored, None)
@@ -288,13 +288,13 @@ def _new_suspect(now: Situation) -> _Suspect | None:
 
 
 def _rung(now: Situation, cause: Cause, reason: str, *, doubted: bool) -> Decision:
-    """The lowest rung that may help; `doubted`: the checkpoint will be another one."""
+    """Choose the lowest rung that may help; `doubted`: another checkpoint will be restored."""
     failure = cause.failure
     if failure.kind is FailureKind.NUMERIC:
         return _roll_back(now, cause, reason, doubted=doubted)
     if failure.kind is FailureKind.NODE_SUSPECT:
         return _replace(now, failure, reason) or end(reason, failure, cause.mark)
-    # One hang can have any cause; two on one node point to that node.
+    # A single hang can have any cause; two on one node point to that node.
     again = tuple(node for node in failure.nodes if node in now.hung)
     if failure.kind is FailureKind.HANG and again and not now.drill:
         verb = "is" if len(again) == 1 else "are"
@@ -307,13 +307,13 @@ def _rung(now: Situation, cause: Cause, reason: str, *, doubted: bool) -> Decisi
 
 
 def _roll_back(now: Situation, cause: Cause, reason: str, *, doubted: bool) -> Decision:
-    """Rung 1: the newest checkpoint again, and the batch of the bad step is skipped; uses no restart."""
+    """Rung 1: restore the newest checkpoint and skip the batch of the bad step; uses no restart."""
     failure, used = cause.failure, now.rollbacks_used
     assert cause.position is not None
     assert failure.step is not None
     if cause.position in {skip.position for skip in now.skipped}:
         return end(f"{reason}; that batch was to be skipped already", failure, cause.mark)
-    # It was not the batch; from an older checkpoint it may not come back. Bad batches with high losses come in rows.
+    # The batch was not the cause; an older checkpoint may help. Loss spikes are exempt, as bad batches come in runs.
     if not (doubted or failure.exception == LOSS_SPIKE) and failure.step in {skip.step for skip in now.skipped}:
         reason = f"{reason}; step {failure.step} was bad before, and the batch it had then was skipped"
         return end(reason, failure, cause.mark)
@@ -329,14 +329,14 @@ def _roll_back(now: Situation, cause: Cause, reason: str, *, doubted: bool) -> D
 
 
 def _restart(now: Situation, cause: Cause, reason: str) -> Decision:
-    """Rung 2: a new generation on the same nodes."""
+    """Rung 2: start a new generation on the same nodes."""
     failure = cause.failure
     if now.drill and (cause.retry or failure.kind in FIXED_BY_RESTART):
         reason = f"{reason}; restart in place, not counted: drill {now.drill}"
         return Decision(action=Action.RESTART, reason=reason, failure=failure, mark=cause.mark)
     if not cause.retry:
         return end(reason, failure, cause.mark)
-    # The steps of a command are not known.
+    # The steps of a command are unknown.
     if now.fruitless >= FRUITLESS and now.command is None:
         return end(f"{reason}; {now.fruitless} restarts in a row have trained no new step", failure, cause.mark)
     if now.restarts_used >= now.budget:
@@ -354,7 +354,7 @@ def _restart(now: Situation, cause: Cause, reason: str) -> Decision:
 
 
 def _pause(now: Situation, cause: Cause) -> float:
-    """Seconds before a program reads a checkpoint again that it has just failed to go on from, or asks a server."""
+    """Return the pause in seconds before retrying a checkpoint that just failed, or an external server."""
     tries = cause.tries or (now.restarts_used + 1 if cause.outside else 0)
     if not tries:
         return 0.0
@@ -363,14 +363,14 @@ def _pause(now: Situation, cause: Cause) -> float:
 
 
 def _spent(budget: int, one: str, several: str) -> str:
-    """An exhausted rung in words: it ends the attempt, and is not the cause of that."""
+    """Describe an exhausted rung, which ends the attempt but is not its cause."""
     if budget == 0:
         return f"no {several} allowed"
     return f"{budget} {one if budget == 1 else several} used up without a new checkpoint"
 
 
 def _cause(now: Situation, *, forgive: bool = False) -> Cause:
-    """The root of the failure; `forgive`: that it came before, at the same step, does not count."""
+    """Return the root cause of the failure; `forgive`: ignore that it also occurred before at the same step."""
     if now.broken is not None:
         return Cause(failure=now.broken, retry=now.broken.kind in FIXED_BY_RESTART, mark="broken")
     if now.command is not None:
@@ -380,20 +380,19 @@ def _cause(now: Situation, *, forgive: bool = False) -> Cause:
 
 
 def stop_failure(stopping: StopReason, reason: str, words: str) -> Decision:
-    """The end of an attempt that was asked to stop and could not do so with a save."""
+    """End an attempt that was asked to stop and could not save first."""
     reason = f"{reason} ({words})"
     return end(reason, Failure(kind=_STOP_FAILURES.get(stopping, FailureKind.UNKNOWN), reason=reason))
 
 
 def end(reason: str, failure: Failure, mark: str = "") -> Decision:
-    """The end of an attempt that failed."""
+    """End a failed attempt."""
     return Decision(action=Action.END, reason=reason, failure=failure, mark=mark)
 
 
 def final_outcome(decision: Decision, stopped: str) -> tuple[ExitCode, AttemptResult, str]:
-    """How the attempt ends with this decision: the agents' exit code, the result, and its reason.
-
-    `stopped`: why it was asked to stop; empty when it was not.
+    """Return the attempt's end for this decision: the agents' exit code, the result and its reason.
+    `stopped`: why it was asked to stop; empty if it was not.
     """
     if decision.action is Action.FINISH:
         return ExitCode.FINISHED, AttemptResult.FINISHED, decision.reason
@@ -408,7 +407,7 @@ def _cut(reason: str) -> str:
 
 
 def exit_code(failure: Failure) -> ExitCode:
-    """The agents' exit code after this failure."""
+    """Return the agents' exit code after this failure."""
     if failure.kind in _NEVER_RETRY:
         return ExitCode.NEVER_RETRY
     if failure.kind is FailureKind.NODE_SUSPECT:

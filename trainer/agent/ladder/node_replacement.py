@@ -1,4 +1,4 @@
-"""Rung 3: spare nodes replace those that are lost or blamed, within the job."""
+"""Rung 3: spare nodes replace lost or blamed nodes within the job."""
 
 from trainer.agent.ladder import in_job_policy
 from trainer.agent.ladder.in_job_policy import Action, Decision
@@ -8,18 +8,16 @@ from trainer.contract.failures.outcome import Failure, FailureKind
 
 
 def replace(decision: Decision, roster: Roster, events: EventLog, *, drill: str = "") -> Decision | None:
-    """Replace every lost or excluded node by a spare; a Decision to end the attempt when that is not possible.
-
-    `drill`: the kind of the drill that brought the loss about, if one did.
-
-    Why this is safe although a lost node, or the ranks of a blamed one, may live on out of reach for a while:
-    - Its agent ends its ranks when its connection ends or times out, and is never admitted again; that of a blamed
-      node has been told to kill them, and has no node rank any more.
-    - Its ranks cannot train: every step needs all ranks of their generation, and those of the other nodes are killed
-      before a new generation starts.
-    - They cannot commit or delete a checkpoint: rank 0, which sits beside the coordinator, leads both, and a commit
-      needs the word of every rank of its generation (on its node's own disk alone a node's first rank may delete).
-    - They cannot spoil one: files are only ever made anew, never written over, and a generation takes names of its own.
+    """Replace every lost or excluded node with a spare; returns a Decision to end the attempt if that is impossible.
+    `drill`: kind of the drill that caused the loss, if any.
+    Why this is safe although a lost node, or the ranks of a blamed one, may survive out of reach for a while:
+    - Its agent ends its ranks when its connection ends or times out, and is never admitted again. A blamed node's agent
+      was ordered to kill them and has no node rank any more.
+    - Its ranks cannot train: every step needs all ranks of their generation, and those on other nodes are killed before
+      a new generation starts.
+    - They cannot commit or delete a checkpoint: rank 0, beside the coordinator, leads both, and a commit needs a
+      message from every rank of its generation. (On a node's own disk only, its first rank may delete.)
+    - They cannot corrupt one: files are only created, never overwritten, and each generation uses its own names.
     """
     failure = decision.failure
     assert failure is not None
@@ -34,14 +32,14 @@ def replace(decision: Decision, roster: Roster, events: EventLog, *, drill: str 
 
 
 def _failure_kind_of(left: Member, failure: Failure) -> FailureKind:
-    """The kind of failure for which this node was replaced."""
+    """Return the kind of failure for which this node was replaced."""
     if left.name in failure.nodes:
         return failure.kind
     return FailureKind.AGENT_LOST if left.lost else FailureKind.NODE_SUSPECT
 
 
 def _exclude_nodes(decision: Decision, roster: Roster) -> None:
-    """The nodes that are replaced must not train, although their agents may answer."""
+    """Exclude the replaced nodes from training, even if their agents still answer."""
     failure = decision.failure
     assert failure is not None
     for name in _replaced_nodes(decision):
@@ -50,14 +48,13 @@ def _exclude_nodes(decision: Decision, roster: Roster) -> None:
 
 
 def _replaced_nodes(decision: Decision) -> tuple[str, ...]:
-    """The names of the nodes that spares replace."""
+    """Return the names of the nodes that spares replace."""
     return decision.lost or (decision.failure.nodes if decision.failure is not None else ())
 
 
 def left_behind(decision: Decision) -> tuple[str, ...]:
-    """Nodes whose ranks need not be gone before the next generation starts; none of them: all nodes go on.
-
-    A driver or a disk that hangs keeps a rank from dying: that is why its node is given up.
+    """Return nodes whose ranks may outlive the start of the next generation; empty if all nodes continue.
+    A hung driver or disk keeps a rank from dying, which is why its node is given up.
     """
     return _replaced_nodes(decision) if decision.action is Action.REPLACE else ()
 
@@ -65,9 +62,8 @@ def left_behind(decision: Decision) -> tuple[str, ...]:
 def replace_unkillable_nodes(
     decision: Decision, roster: Roster, generation: int, *, seconds: float, stopping: bool
 ) -> Decision:
-    """What is done instead of `decision` when ranks of this generation could not be killed within `seconds`.
-
-    A node on which a rank cannot be killed must not train, whatever the kill was for.
+    """Return the replacement for `decision` if ranks of this generation could not be killed within `seconds`.
+    A node with an unkillable rank must not train, whatever the reason for the kill.
     """
     assert decision.failure is not None
     stuck = [
@@ -90,10 +86,10 @@ def replace_unkillable_nodes(
 
 
 def can_replace(decision: Decision | None, roster: Roster) -> bool:
-    """Whether this end of an attempt, between two generations, comes of one node alone, and spares are left."""
+    """Return whether this end, between two generations, was caused by one node alone and spares are left."""
     if decision is None or decision.action is not Action.END or decision.failure is None or not roster.spares():
         return False
-    # A program that no node could import will not load on a spare.
+    # A program that no node can import will not load on a spare either.
     if decision.failure.kind is FailureKind.USER_ERROR:
         return False
     node = roster.node_of(decision.failure.node)

@@ -1,1 +1,1 @@
-"""The nodes of a job: which are here, with which node rank, and fit to train."""
+"""The nodes of a job: presence, node ranks and fitness to train."""

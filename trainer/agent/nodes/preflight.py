@@ -32,17 +32,16 @@ _BRAKES = {
     "hw_power_brake_slowdown": "its power supply brakes it",
     "sw_thermal_slowdown": "the driver slows it down because of heat",
 }
-"""Reasons for low clocks that an idle GPU has no business with."""
+"""Causes of low clocks that an idle GPU should not have."""
 _BRAKE_TAGS = ("clocks_event_reason_", "clocks_throttle_reason_")
-"""What drivers call them; the first since 535."""
+"""Tag prefixes used by drivers; the first since 535."""
 _LINKS_OF = re.compile(r"^GPU (\d+):")
 _LINK = re.compile(r"^\s+Link \d+: (\S+)")
 
 
 def complaints(report: str) -> list[str]:
-    """What `nvidia-smi -q -x` reports of broken GPUs, in words; nothing when it cannot be understood.
-
-    An unknown driver's report is no evidence against a node; GPUs that are missing are counted elsewhere.
+    """Return descriptions of broken GPUs from an `nvidia-smi -q -x` report; empty if it cannot be parsed.
+    An unknown driver's report proves nothing against a node. Missing GPUs are counted elsewhere.
     """
     try:
         gpus = ElementTree.fromstring(report).findall("gpu")
@@ -71,7 +70,7 @@ def _of(gpu: ElementTree.Element) -> Iterator[str]:
 
 
 def _uncorrected(gpu: ElementTree.Element) -> int:
-    """Errors since the driver was loaded; drivers count them by kind of memory, older ones in one sum."""
+    """Return the errors since the driver was loaded. Drivers count by kind of memory; older ones report one sum."""
     counts = [
         int(item.text)
         for item in gpu.findall("ecc_errors/volatile/*")
@@ -81,7 +80,7 @@ def _uncorrected(gpu: ElementTree.Element) -> int:
 
 
 def _says_what_it_needs(gpu: ElementTree.Element) -> bool:
-    """Whether the report itself tells a contained or remapped error from one that needs a reset, as of Ampere."""
+    """Return whether the report separates contained or remapped errors from errors that need a reset (since Ampere)."""
     return _says(gpu, "gpu_recovery_action") not in ("", "n/a") or _says(
         gpu, "remapped_rows/remapped_row_pending"
     ) not in ("", "n/a")
@@ -92,10 +91,9 @@ def _says(gpu: ElementTree.Element, path: str) -> str:
 
 
 def lost_links(report: str) -> str:
-    """What `nvidia-smi nvlink --status` says of a GPU with fewer links up than its neighbours; empty when none has.
-
-    How many links a GPU should have depends on the machine. Bridges join pairs: a GPU without one has no link up, and
-    the two of a narrower one have as many as each other. Neither is a loss.
+    """Return the GPUs in `nvidia-smi nvlink --status` with fewer links up than their neighbours; empty if none.
+    The expected number depends on the machine. Bridges join pairs: a GPU without one has no link up, and both GPUs of a
+    narrow one have equally many. Neither is a loss.
     """
     up: dict[int, int] = {}
     gpu = -1
@@ -111,27 +109,27 @@ def lost_links(report: str) -> str:
 
 
 _EARLIER = 8
-"""Attempts before this one that are looked at."""
+"""Maximum number of earlier attempts examined."""
 _READ = 1 << 20
-"""Bytes of each one's events: what was measured stands at their beginning."""
+"""Bytes read of each attempt's events; measurements are near the beginning."""
 _AGREE = 2
-"""So many earlier figures, close to each other, make a usual one."""
+"""Number of earlier measurements, close to each other, that define the usual speed."""
 
 
 class NodeBenchmark:
-    """`nodes` names each rank's node, `machines` says on which machine each of these is, where that is known."""
+    """Benchmark of all nodes. `nodes` names each rank's node; `machines` maps nodes to machines, if known."""
 
     def __init__(self, nodes: Sequence[str], machines: Mapping[str, str], config: PreflightConfig) -> None:
         self._nodes, self._config = nodes, config
         self._first: float | None = None
         self._over = False
         known = [machines.get(node, "") for node in dict.fromkeys(nodes)]
-        # Nodes that share a machine take its cores from one another: their speeds say nothing.
+        # Nodes on one machine compete for its cores, so their speeds are not comparable.
         self._comparable = all(known) and len(set(known)) == len(known)
         self._measured: dict[int, RankMeasurement] = {}
 
     def add(self, message: RankSpeeds, now: float) -> bool:
-        """One rank's figures; True when they complete the trial. Raises ValueError."""
+        """Add one rank's measurements; returns True if they complete the trial. Raises ValueError."""
         one = RankMeasurement.of(message)
         if not 0 <= one.rank < len(self._nodes):
             raise ValueError(f"there is no rank {one.rank}")
@@ -143,30 +141,29 @@ class NodeBenchmark:
         return self._over
 
     def timed_out(self, now: float) -> bool:
-        """True once: the ranks whose figures are missing had their time since the first ones came."""
+        """Return True, once, when the time for the missing measurements has passed since the first arrived."""
         if self._over or self._first is None or now - self._first <= self._config.seconds:
             return False
         self._over = True
         return True
 
     def missing(self) -> list[int]:
-        """Ranks that have reported nothing."""
+        """Return the ranks without measurements."""
         return [rank for rank in range(len(self._nodes)) if rank not in self._measured]
 
     def failure(self, history: Mapping[str, float] | None = None) -> Failure | None:
-        """The node to blame, if there is one; `history` as `usual` gives it."""
+        """Return the failure of the node to blame, or None; `history` comes from `usual_speeds`."""
         measured = list(self._measured.values())
         return find_slow_node(measured, self._nodes, self._config, history) if self._comparable else None
 
     def median_speeds(self) -> dict[str, float]:
-        """The median node's speeds, for the record."""
+        """Return the median node's speeds, for the record."""
         return median_speeds_of_nodes(self._measured.values(), self._nodes)
 
 
 def usual_speeds(run: RunDir, attempt: int, config: PreflightConfig) -> dict[str, float]:
-    """The median of what this run's earlier attempts have measured; nothing where they do not agree. Reads files.
-
-    Figures that are further apart than a slow node is come of different machines, or of what else ran there.
+    """Return the median speeds of this run's earlier attempts, omitting measurements that disagree. Reads files.
+    Measurements further apart than the slow-node limit come from different machines or from other load.
     """
     earlier = [
         speeds for number in range(max(1, attempt - _EARLIER), attempt) for speeds in _recorded_speeds(run, number)
@@ -180,7 +177,7 @@ def usual_speeds(run: RunDir, attempt: int, config: PreflightConfig) -> dict[str
 
 
 def _recorded_speeds(run: RunDir, attempt: int) -> Iterator[dict[str, float]]:
-    """The speeds of one attempt's first trial; none when they cannot be read."""
+    """Yield the speeds of one attempt's first trial; nothing if they cannot be read."""
     try:
         with run.attempt(attempt).event_file("coordinator").open("rb") as stream:
             lines = stream.read(_READ).splitlines()
@@ -201,13 +198,13 @@ _FEWEST_FILES = 1024
 _DEVICES = Path("/dev")
 _AMD = Path("/dev/kfd")
 _DRIVER_SECONDS = 20.0
-"""The driver is queried a few times in a row, within the coordinator's timeout for the whole preflight."""
+"""Time limit of one driver query. There are several, within the coordinator's timeout for the whole preflight."""
 _SHARED_MEMORY = Path("/dev/shm")
-_LEAST_SHARED = 16 << 20  # for each rank: NCCL's buffers; gloo and the progress cells need none
+_LEAST_SHARED = 16 << 20  # per rank, for NCCL's buffers; gloo and the progress cells need no such space
 
 
 def examine(run_dir: Path, config: JobConfig) -> list[Fault]:
-    """All checks on the calling node."""
+    """Run all checks on the calling node; returns the faults."""
     cluster = config.cluster
     found = (
         _run_folder(run_dir),
@@ -222,7 +219,7 @@ def examine(run_dir: Path, config: JobConfig) -> list[Fault]:
 
 
 def _run_folder(run_dir: Path) -> Fault | None:
-    """Write, fsync, rename, read back: what every checkpoint needs."""
+    """Check the operations that every checkpoint needs: write, fsync, rename, read back."""
     probe = run_dir / f".probe-{secrets.token_hex(6)}"
     token = secrets.token_bytes(32)
     try:
@@ -239,9 +236,8 @@ def _run_folder(run_dir: Path) -> Fault | None:
 
 
 def ahead_of_files(run_dir: Path) -> float | None:
-    """Seconds by which this node's time of day is ahead of what the run folder's server dates a file; None: unknown.
-
-    File systems that date files by the writer's own clock make it 0.
+    """Return how many seconds this node's clock is ahead of the run folder's server; None: unknown.
+    It is 0 on file systems that date files by the writer's own clock.
     """
     probe = run_dir / f".probe-{secrets.token_hex(6)}"
     before = time.time()
@@ -283,13 +279,13 @@ def _open_files(ranks: int) -> Fault | None:
     if soft == resource.RLIM_INFINITY or soft >= wanted:
         return None
     if hard == resource.RLIM_INFINITY or hard > soft:
-        # Ours to raise: ranks inherit it.
+        # The soft limit may be raised; ranks inherit it.
         raised = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (raised, hard))
         soft = raised
     if soft >= _FEWEST_FILES:
         return None
-    # Slurm passes the limits of the submitter's shell on, so it is seldom the node's own.
+    # Slurm propagates the limits of the submitter's shell, so the node is rarely at fault.
     reason = f"open-files limit is {soft}, below {_FEWEST_FILES}"
     return Fault(check="open files", reason=reason, shared=True)
 
@@ -304,7 +300,7 @@ def _interface(name: str) -> Fault | None:
 
 
 def _devices(wanted: int) -> Fault | None:
-    """A GPU that has fallen off the bus keeps its file in /dev, so the driver is asked first."""
+    """Check the number of GPUs; the driver is queried first, as a GPU off the bus keeps its file in /dev."""
     if not wanted or _AMD.exists():
         return None
     found = _driver_count()
@@ -316,7 +312,7 @@ def _devices(wanted: int) -> Fault | None:
 
 
 def _driver_count() -> int | None:
-    """GPUs that answer nvidia-smi; 0 when it hangs, None when there is no nvidia-smi."""
+    """Return the number of GPUs listed by nvidia-smi; 0 if it hangs, None if it is missing."""
     try:
         said = _driver("-L")
     except subprocess.TimeoutExpired:
@@ -327,14 +323,14 @@ def _driver_count() -> int | None:
 
 
 def _broken_devices(wanted: int) -> Fault | None:
-    """GPUs that are there and answer, but have lost memory, links or clocks."""
+    """Check for GPUs that respond but have lost memory, links or clocks."""
     if not wanted:
         return None
     try:
         found = complaints(_driver("-q", "-x"))
         lost = lost_links(_driver("nvlink", "--status")) if wanted > 1 else ""
     except (subprocess.TimeoutExpired, OSError):
-        return None  # `_devices` reports a driver that does not answer
+        return None  # `_devices` reports an unresponsive driver
     reasons = [*found, lost] if lost else found
     return Fault(check="GPU health", reason="; ".join(reasons), shared=False) if reasons else None
 
@@ -345,9 +341,8 @@ def _driver(*arguments: str) -> str:
 
 
 def find_blamed_node(faults: Mapping[str, Sequence[Fault]]) -> Failure | None:
-    """PURE: which node to blame when the nodes (by name) report these faults; None when all are fit.
-
-    A node is suspect only for what the others do not suffer from, or what is its own by nature.
+    """PURE: blame a node for the faults reported by the nodes (by name); None if all are fit.
+    A node is suspect only for faults that other nodes do not share, or that are local by nature.
     """
     sick = {node: found for node, found in faults.items() if found}
     if not sick:
@@ -372,10 +367,9 @@ def find_blamed_node(faults: Mapping[str, Sequence[Fault]]) -> Failure | None:
 def skew(
     ahead: Mapping[str, float], config: PreflightConfig, of_files: Mapping[str, float | None] = MappingProxyType({})
 ) -> Failure | None:
-    """PURE: which node to blame when the nodes' clocks are so many seconds ahead of the coordinator's.
-
-    Of two nodes that disagree, the one whose clock agrees with the file server's is right (`of_files`: seconds by
-    which they are ahead of it); where neither or both do, none is blamed. A file server that is wrong blames none.
+    """PURE: blame a node for clock skew; `ahead` is each clock's lead over the coordinator's, in seconds.
+    If two nodes disagree, the node whose clock agrees with the file server's is right (`of_files`: lead over it in
+    seconds). If neither or both agree, no node is blamed, so a wrong file server blames none.
     """
     if not ahead:
         return None

@@ -1,10 +1,8 @@
 """The agents of a job, their machines and their node ranks.
-
-Node rank n runs the global ranks from n x ranks_per_node on, on whichever node that is. Nodes without a node rank are
+Node rank n runs the global ranks from n x ranks_per_node on, whichever node holds it. Nodes without a node rank are
 spares: they wait with a warm fork server until they replace a node.
-
-Nodes under one switch have neighbouring node ranks: the ranks of a shard group, which are neighbours, then exchange
-their data through as few switches as can be.
+Nodes under one switch get neighbouring node ranks, so that the neighbouring ranks of a shard group communicate through
+as few switches as possible.
 """
 
 import asyncio
@@ -35,7 +33,7 @@ from trainer.contract.node_identity import boot_id
 
 
 def identity() -> str:
-    """The same for all processes of one running kernel; empty where the kernel does not say."""
+    """Return the identity of the running kernel, equal for all its processes; empty if unknown."""
     try:
         return boot_id()
     except OSError:
@@ -43,15 +41,15 @@ def identity() -> str:
 
 
 LEADER = 0
-"""The node whose agent is the coordinator: it has node rank 0, and no spare can replace it."""
+"""Node whose agent is the coordinator; it has node rank 0, and a spare cannot replace it."""
 
 NodeRanks = dict[int, int]
-"""Node rank -> node."""
+"""Map from node rank to node."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Replacement:
-    """`node` takes the node rank of `instead`."""
+    """Assignment of the node rank of `instead` to `node`."""
 
     node_rank: int
     node: int
@@ -59,15 +57,14 @@ class Replacement:
 
 
 Switches = Mapping[int, tuple[str, ...]]
-"""Node -> the switches that lead to it, the top one first; none where that is not known."""
+"""Map from node to the switches above it, topmost first; empty if unknown."""
 
 
 def assign_node_ranks_to(
     count: int, fit: Collection[int], switches: Switches = MappingProxyType({})
 ) -> tuple[NodeRanks | None, str]:
-    """The first assignment: the leader, the nodes next to it in the network, then others; None when there are too few.
-
-    Of nodes that are equally near, and where no switches are known, the lowest ones come first.
+    """Return the first assignment: the leader, the nodes nearest to it in the network, then others; None if too few.
+    Equally near nodes, and nodes without known switches, are taken in ascending order.
     """
     if LEADER not in fit:
         return None, f"node {LEADER}, which leads the job, cannot train"
@@ -78,7 +75,7 @@ def assign_node_ranks_to(
 
 
 def _by_switch(nodes: Collection[int], switches: Switches) -> Callable[[int], tuple[int, ...]]:
-    """A key to sort nodes by: those under a switch stand together, switches in the order of their lowest nodes."""
+    """Return a sort key that groups nodes by switch; switches are ordered by their lowest node."""
     lowest: dict[tuple[str, ...], int] = {}
     for node in sorted(nodes):
         path = switches.get(node, ())
@@ -95,9 +92,8 @@ def _by_switch(nodes: Collection[int], switches: Switches) -> Callable[[int], tu
 def replacements(
     node_ranks: Mapping[int, int], fit: Collection[int], ready: Collection[int]
 ) -> tuple[tuple[Replacement, ...], str]:
-    """Which spares replace the nodes that are not fit any more; no moves when there are too few.
-
-    The other nodes keep their node ranks: their ranks find the copies of their state in their own node's memory.
+    """Return the spares that replace nodes no longer fit; no moves if there are too few spares.
+    The other nodes keep their node ranks, so their ranks find copies of their state in their own node's memory.
     """
     vacant = [node_rank for node_rank, node in sorted(node_ranks.items()) if node not in fit]
     if not vacant:
@@ -115,7 +111,7 @@ def replacements(
 
 
 LATE_SECONDS = 3.0
-"""A tick that is so late means that the coordinator itself was suspended, or got no CPU time."""
+"""A tick delayed by more than this means that the coordinator itself was suspended or starved of CPU time."""
 LOOK_SECONDS = 1.0
 _NO_PLACE = "this attempt has no place for this agent"
 _NOTHING_REPORTED = ProgressReport(generation=-1)
@@ -123,7 +119,7 @@ _NOTHING_REPORTED = ProgressReport(generation=-1)
 
 @dataclass(kw_only=True)
 class Member:
-    """One agent that has joined."""
+    """Agent that has joined."""
 
     node: int
     name: str
@@ -132,14 +128,14 @@ class Member:
     has_sent: bool = False  # a message after its hello
     faults: list[Fault] | None = None
     ready: bool = False
-    gone: int = 0  # newest generation of which nothing is left on this node
-    lost: str = ""  # why it is lost
-    machine: str = ""  # identity of the machine it runs on, where that is known
-    switches: tuple[str, ...] = ()  # that lead to it, the top one first
-    ahead: float = 0.0  # seconds by which its clock is ahead of the coordinator's, network delay included
-    ahead_of_files: float | None = None  # and ahead of the clock of the run folder's server
-    excluded: str = ""  # why its node must not train, although its agent answers
-    progress: ProgressReport = _NOTHING_REPORTED  # the newest one
+    gone: int = 0  # newest generation that has no process left on this node
+    lost: str = ""  # reason of its loss
+    machine: str = ""  # identity of its machine, if known
+    switches: tuple[str, ...] = ()  # above it, topmost first
+    ahead: float = 0.0  # seconds by which its clock leads the coordinator's, including network delay
+    ahead_of_files: float | None = None  # seconds by which it leads the clock of the run folder's server
+    excluded: str = ""  # reason why its node must not train although its agent answers
+    progress: ProgressReport = _NOTHING_REPORTED  # newest report
 
     @property
     def usable(self) -> bool:
@@ -153,12 +149,12 @@ class Roster:
         self, nodes: int, attempt: int, deliver: Callable[[int, InboxMessage], None], *, node_ranks: int | None = None,
         rejoin: float = 5.0,
     ) -> None:  # fmt: skip
-        """`node_ranks`: how many of the nodes train; the others are spares. `rejoin`: see `Timeouts`, in seconds."""
+        """`node_ranks`: number of training nodes; the others are spares. `rejoin`: seconds, see `Timeouts`."""
         self._nodes, self._attempt, self._deliver, self._rejoin_seconds = nodes, attempt, deliver, rejoin
         self._wanted = nodes if node_ranks is None else node_ranks
         self._assigned = False
         self._last_tick: float | None = None
-        self._moved: float | None = None  # when a rank moved last; nothing was started yet
+        self._moved: float | None = None  # time a rank last moved; None before any was started
         self._given_up: set[int] = set()  # nodes that will not join
         self.members: dict[int, Member] = {}
         self.node_ranks: NodeRanks = {
@@ -166,7 +162,7 @@ class Roster:
         }  # until all are examined
 
     def admit(self, hello: Hello, peer: AgentPeer) -> str:
-        """Let this authenticated agent join, one for each node of this attempt; returns why it may not, if so."""
+        """Admit an authenticated agent, one per node of this attempt; returns the reason for a refusal, or ""."""
         node, name = hello.node, hello.name
         if not 0 <= node < self._nodes or hello.attempt != self._attempt:
             return _NO_PLACE
@@ -179,7 +175,7 @@ class Roster:
             return ""
         if member.has_sent or member.lost:
             return _NO_PLACE
-        # It got no welcome in time, and connects again.
+        # It received no welcome in time and connects again.
         member.peer.drop()
         member.peer, member.name, member.last_message_at = peer, name, time.monotonic()
         return ""
@@ -198,7 +194,7 @@ class Roster:
                 self._deliver(member.node, AgentLost(reason=reason))
 
     async def _receive(self, member: Member, peer: AgentPeer) -> str:
-        """Until the connection ends; returns why it cannot go on when a message cannot be read."""
+        """Receive until the connection ends; returns the reason if a message cannot be read."""
         try:
             while (message := await peer.receive()) is not None and member.peer is peer:
                 self._note(member, message, time.monotonic())
@@ -208,13 +204,13 @@ class Roster:
         return ""
 
     def _note(self, member: Member, message: FromAgent, now: float) -> None:
-        """Note when it was heard; a report that differs from the one before means that its ranks move."""
+        """Record the time of a message; a report that differs from the previous one means that ranks move."""
         member.last_message_at, member.has_sent = now, True
         if isinstance(message, ProgressReport) and _place(message) != _place(member.progress):
             self._moved = now
 
     def record_preflight(self, node: int, report: PreflightReport, wall: float) -> None:
-        """Take in an agent's preflight; `wall` is the time of day here."""
+        """Record an agent's preflight report; `wall` is the time of day here."""
         member = self.members[node]
         member.faults, member.machine = list(report.faults), report.machine
         member.ahead_of_files = report.ahead_of_files
@@ -224,34 +220,34 @@ class Roster:
         return [member for member in self.members.values() if not member.lost]
 
     def training_members(self) -> list[Member]:
-        """Those that train and are not lost, by node rank."""
+        """Return the training members that are not lost, by node rank."""
         found = (self.members.get(node) for _, node in sorted(self.node_ranks.items()))
         return [member for member in found if member is not None and not member.lost]
 
     def spares(self) -> list[Member]:
-        """Those that could replace a training node."""
+        """Return the members that could replace a training node."""
         training = set(self.node_ranks.values())
         return [member for member in self._usable() if member.node not in training]
 
     def _usable(self) -> list[Member]:
-        """Those that have passed preflight and are neither lost nor excluded."""
+        """Return the members that passed preflight and are neither lost nor excluded."""
         return [member for member in self.members.values() if member.usable and member.faults == []]
 
     def enough(self) -> bool:
-        """Whether as many nodes have joined as are needed, the leader among them."""
+        """Return whether enough nodes have joined, including the leader."""
         return assign_node_ranks_to(self._wanted, [member.node for member in self.present()])[0] is not None
 
     def can_train(self) -> bool:
-        """Whether enough nodes have passed preflight for all node ranks, the leader among them."""
+        """Return whether enough nodes for all node ranks have passed preflight, including the leader."""
         return assign_node_ranks_to(self._wanted, [member.node for member in self._usable()])[0] is not None
 
     def could_train(self) -> bool:
-        """The same, if every node whose preflight is still missing passed it."""
+        """Return whether enough nodes could train if every outstanding preflight passed."""
         gone = {node for node, member in self.members.items() if not member.usable or member.faults}
         return assign_node_ranks_to(self._wanted, set(range(self._nodes)) - gone - self._given_up)[0] is not None
 
     def give_up(self, node: int) -> None:
-        """Do not count on a node that has not joined."""
+        """Stop expecting a node that has not joined."""
         self._given_up.add(node)
 
     def assign_node_ranks(self) -> str:
@@ -266,7 +262,7 @@ class Roster:
         return reason
 
     def replace_nodes(self) -> tuple[tuple[Replacement, ...], str]:
-        """Give spares the node ranks of lost or excluded nodes; no moves, and the reason, when that is not possible."""
+        """Give the node ranks of lost or excluded nodes to spares; returns no moves, and the reason, if impossible."""
         fit = [member.node for member in self._usable()]
         moves, reason = replacements(self.node_ranks, fit, [node for node in fit if self.members[node].ready])
         for move in moves:
@@ -275,22 +271,22 @@ class Roster:
         return moves, reason
 
     def is_needed(self, node: int) -> bool:
-        """Whether the job cannot go on as it is when this node is lost."""
+        """Return whether the job cannot continue unchanged without this node."""
         return node in self.node_ranks.values() if self._assigned else not self.could_train()
 
     def node_of(self, name: str | None) -> int | None:
-        """The node of this name, if its agent is not lost."""
+        """Return the node of this name, if its agent is not lost."""
         return next((member.node for member in self.present() if member.name == name), None)
 
     def missing(self) -> list[int]:
-        """Nodes whose agent has never joined."""
+        """Return the nodes whose agents have never joined."""
         return [node for node in range(self._nodes) if node not in self.members]
 
     def complete(self) -> bool:
         return not self.missing()
 
     def all_examined(self) -> bool:
-        """Whether all that have joined have reported their preflight."""
+        """Return whether all members have reported their preflight."""
         return all(member.faults is not None for member in self.present())
 
     def unexamined(self) -> list[str]:
@@ -300,22 +296,23 @@ class Roster:
         return [member.name for member in self.training_members() if not member.ready]
 
     def all_ready(self) -> bool:
-        """Whether every training node has a fork server that can start ranks."""
+        """Return whether every training node has a fork server that can start ranks."""
         return len(self.training_members()) == len(self.node_ranks) and all(
             member.ready for member in self.training_members()
         )
 
     def all_gone(self, generation: int, *, but: Collection[str] = ()) -> bool:
-        """Whether nothing of this generation is left on any training node that is not lost.
-
-        `but`: names of nodes that do not matter.
+        """Return whether this generation is gone from every training node that is not lost.
+        `but`: names of nodes to ignore.
         """
         training_members = (self.members.get(node) for node in self.node_ranks.values())
         training = [member for member in training_members if member is None or member.name not in but]
         return all(member.gone >= generation for member in training if member is not None and not member.lost)
 
     def tick(self, now: float) -> None:
-        """Once a second. After a pause of the coordinator all timeouts start anew: the whole job may have paused."""
+        """Detect pauses of the coordinator; called once a second.
+        After a pause all timeouts restart, since the whole job may have been paused.
+        """
         if self._last_tick is not None and now - self._last_tick > LOOK_SECONDS + LATE_SECONDS:
             for member in self.members.values():
                 member.last_message_at = now
@@ -323,8 +320,8 @@ class Roster:
         self._last_tick = now
 
     def find_timed_out(self, now: float) -> tuple[Member, str] | None:
-        """An agent that has been silent for too long, and the reason; the limit is shorter while no rank moves."""
-        # Relative to the newest message of any agent: a coordinator that was stopped must not lose all of them.
+        """Return an agent silent for too long and the reason; the limit is shorter while no rank moves."""
+        # Relative to the newest message of any agent, so that a suspended coordinator does not lose all of them.
         latest = min(now, max((member.last_message_at for member in self.present()), default=now))
         standing = self._moved is not None and now - self._moved > STALLED_TIMEOUT_SECONDS
         patience = STALLED_TIMEOUT_SECONDS if standing else AGENT_TIMEOUT_SECONDS
@@ -340,20 +337,20 @@ class Roster:
             member.peer.send(message)
 
     def start_generation(self, start: StartGeneration) -> None:
-        """Tell every training node, with its node rank, to start its ranks."""
+        """Order every training node to start its ranks, with its node rank."""
         self._moved = time.monotonic()
         for node_rank, node in self.node_ranks.items():
             if not self.members[node].lost:
                 self.members[node].peer.send(replace(start, node_rank=node_rank))
 
     def names(self) -> list[str]:
-        """Of all nodes that have joined: those that train by node rank, then the others that are not lost."""
+        """Return the names of all joined nodes: training ones by node rank, then others that are not lost."""
         order = [node for _, node in sorted(self.node_ranks.items())]
         order += sorted({member.node for member in self.present()} - set(order))
         return [self.members[node].name for node in order if node in self.members]
 
     async def wait_until_disconnected(self, seconds: float) -> None:
-        """Wait until every agent has disconnected, for `seconds` at most."""
+        """Wait until every agent has disconnected, at most `seconds`."""
         give_up = time.monotonic() + seconds
         while any(not member.peer.hung_up() for member in self.present()) and time.monotonic() < give_up:
             await asyncio.sleep(0.01)

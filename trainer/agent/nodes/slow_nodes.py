@@ -1,4 +1,4 @@
-"""PURE: which node is unfit, from what all ranks have measured before their first step."""
+"""PURE: detection of unfit nodes from the measurements of all ranks before their first step."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,21 +10,21 @@ from trainer.contract.messages.agents import RankSpeeds
 
 _WORDS = {"matmul": "matrix multiplication", "memory": "memory bandwidth"}
 _FEWEST = 3
-"""Nodes from which on one of them can be held against the others."""
+"""Minimum number of nodes for comparing one with the others."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankMeasurement:
-    """What one rank has measured; speeds, so that more is better."""
+    """Measurements of one rank, as speeds: more is better."""
 
     rank: int
-    matmul: float  # floating-point operations a second
-    memory: float  # bytes a second
-    pairs: tuple[tuple[int, float], ...] = ()  # rank it exchanged data with, seconds
+    matmul: float  # floating-point operations per second
+    memory: float  # bytes per second
+    pairs: tuple[tuple[int, float], ...] = ()  # (rank it exchanged data with, seconds)
 
     @classmethod
     def of(cls, message: RankSpeeds) -> "RankMeasurement":
-        """What a rank has measured; raises ValueError when that is nothing."""
+        """Return a rank's measurements; raises ValueError if any is not positive."""
         one = message.speeds
         if not all(value > 0 for value in (one.matmul, one.memory, *(seconds for _, seconds in one.pairs))):
             raise ValueError("measured nothing")
@@ -32,7 +32,7 @@ class RankMeasurement:
 
 
 def speeds(measured: Iterable[RankMeasurement], nodes: Sequence[str]) -> dict[str, dict[str, float]]:
-    """By node, then by what was measured: the speed of its slowest rank; `nodes` is each rank's node."""
+    """Return the speed of each node's slowest rank by node and measurement; `nodes` is each rank's node."""
     found: dict[str, dict[str, float]] = {}
     for one in measured:
         node = found.setdefault(nodes[one.rank], {})
@@ -42,7 +42,7 @@ def speeds(measured: Iterable[RankMeasurement], nodes: Sequence[str]) -> dict[st
 
 
 def median_speeds_of_nodes(measured: Iterable[RankMeasurement], nodes: Sequence[str]) -> dict[str, float]:
-    """The median of the nodes: what later attempts of this run are held against."""
+    """Return the median over the nodes, the reference for later attempts of this run."""
     by_node = speeds(measured, nodes).values()
     return {name: median(node[name] for node in by_node) for name in _WORDS} if by_node else {}
 
@@ -53,9 +53,8 @@ def find_slow_node(
     config: PreflightConfig,
     history: Mapping[str, float] | None = None,
 ) -> Failure | None:
-    """The node to blame, the slowest one first; None when all are fit, or nothing speaks against one of them.
-
-    `history`: usual speeds, by what was measured, for nodes of the same kind.
+    """Return the failure of the node to blame, slowest first; None if all are fit or no node can be blamed.
+    `history`: usual speeds by measurement, for nodes of the same kind.
     """
     return _slow(speeds(measured, nodes), config, history or {}) or _cut_off(measured, nodes, config)
 
@@ -79,7 +78,7 @@ def _slow(
 
 
 def _cut_off(measured: Sequence[RankMeasurement], nodes: Sequence[str], config: PreflightConfig) -> Failure | None:
-    """A node that was slow with every partner, and whose partners were not with others."""
+    """Return the failure of a node that was slow with every partner while its partners were fast with others."""
     seconds: dict[frozenset[str], float] = {}
     for one in measured:
         for peer, took in one.pairs:
@@ -88,7 +87,7 @@ def _cut_off(measured: Sequence[RankMeasurement], nodes: Sequence[str], config: 
                 seconds[pair] = max(seconds.get(pair, 0.0), took)
     if len({node for pair in seconds for node in pair}) < _FEWEST:
         return None
-    # Of a small ring one bad node spoils half of the pairs or more: what a third of them can do is usual.
+    # In a small ring one bad node affects half the pairs or more, so the speed reached by a third of them is usual.
     usual = sorted(seconds.values())[(len(seconds) - 1) // 3]
     bad = {pair for pair, took in seconds.items() if took * config.slowest > usual}
     for node in sorted({node for pair in bad for node in pair}, key=lambda node: -_longest(node, seconds)):
@@ -109,7 +108,7 @@ def _well_elsewhere(
     seconds: Mapping[frozenset[str], float],
     bad: set[frozenset[str]],
 ) -> bool:
-    """Whether the partner was fast with somebody else."""
+    """Return whether the partner was fast with another node."""
     return any(partner < pair and pair not in but and pair not in bad for pair in seconds)
 
 

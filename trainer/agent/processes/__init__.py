@@ -1,1 +1,1 @@
-"""The processes of a node: forked, watched, and taken along when the agent dies."""
+"""The processes of a node: forked, watched, and killed when the agent dies."""

@@ -17,22 +17,21 @@ SHORTEST_READ = 1.0
 
 
 class HungFileSystem(OSError):
-    """A file system that does not answer; the path is part of the message."""
+    """A file system that does not answer; the message includes the path."""
 
     def __init__(self, path: Path, seconds: float) -> None:
         super().__init__(f"the file system does not answer for {seconds:.0f} s: {path}")
 
 
 async def run_detached(function: Callable[[], T], seconds: float) -> T:
-    """The value of `function`; raises TimeoutError when it is late, else what it raises.
-
-    Not asyncio.to_thread: its threads are waited for when the interpreter ends.
+    """Return the value of `function`; raises TimeoutError if it is late, else its exception.
+    Not asyncio.to_thread: the interpreter waits for those threads at exit.
     """
     return await asyncio.wait_for(start_detached(function), seconds)
 
 
 async def read_file(function: Callable[[], T], path: Path, seconds: float) -> T:
-    """Return what `function` reads from `path`; raises HungFileSystem when that takes too long."""
+    """Return what `function` reads from `path`; raises HungFileSystem if that takes too long."""
     try:
         return await run_detached(function, seconds)
     except TimeoutError as error:
@@ -40,7 +39,7 @@ async def read_file(function: Callable[[], T], path: Path, seconds: float) -> T:
 
 
 class RepeatedRead(Generic[T]):
-    """A read that is repeated and may hang: never two at once, so that a dead file system costs one thread."""
+    """A repeated read that may hang; at most one runs at a time, so a dead file system costs one thread."""
 
     def __init__(self, function: Callable[[], T], path: Path) -> None:
         self._function, self._path = function, path
@@ -48,8 +47,7 @@ class RepeatedRead(Generic[T]):
 
     async def result(self, seconds: float) -> T:
         """Return a result that is newer than the last one; raises HungFileSystem after `seconds`.
-
-        Every read has `SHORTEST_READ` seconds at least: a near deadline proves nothing about the file system.
+        Every read gets at least `SHORTEST_READ` seconds: a near deadline proves nothing about the file system.
         """
         seconds = max(seconds, SHORTEST_READ)
         if self._reading is None:
@@ -62,12 +60,12 @@ class RepeatedRead(Generic[T]):
 
 
 def start_detached(function: Callable[[], T]) -> "asyncio.Future[T]":
-    """The same without waiting for it."""
+    """Run `function` in a detached thread; returns a future."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 
     def settle(value: T | None, error: BaseException | None) -> None:
-        if future.done():  # its caller waits no more
+        if future.done():  # the caller no longer waits
             return
         if error is not None:
             future.set_exception(error)
@@ -78,7 +76,7 @@ def start_detached(function: Callable[[], T]) -> "asyncio.Future[T]":
         value, error = None, None
         try:
             value = function()
-        except Exception as caught:  # noqa: BLE001  # outermost edge of this thread: raised where it is awaited
+        except Exception as caught:  # noqa: BLE001  # outermost edge of this thread: raised on await
             error = caught
         with suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(settle, value, error)
@@ -111,13 +109,13 @@ class SupervisedTasks:
             task.result()
 
     def cancel(self) -> None:
-        """Cancel every task that still runs."""
+        """Cancel every running task."""
         for task in self._tasks:
             task.cancel()
 
 
 def report_exceptions(on_error: Callable[[BaseException], None]) -> None:
-    """Have `on_error` called, in the event loop, for every exception that a callback, a task or a thread raises."""
+    """Call `on_error`, in the event loop, for every exception raised in a callback, task or thread."""
     loop, left = asyncio.get_running_loop(), _MAX_PRINTED
 
     def show(error: BaseException) -> None:
@@ -154,17 +152,16 @@ def describe_error(error: BaseException) -> str:
 
 MOST_TEXTS = 10_000
 MOST_CHARACTERS = 16 << 20
-"""So much waits at most for a file that hangs; what comes then is lost."""
+"""Limits of the text waiting for a hung file; text beyond them is lost."""
 
 CLOSE_SECONDS = 5.0
-"""How long a file that hangs may delay the end."""
+"""Maximum delay of the exit by a hung file."""
 
 
 class WriteBehind:
-    """Writes in the order of `append`, at once while the file answers; never raises OSError.
-
-    `write` and `close` may block, and run in that thread only. `lost` hears of every text that could not be written,
-    and why; of those for which there was no room it hears of the first one.
+    """Writer that keeps the order of `append` and writes at once while the file responds; never raises OSError.
+    `write` and `close` may block, and run only in the writer's thread. `lost` is called with every text that could not
+    be written and the reason; of the texts that did not fit, only with the first.
     """
 
     def __init__(
@@ -172,15 +169,15 @@ class WriteBehind:
         close: Callable[[], object] = lambda: None,
     ) -> None:  # fmt: skip
         self._write, self._lost, self._close_file = write, lost, close
-        self._texts: deque[str] = deque()  # the one that is being written included
+        self._texts: deque[str] = deque()  # includes the text being written
         self._characters = 0
         self._full = self._closed = False
-        # Reentrant, as it is made: what the collector of garbage has to say may come in the middle of anything.
+        # Reentrant, as Condition is by default: the garbage collector may log in the middle of anything.
         self._news = threading.Condition()
         threading.Thread(target=self._run, name="orch-behind", daemon=True).start()
 
     def append(self, text: str) -> None:
-        """Have `text` written; returns at once."""
+        """Queue `text` for writing; returns at once."""
         with self._news:
             told, why = self._full, self._refusal()
             if not why:
@@ -191,21 +188,21 @@ class WriteBehind:
             self._lost(text, why)
 
     def _refusal(self) -> str:
-        """Why nothing more can be taken; empty when it can."""
+        """Return why no more text is accepted; empty if it is."""
         if self._closed:
             return "it came after the end"
-        # Once full it takes nothing until all is written: gaps are few, and each is reported.
+        # Once full, it accepts nothing until all is written: gaps are few, and each is reported.
         if len(self._texts) >= MOST_TEXTS or self._characters >= MOST_CHARACTERS:
             self._full = True
         return "too much waits for a file that hangs; what follows is lost too, until it answers" if self._full else ""
 
     def flush(self, seconds: float) -> bool:
-        """Wait until all is written, for so long at most; whether it is."""
+        """Wait at most `seconds` until all is written; returns whether it is."""
         with self._news:
             return self._news.wait_for(lambda: not self._texts, seconds)
 
     def close(self, seconds: float | None = None) -> None:
-        """Flush, then let the thread close the file when it has written the rest."""
+        """Flush, then let the thread close the file after writing the rest."""
         done = self.flush(CLOSE_SECONDS if seconds is None else seconds)
         with self._news:
             self._closed = True
@@ -218,7 +215,7 @@ class WriteBehind:
         while (text := self._next()) is not None:
             try:
                 self._write(text)
-            except (OSError, ValueError) as error:  # ValueError: a stream that was closed
+            except (OSError, ValueError) as error:  # ValueError: a closed stream
                 self._lost(text, str(error))
             with self._news:
                 self._texts.popleft()
@@ -234,7 +231,7 @@ class WriteBehind:
 
 
 def settle(all_of_them: Iterable[WriteBehind], seconds: float = CLOSE_SECONDS) -> None:
-    """Close them, within `seconds` together."""
+    """Close all of them within `seconds` in total."""
     give_up = time.monotonic() + seconds
     for one in all_of_them:
         one.close(max(0.0, give_up - time.monotonic()))

@@ -1,6 +1,5 @@
-"""The checkpoint writers of one node: for each local rank a process and a memory, both kept over generations.
-
-The agent owns them because a rank's copies of its state must outlive the rank: a restart in place finds them there.
+"""The checkpoint writers of one node: a process and a memory per local rank, both kept across generations.
+The agent owns them because a rank's copies of its state must outlive the rank, for use by a restart in place.
 """
 
 import asyncio
@@ -19,7 +18,7 @@ _LEAVE_SECONDS = 1.0
 
 
 class CheckpointWriter:
-    """The writer of one rank; a dead one is replaced, over the same memory, when the next generation asks for it."""
+    """Writer of one rank. A dead one is replaced, with the same memory, when the next generation requests it."""
 
     def __init__(self, rank: int, environ: Mapping[str, str], output: int) -> None:
         """Must be called in the main thread: the kernel ties the parent-death signal to the starting thread."""
@@ -30,8 +29,8 @@ class CheckpointWriter:
     def _start(self) -> None:
         self._control, theirs = unix_transport.pair()
         self._control.setblocking(False)
-        self._untaken = 0  # connections that the writer has not taken over yet
-        # Its module is named, not imported: agents do without what it needs.
+        self._untaken = 0  # connections that the writer has not accepted yet
+        # The module is named, not imported: agents do not load its dependencies.
         command = [sys.executable, "-P", "-m", "checkpointing.writer.process", "many"]
         command += [str(theirs.fileno()), str(self._memory), str(os.getpid()), str(self._rank)]
         with theirs, block_step_signals():
@@ -46,14 +45,14 @@ class CheckpointWriter:
 
     @property
     def pid(self) -> int | None:
-        """Of the writer process while it lives."""
+        """Return the PID of the writer process, or None once it has exited."""
         return self._process.pid if self._process.poll() is None else None
 
     @contextlib.contextmanager
     def connection(self) -> Iterator[list[int]]:
-        """Descriptors for this generation's rank: memory, and its end of a new connection; closed here afterwards.
-
-        The connection of an earlier generation ends with it. No writer to be had: no descriptors, ranks make their own.
+        """Yield descriptors for this generation's rank: memory and its end of a new connection; closed afterwards.
+        Ends the connection of an earlier generation. Yields no descriptors if no writer is available; ranks then create
+        their own.
         """
         theirs = self._connected()
         if theirs is None:
@@ -84,7 +83,7 @@ class CheckpointWriter:
         return theirs
 
     def _listens(self) -> bool:
-        """Whether it lives and has taken every connection so far: one that is stopped has not."""
+        """Return whether it is alive and has accepted every connection so far; a stopped one has not."""
         with contextlib.suppress(BlockingIOError, ConnectionError):
             while self._untaken and self._control.recv(1):
                 self._untaken -= 1
@@ -98,37 +97,37 @@ class CheckpointWriter:
                 self._process.wait(_LEAVE_SECONDS)
 
     def dismiss(self) -> None:
-        """Let it go: it leaves when it sees the end of its socket."""
+        """Ask the writer to exit by closing its socket."""
         self._control.close()
 
     def close(self) -> None:
-        """End what did not leave, and give up the memory."""
+        """Kill the writer if it is still running, and release the memory."""
         self._end()
         os.close(self._memory)
 
 
 class CheckpointWriters:
-    """The writers of all local ranks."""
+    """Checkpoint writers of all local ranks."""
 
     def __init__(self, ranks: range, environ: Mapping[str, str], output: int) -> None:
-        """`output`: where the writers print to."""
+        """`output` is the descriptor for the writers' stdout and stderr."""
         self._writers = [CheckpointWriter(rank, environ, output) for rank in ranks]
         self._first = ranks.start
 
     def connection(self, local_rank: int) -> "contextlib.AbstractContextManager[list[int]]":
-        """As `connection` of one writer, for one of the node's ranks."""
+        """Yield the descriptors of one local rank's writer, as `CheckpointWriter.connection` does."""
         return self._writers[local_rank].connection()
 
     def pid_of(self, rank: int) -> int | None:
-        """Of this rank's writer while it lives."""
+        """Return the PID of this rank's writer, or None once it has exited."""
         return self._writers[rank - self._first].pid
 
     def pids(self) -> set[int]:
-        """Of all writers that live."""
+        """Return the PIDs of all live writers."""
         return {checkpoint_writer.pid for checkpoint_writer in self._writers if checkpoint_writer.pid is not None}
 
     async def close(self) -> None:
-        """End them all, and the memory of their ranks with them."""
+        """End all writers and release their memory."""
         for checkpoint_writer in self._writers:
             checkpoint_writer.dismiss()
         for _ in range(int(_LEAVE_SECONDS * 100)):

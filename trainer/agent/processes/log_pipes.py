@@ -1,7 +1,6 @@
-"""What the processes of a node print: read from pipes by their agent, and written to rotated log files.
-
-A process that prints into a file itself cannot be kept from filling the disk, a user's own program least of all. And
-here the values of secrets are replaced by their names, whoever has printed them.
+"""Output of a node's processes, read by the agent from pipes and written to rotated log files.
+A process that writes to a file itself, such as a user's own program, could fill the disk. The agent also replaces the
+values of secrets by their names here, whichever process printed them.
 """
 
 import fcntl
@@ -21,22 +20,22 @@ from trainer.contract.secrets.secret_redaction import RedactedStream
 PIPE_BYTES = 1 << 20
 _BLOCK = 1 << 18
 MOST_WAITING = 32 << 20
-"""Bytes that wait for the file system at most; then processes that print have to wait as well."""
+"""Maximum bytes waiting for the file system; beyond it, printing processes block."""
 STALL_SECONDS = 5.0
-"""How long they wait when the file system takes nothing at all; what they print from then on is dropped."""
+"""Seconds they block when the file system accepts nothing; later output is dropped."""
 
 
 @dataclass
 class _Log:
-    """One log: the pipe that leads to it, and its file once something was written."""
+    """Log file and the pipe that leads to it; the file is created by the first write."""
 
     path: Path
     ours: int
     theirs: int
     lost: int = 0
-    """Bytes that were dropped since the newest chunk."""
+    """Bytes dropped since the newest chunk."""
     unwritten: int = 0
-    """Bytes of chunks since the last one that could be written; only the writing thread looks here."""
+    """Bytes of chunks not written since the last successful write; used only by the writing thread."""
     file: LogFile | None = field(default=None)
     redacted: RedactedStream = field(default_factory=RedactedStream)
 
@@ -48,13 +47,13 @@ class _Log:
 
 
 class LogPipes:
-    """The logs of one node; two threads, so that a file system that hangs stops no process that prints."""
+    """Logs of one node. Two threads, so that a hung file system does not block printing processes."""
 
     def __init__(self, limits: LogsConfig | None = None, *, stall_seconds: float = STALL_SECONDS) -> None:
         self._limits, self._stall_seconds = limits or LogsConfig(), stall_seconds
         self._logs: dict[Path, _Log] = {}
         self._by_descriptor: dict[int, _Log] = {}
-        self._chunks: deque[tuple[_Log, bytes, int]] = deque()  # the one that is being written included
+        self._chunks: deque[tuple[_Log, bytes, int]] = deque()  # includes the chunk being written
         self._waiting = 0
         self._stalled = self._closed = False
         self._news = threading.Condition()
@@ -67,23 +66,23 @@ class LogPipes:
         self._limits = limits
 
     def descriptor(self, path: Path) -> int:
-        """The descriptor that a process writes to for this log; kept open for the next process."""
+        """Return the descriptor for processes to write to this log; kept open for the next process."""
         with self._news:
             if path not in self._logs:
                 ours, theirs = os.pipe2(os.O_CLOEXEC)
                 os.set_blocking(ours, False)
-                with suppress(OSError):  # a user may have only so much memory in pipes
+                with suppress(OSError):  # a user's total pipe memory is limited
                     fcntl.fcntl(theirs, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
                 self._logs[path] = self._by_descriptor[ours] = _Log(path, ours, theirs)
                 self._poll.register(ours, select.EPOLLIN)
-                self._chunks.append((self._logs[path], b"", 0))  # makes the file
+                self._chunks.append((self._logs[path], b"", 0))  # creates the file
                 self._news.notify_all()
             theirs = self._logs[path].theirs
-            os.set_blocking(theirs, True)  # all writers share this: one may have changed it for those after it
+            os.set_blocking(theirs, True)  # shared by all writers, one of which may have changed it
             return theirs
 
     def settle(self, path: Path, seconds: float) -> bool:
-        """Wait until what was printed so far is in the log's file, for so long at most; whether it is."""
+        """Wait at most `seconds` until all output so far is in the log's file; returns whether it is."""
         deadline = time.monotonic() + seconds
         with self._news:
             if self._news.wait_for(lambda: self._is_written(path), seconds):
@@ -91,7 +90,7 @@ class LogPipes:
             return self._news.wait_for(lambda: self._is_written(path), deadline - time.monotonic())
 
     def close(self, seconds: float) -> None:
-        """Settle all logs, within `seconds` together, and close the ends that are written to."""
+        """Settle all logs within `seconds` in total, and close the write ends."""
         with self._news:
             deadline = time.monotonic() + seconds
             self._news.wait_for(lambda: all(map(self._is_written, self._logs)), seconds)
@@ -104,7 +103,7 @@ class LogPipes:
                 os.close(log.theirs)  # the reader sees the end of every pipe that no other process holds
 
     def _release(self, path: Path) -> None:
-        """Have the end of a log written that may have been the beginning of a secret."""
+        """Queue the held-back end of a log, which may have been the beginning of a secret."""
         if path in self._logs and self._logs[path].redacted.held:
             self._chunks.append((self._logs[path], b"", 0))
             self._news.notify_all()
@@ -122,7 +121,7 @@ class LogPipes:
 
     def _take(self, log: _Log) -> None:
         with self._news:
-            # A process that prints faster than the disk writes waits, but not for long when the disk does not answer.
+            # A process that outpaces the disk blocks, but only briefly if the disk does not respond.
             patience = 0.0 if self._stalled else self._stall_seconds
             has_room = self._news.wait_for(lambda: self._waiting < MOST_WAITING, patience)
             self._stalled = not has_room
@@ -146,9 +145,9 @@ class LogPipes:
                 self._news.wait_for(lambda: self._chunks or self._closed)
                 if not self._chunks:
                     return
-                log, data, lost = self._chunks[0]  # bytes that were lost before it
+                log, data, lost = self._chunks[0]  # bytes lost before this chunk
             lost += log.unwritten
-            # What a gap has cut off is no beginning of anything.
+            # Text before a gap cannot be the beginning of a secret.
             cut = log.redacted.flush() if lost or not data else b""
             shown = cut + _gap(lost) + log.redacted.feed(data)
             try:
@@ -169,7 +168,7 @@ def _gap(lost: int) -> bytes:
 
 
 def _unread(descriptor: int) -> int:
-    """Bytes in a pipe."""
+    """Return the number of bytes in a pipe."""
     answer = bytearray(4)
     fcntl.ioctl(descriptor, termios.FIONREAD, answer)
     return int.from_bytes(answer, "little")

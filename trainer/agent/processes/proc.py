@@ -1,4 +1,4 @@
-"""Processes under /proc: signs of life, evidence, and kills for lack of memory."""
+"""Processes under /proc: activity, evidence, and out-of-memory kills."""
 
 import os
 import re
@@ -11,28 +11,28 @@ from typing import Any, NamedTuple
 
 _PROC = Path("/proc")
 _TICK = os.sysconf("SC_CLK_TCK")
-_UTIME, _STIME = 11, 12  # counted from the state, which is the first field after the name
+_UTIME, _STIME = 11, 12  # counted from the state, the first field after the name
 _CPU_CLOCK = 2
-"""The kernel's number for a clock of what a process ran; the rest of the clock's number is the process."""
+"""The kernel's number for a process CPU clock; the remaining bits of the clock ID are the process."""
 _THREADS = 500
-"""Threads described of one process."""
+"""Maximum number of threads described per process."""
 _TEXT = 16384
-"""Bytes kept of one file."""
+"""Maximum bytes kept of one file."""
 _WHOLE = ("status", "io", "wchan", "syscall", "stack", "cgroup", "limits", "cmdline")
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessActivity:
-    """Signs of life of one process; counters only ever grow while it lives."""
+    """Activity of one process; the counters only grow while it lives."""
 
     state: str  # of its first thread: R S D T t Z
-    cpu_seconds: float  # of all its threads, in user and kernel mode
-    io_bytes: int  # read and written through system calls, whatever the other end was
-    starved_seconds: float = 0.0  # its first thread could have run, and had no core
+    cpu_seconds: float  # of all its threads, user and kernel mode
+    io_bytes: int  # read and written through system calls, to any target
+    starved_seconds: float = 0.0  # its first thread was runnable without a core
 
 
 def read_activity(pid: int) -> ProcessActivity | None:
-    """A few short reads; None when there is no such process (any more)."""
+    """Return the activity from a few short reads; None if the process does not exist."""
     try:
         fields = _stat(_PROC / str(pid) / "stat")
     except OSError:
@@ -42,7 +42,7 @@ def read_activity(pid: int) -> ProcessActivity | None:
 
 
 def threads_named(pid: int, name: str) -> tuple[int, ...]:
-    """The threads of a process that bear this name; none when it is gone."""
+    """Return the threads of a process with this name; empty if it is gone."""
     folder = _PROC / str(pid) / "task"
     try:
         threads = os.listdir(folder)
@@ -52,12 +52,12 @@ def threads_named(pid: int, name: str) -> tuple[int, ...]:
 
 
 def threads_cpu_seconds(pid: int, threads: Collection[int]) -> float:
-    """CPU time of some threads of a process; those that are gone count no more."""
+    """Return the CPU time of some threads of a process, in seconds; threads that are gone do not count."""
     return sum(_scheduled(_PROC / str(pid) / "task" / str(thread)).ran for thread in threads)
 
 
 def group_members(groups: Collection[int]) -> dict[int, list[int]]:
-    """The processes of each of these process groups, found in one pass over /proc that opens none of its files."""
+    """Return the members of each process group, from one pass over /proc that opens none of its files."""
     found: dict[int, list[int]] = {group: [] for group in groups}
     for name in os.listdir(_PROC):
         if not name.isdigit():
@@ -72,12 +72,12 @@ def group_members(groups: Collection[int]) -> dict[int, list[int]]:
 
 
 def _stat(path: Path) -> list[str]:
-    """The fields of a stat file from the state on; the name before it may hold spaces and parentheses."""
+    """Return the fields of a stat file from the state on; the name before it may contain spaces and parentheses."""
     return path.read_text(errors="replace").rpartition(")")[2].split()
 
 
 def _cpu_seconds(pid: int, ticks: float) -> float:
-    """CPU time to the nanosecond; `ticks`, in hundredths of a second, where the kernel does not say."""
+    """Return CPU time to the nanosecond, or `ticks`, in hundredths of a second, if the kernel has no clock for it."""
     try:
         return time.clock_gettime((~pid << 3) | _CPU_CLOCK)
     except OSError:
@@ -85,14 +85,14 @@ def _cpu_seconds(pid: int, ticks: float) -> float:
 
 
 class _Scheduled(NamedTuple):
-    """Seconds for which a thread ran, and for which it waited for a core."""
+    """Seconds a thread ran, and seconds it waited for a core."""
 
     ran: float
     waited: float
 
 
 def _scheduled(folder: Path) -> _Scheduled:
-    """What a schedstat file says; nothing where the kernel keeps none."""
+    """Return the content of a schedstat file; zeros if the kernel keeps none."""
     try:
         ran, waited, *_ = (folder / "schedstat").read_text().split()
     except (OSError, ValueError):
@@ -101,7 +101,7 @@ def _scheduled(folder: Path) -> _Scheduled:
 
 
 def _moved(pid: int) -> int:
-    """Bytes that its system calls have moved; 0 where the kernel does not say."""
+    """Return the bytes moved by its system calls; 0 if unknown."""
     try:
         lines = (_PROC / str(pid) / "io").read_text().splitlines()
     except OSError:
@@ -111,9 +111,8 @@ def _moved(pid: int) -> int:
 
 
 def describe(pid: int) -> dict[str, Any] | None:
-    """All that /proc tells of a process and its threads, for people; None when there is no such process.
-
-    A file that cannot be read says why instead. WARNING: may block while the kernel holds the process's memory map.
+    """Return /proc's information on a process and its threads, for display; None if it does not exist.
+    An unreadable file is replaced by the reason. WARNING: may block while the kernel holds the process's memory map.
     """
     folder = _PROC / str(pid)
     try:
@@ -154,7 +153,7 @@ def _thread(folder: Path) -> dict[str, Any]:
 
 
 def _descriptors(folder: Path) -> dict[str, str]:
-    """What its open descriptors are: a rank stuck on a file system shows the file here."""
+    """Return the targets of its open descriptors, which show the file that a rank is stuck on."""
     try:
         names = sorted(os.listdir(folder), key=int)
     except OSError as error:
@@ -178,14 +177,14 @@ def _text(path: Path) -> str:
 
 _KILLED = re.compile(rb"Killed process (\d+) ")
 _RECORD = 8192
-"""Bytes of the longest record of the kernel's log."""
+"""Maximum bytes of a record in the kernel's log."""
 _FIRST_NAMESPACE = "pid:[4026531836]"
-"""The pid namespace that the kernel's log counts in."""
+"""PID namespace used by the kernel's log."""
 _NO_LIMIT = 1 << 60
 
 
 class OomKills:
-    """Kills since it was made; ranks run in the cgroup of the process that makes it."""
+    """Out-of-memory kills since construction. Ranks run in the cgroup of the constructing process."""
 
     def __init__(
         self, *, cgroups: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup"),
@@ -197,11 +196,11 @@ class OomKills:
         self._pids: set[int] = set()
 
     def words(self, pid: int | None) -> str:
-        """That the kernel killed this process, and the limit; empty where nothing says so."""
+        """Describe the kernel's kill of this process and the limit; empty without evidence of a kill."""
         if self._log is not None:
             self._pids.update(_new_pids(self._log))
             killed = pid in self._pids
-        else:  # others of the cgroup may have been meant, but nobody else sends SIGKILL
+        else:  # another process of the cgroup may be meant, but nothing else sends SIGKILL
             killed = self._count() > self._before
         if not killed:
             return ""
@@ -214,7 +213,7 @@ class OomKills:
             self._log = None
 
     def _count(self) -> int:
-        """Processes of this cgroup that were killed so far, by `memory.events` (v2) or `memory.oom_control` (v1)."""
+        """Return this cgroup's number of kills, from `memory.events` (v2) or `memory.oom_control` (v1)."""
         for name in ("memory.events", "memory.oom_control"):
             for line in _read(self._folder, name).splitlines():
                 key, _, value = line.partition(" ")
@@ -223,7 +222,7 @@ class OomKills:
         return 0
 
     def _limit(self) -> int:
-        """The smallest limit of this cgroup and those above it, in bytes; 0 without any."""
+        """Return the smallest limit of this cgroup and its ancestors in bytes; 0 if unlimited."""
         folders = [self._folder, *self._folder.parents] if self._folder is not None else []
         texts = [_read(one, name).strip() for one in folders for name in ("memory.max", "memory.limit_in_bytes")]
         limits = [int(text) for text in texts if text.isdigit() and int(text) < _NO_LIMIT]
@@ -231,14 +230,14 @@ class OomKills:
 
 
 def _memory_cgroup(cgroups: Path, membership: Path) -> Path | None:
-    """The folder of this process's memory controller, v1 or v2; None where there is none."""
+    """Return the folder of this process's memory controller, v1 or v2, or None."""
     for line in _read(membership.parent, membership.name).splitlines():
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
         roots = [cgroups / "memory"] if "memory" in controllers.split(",") else []
         roots += [cgroups, cgroups / "unified"] if not controllers else []
         for root in roots:
-            for folder in (root / path.lstrip("/"), root):  # in a container the path may be that of the host
+            for folder in (root / path.lstrip("/"), root):  # in a container the path may be the host's
                 if any((folder / name).exists() for name in ("memory.events", "memory.oom_control")):
                     return folder
     return None
@@ -251,7 +250,7 @@ def _read(folder: Path | None, name: str) -> str:
 
 
 def _open_at_end(log: Path) -> int | None:
-    """None where it may not be read, or counts processes otherwise than this one does."""
+    """Open the kernel's log at its end; None if unreadable, or if its PIDs belong to another namespace."""
     try:
         if os.readlink("/proc/self/ns/pid") != _FIRST_NAMESPACE:
             return None
@@ -266,9 +265,9 @@ def _new_pids(descriptor: int) -> Iterator[int]:
     while True:
         try:
             record = os.read(descriptor, _RECORD)
-        except BrokenPipeError:  # records were overwritten before they were read; the next one is there
+        except BrokenPipeError:  # records were overwritten before they were read; the next one is available
             continue
-        except OSError:  # EAGAIN: that was the newest one
+        except OSError:  # EAGAIN: no newer record
             return
         if not record:
             return

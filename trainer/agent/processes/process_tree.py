@@ -1,4 +1,4 @@
-"""Parent-death signals, process groups, orphans, and the report of an agent that ends alone."""
+"""Parent-death signals, process groups, orphans, and the report of an agent that loses its coordinator."""
 
 import ctypes
 import os
@@ -14,11 +14,11 @@ from trainer.contract.node_identity import NodeIdentity
 from trainer.contract.run_dir import AttemptDir
 
 _SECONDS = 5.0
-"""How long it may take: a file system that hangs may be why the coordinator is lost."""
+"""Time limit of the report; a hung file system may be why the coordinator was lost."""
 
 
 async def write(attempt: AttemptDir, identity: NodeIdentity, end: AgentEnd, why: str) -> None:
-    """Write it, as far as the file system answers."""
+    """Write the agent's report, if the file system responds."""
     reason = f"{identity.name}{'' if end is AgentEnd.REFUSED else ' lost the coordinator'}: {why}"
     report = AgentReport(node=identity.node, name=identity.name, end=end, reason=reason, time=time.time())
     with suppress(OSError):
@@ -26,14 +26,14 @@ async def write(attempt: AttemptDir, identity: NodeIdentity, end: AgentEnd, why:
 
 
 AGENT_DIED_SIGNAL = signal.SIGRTMIN + 5
-"""Parent-death signal of a fork server that has ranks: it kills their process groups before it goes."""
+"""Parent-death signal of a fork server with ranks; it kills their process groups before it exits."""
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
 
 def set_pdeathsig(parent: int, number: int = signal.SIGKILL) -> None:
-    """Ask the kernel for `number` when the process `parent` dies; exits at once when it is dead already."""
+    """Request signal `number` on the death of process `parent`; exits at once if it is already dead."""
     _prctl(_PR_SET_PDEATHSIG, number)
     # The parent may have died before the call.
     if os.getppid() != parent:
@@ -41,23 +41,23 @@ def set_pdeathsig(parent: int, number: int = signal.SIGKILL) -> None:
 
 
 def become_subreaper() -> None:
-    """Descendants whose parent dies become children of this process, so that it can wait for them."""
+    """Make orphaned descendants children of this process, so that it can wait for them."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def kill_group(group: int, number: int = signal.SIGKILL) -> bool:
-    """Signal a process group; False when no process is left in it."""
+    """Signal a process group; returns False if it has no members."""
     try:
         os.killpg(group, number)
     except ProcessLookupError:
         return False
-    except PermissionError:  # a member has changed its user: it is there, and not ours to kill
+    except PermissionError:  # a member has changed its user: it exists but cannot be killed
         return True
     return True
 
 
 def kill_children(exclude: Collection[int] = ()) -> bool:
-    """Kill every child of this process, adopted orphans included, but those to `spare`; False when there are none."""
+    """Kill every child of this process, adopted orphans included, except `exclude`; returns False if none was left."""
     found = [pid for pid in children() if pid not in exclude]
     for pid in found:
         os.kill(pid, signal.SIGKILL)
@@ -65,14 +65,14 @@ def kill_children(exclude: Collection[int] = ()) -> bool:
 
 
 def children() -> list[int]:
-    """Every child of this process that is not reaped, adopted orphans included."""
+    """Return every unreaped child of this process, adopted orphans included."""
     return [int(pid) for task in os.listdir("/proc/self/task") for pid in _children_of(task)]
 
 
 def _children_of(task: str) -> list[str]:
     try:
         return Path(f"/proc/self/task/{task}/children").read_text().split()
-    except FileNotFoundError:  # the thread has ended; its children have become another's
+    except FileNotFoundError:  # the thread has ended; its children now belong to another thread
         return []
 
 

@@ -1,6 +1,5 @@
-"""A small process beside each agent that ends it when it stands still: stopped by a signal, or stuck in the kernel.
-
-Run as a program of the standard library alone: `python -S watchdog.py DESCRIPTOR PID SECONDS REPORT NODE NAME`.
+"""Watchdog process beside each agent; kills the agent if it is stopped by a signal or stuck in the kernel.
+Uses only the standard library: `python -S watchdog.py DESCRIPTOR PID SECONDS REPORT NODE NAME`.
 """
 
 import json
@@ -14,19 +13,21 @@ from pathlib import Path
 
 LOOK_SECONDS = 1.0
 LATE_SECONDS = 3.0
-"""A check so late means that this process did not run either: the whole job was suspended, or had no CPU time."""
+"""A check later than this means that this process did not run either.
+The whole job was suspended or starved of CPU time.
+"""
 REPORT_SECONDS = 5.0
-"""How long the report may take: a file system that hangs may be what the agent is stuck in."""
+"""Time limit of the report; the agent may be stuck in a hung file system."""
 
 
 class StallTimer:
-    """PURE: how long the agent has not moved, while this process could see it."""
+    """PURE: time without a heartbeat of the agent, as observed by this process."""
 
     def __init__(self, now: float) -> None:
         self._looked, self.seconds = now, 0.0
 
     def look(self, now: float, moved: bool) -> float:
-        """Seconds so far, at a look that was due LOOK_SECONDS after the one before."""
+        """Return the seconds so far, in a check due LOOK_SECONDS after the previous one."""
         late = now - self._looked > LOOK_SECONDS + LATE_SECONDS
         self.seconds = 0.0 if moved or late else self.seconds + now - self._looked
         self._looked = now
@@ -34,7 +35,7 @@ class StallTimer:
 
 
 def watch(beats: int, seconds: float) -> bool:
-    """Until the agent is gone (False), or has not moved for so long (True)."""
+    """Wait until the agent is gone (returns False) or has sent no heartbeat for `seconds` (True)."""
     stall_timer, poll = StallTimer(time.monotonic()), select.poll()
     poll.register(beats, select.POLLIN)
     while True:
@@ -48,7 +49,7 @@ def watch(beats: int, seconds: float) -> bool:
 
 
 def process_state(pid: int) -> str:
-    """The state of a process in the kernel's words, and where it waits."""
+    """Describe the state of a process and the kernel function it waits in."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
         waits = Path(f"/proc/{pid}/wchan").read_text()
@@ -76,7 +77,7 @@ def main(words: list[str]) -> int:
     told = threading.Thread(target=report, args=(Path(path), int(node), name, why), daemon=True)
     told.start()
     told.join(REPORT_SECONDS)
-    # Its fork server, its ranks and its writers die with it, and the job ends.
+    # Its fork server, ranks and writers die with it, and the job ends.
     signal.pidfd_send_signal(handle, signal.SIGKILL)
     os._exit(0)
 

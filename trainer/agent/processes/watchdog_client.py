@@ -1,4 +1,4 @@
-"""The agent's end of its watchdog: starts it, and moves while the event loop does."""
+"""The agent's end of its watchdog: starts it and sends heartbeats from the event loop."""
 
 import asyncio
 import os
@@ -15,7 +15,7 @@ BEAT_SECONDS = 0.5
 
 
 class WatchdogClient:
-    """To be made in the event loop; the watchdog goes when this process does."""
+    """Watchdog process and its heartbeat. Must be created in the event loop; the watchdog ends with this process."""
 
     def __init__(self, *, seconds: float, report: Path, node: int, name: str) -> None:
         theirs, self._ours = os.pipe()
@@ -34,13 +34,13 @@ class WatchdogClient:
 
     async def _beat(self) -> None:
         while True:
-            # A watchdog that does not read is suspended, or gone: neither ends this agent.
+            # A watchdog that does not read is suspended or gone; neither may end this agent.
             with suppress(BlockingIOError, BrokenPipeError):
                 os.write(self._ours, b".")
             await asyncio.sleep(BEAT_SECONDS)
 
     def close(self) -> None:
-        """The agent ends in good order: the watchdog is not needed any more."""
+        """Stop the watchdog when the agent ends normally."""
         self._tasks.cancel()
         os.close(self._ours)
         with suppress(subprocess.TimeoutExpired):

@@ -1,1 +1,1 @@
-"""The ranks of one node: what their agent knows of each, how they end, and how they are made to."""
+"""The ranks of one node: state kept by their agent, exits and kills."""

@@ -1,4 +1,4 @@
-"""Faults injected into a live job: what a drill request orders, and how an agent carries it out."""
+"""Fault injection into a live job: the orders of drill requests, and their execution by an agent."""
 
 import os
 import signal
@@ -14,14 +14,14 @@ AGENT_KINDS = {
     "kill-agent": "SIGKILL to the agent of a node",
     "kill-node": "SIGKILL to the agent of a node and to everything that it has started",
 }
-"""Faults that an agent injects into its own node; those in `KINDS` are injected by the rank that they hit."""
+"""Faults that an agent injects into its own node; the rank concerned injects those in `KINDS`."""
 
 _BY_SIGNAL = {"kill-rank": signal.SIGKILL, "stop-rank": signal.SIGSTOP}
-"""Kinds for which no step has to come: the agent does it itself."""
+"""Kinds that the agent carries out at once, without waiting for a step."""
 
 
 def drill_order(request: Request, cluster: ClusterShape) -> tuple[InjectFault | None, str]:
-    """The order that a drill request means, to be sent later, or None when it is refused; and the answer."""
+    """Return the order for a drill request, or None if it is refused, and the answer."""
     kind, at = request.detail, 0 if request.value is None else int(request.value)
     node = kind in AGENT_KINDS
     if not node and kind not in KINDS:
@@ -33,23 +33,23 @@ def drill_order(request: Request, cluster: ClusterShape) -> tuple[InjectFault | 
 
 
 _VALUES = {"slow-rank": 0.3}
-"""Seconds of work that a slow rank does in every step beyond its own."""
+"""Seconds of extra work per step of a slow rank."""
 
 
 def is_here(order: InjectFault, ranks: LocalRanks, node_rank: int | None) -> bool:
-    """Whether this node is the one that is hit."""
+    """Return whether the order concerns this node."""
     return order.at == node_rank if order.kind in AGENT_KINDS else order.at in ranks.by_rank
 
 
 def inject(order: InjectFault, ranks: LocalRanks) -> None:
-    """Inject it; a fault that ends the agent does not return."""
+    """Inject the fault; does not return if it kills the agent."""
     kind = order.kind
     if kind == "kill-node":
         for local in ranks.by_rank.values():
             if local.pid is not None:
                 kill_group(local.pid)
     if kind in AGENT_KINDS:
-        os.kill(os.getpid(), signal.SIGKILL)  # what it has started dies with it
+        os.kill(os.getpid(), signal.SIGKILL)  # its processes die with it
     local = ranks.by_rank[order.at]
     if kind not in _BY_SIGNAL:
         local.cell.order_drill(list(KINDS).index(kind), order.serial, order.value)

@@ -1,4 +1,4 @@
-"""The end of a generation's ranks, with or without their fork server."""
+"""Termination of a generation's ranks, with or without their fork server."""
 
 import asyncio
 import os
@@ -11,31 +11,30 @@ from trainer.agent.processes.process_tree import kill_children, kill_group
 from trainer.agent.ranks.local_ranks import LocalRank, LocalRanks
 
 OBEY_SECONDS = 3.0
-"""A fork server kills its ranks within milliseconds; one that has not after so long is checked."""
+"""Seconds before a fork server is checked; it normally kills its ranks within milliseconds."""
 TERM_SECONDS = 5.0
-"""How long a user's program has between SIGTERM and SIGKILL."""
+"""Seconds between SIGTERM and SIGKILL for a user's program."""
 
 
 async def kill_generation(
     ranks: LocalRanks, link: ForkServerLink, *, politely: bool, term: float = TERM_SECONDS, obey: float = OBEY_SECONDS
 ) -> None:
-    """Until all are gone, or the fork server is lost: then `kill_orphaned_ranks` takes over.
-
-    `politely`: send SIGTERM first, to a user's program that has not had it yet; our own ranks ignore it.
+    """Kill the ranks; returns once all are gone, or the fork server is lost and `kill_orphaned_ranks` takes over.
+    `politely`: send SIGTERM first to a user's program that has not received it; our own ranks ignore it.
     """
     if politely:
         link.signal_ranks(signal.SIGTERM)
         give_up = time.monotonic() + term
         while not ranks.all_gone() and time.monotonic() < give_up:
             await asyncio.sleep(0.02)
-    if ranks.all_gone():  # ranks that run now are of the next generation
+    if ranks.all_gone():  # running ranks belong to the next generation
         return
     link.signal_ranks(signal.SIGKILL)
     while True:
         await asyncio.sleep(obey)
         if ranks.all_gone() or link.lost:
             return
-        # With memory pinned for a GPU a rank takes long to die: that is not the fault of its fork server, which stays.
+        # With memory pinned for a GPU a rank takes long to die, which is not the fork server's fault; it is kept.
         ranks.kill_uncollected()
         reason = _why_not_obeyed(ranks, link)
         if reason:
@@ -43,7 +42,7 @@ async def kill_generation(
 
 
 def _why_not_obeyed(ranks: LocalRanks, link: ForkServerLink) -> str:
-    """Why this fork server must be killed first; one that leaves a dead rank uncollected is found elsewhere."""
+    """Return why this fork server must be killed first; an uncollected dead rank is detected elsewhere."""
     if link.stopped():
         return "it was stopped when its ranks had to be killed"
     if any(local.pid is None and not local.gone for local in ranks.by_rank.values()):
@@ -60,11 +59,9 @@ async def kill_orphaned_ranks(
     gone: Callable[[int], None],
     exclude: Collection[int] = (),
 ) -> None:
-    """Kill the process groups of all ranks that are left, and what had left those groups; report each end.
-
-    `exclude` are children of this process that are no rank's: the checkpoint writers.
-
-    A process that cannot be killed (it hangs in the kernel) is given up after half a minute and not reported gone.
+    """Kill the process groups of all remaining ranks and the processes that left those groups; reports each exit.
+    `exclude`: children of this process other than ranks, the checkpoint writers. A process that cannot be killed (hung
+    in the kernel) is given up after half a minute and not reported gone.
     """
     give_up = time.monotonic() + _LONGEST
     left = True
@@ -81,7 +78,7 @@ async def kill_orphaned_ranks(
                     exited(local.rank, None, None)
                 local.gone = True
                 gone(local.rank)
-        # There is no fork server now, so every other child of this process is a rank or was started by one.
+        # Without a fork server, every other child of this process is a rank or was started by one.
         left = kill_children(exclude)
         await asyncio.sleep(0.01)
 
@@ -100,7 +97,7 @@ def _collect(local: LocalRank, exited: Callable[[int, int | None, int | None], N
 
 
 def _collect_other_children(ranks: LocalRanks) -> None:
-    """Collect processes that ranks had started; the ranks themselves are left to `_collect`, which reports them."""
+    """Reap processes started by ranks; `_collect` reaps and reports the ranks themselves."""
     own = {local.pid for local in ranks.by_rank.values() if not local.ended}
     try:
         while (info := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and info.si_pid not in own:

@@ -1,4 +1,4 @@
-"""The last output of a program: the end of its log and the exception in it."""
+"""Last output of a program: the end of its log and the exception in it."""
 
 import json
 import re
@@ -12,11 +12,11 @@ from trainer.contract.secrets.secret_redaction import in_use
 
 _TAIL = 16384
 _WHAT = re.compile(r"^[ \t]*what\(\):[ \t]*(\S.*)$", re.MULTILINE)
-"""How the C++ runtime prints an uncaught exception; `\\s` would look over all blank lines from each."""
+"""Uncaught exception as the C++ runtime prints it; `\\s` would scan all following blank lines for each match."""
 
 
 def last_cpp_exception(log: Path, generation: int) -> str | None:
-    """The newest uncaught C++ exception of this generation in a rank's log; None when there is none."""
+    """Return the newest uncaught C++ exception of this generation in a rank's log, or None."""
     try:
         text = read_tail(log, _TAIL).decode(errors="replace")
     except OSError:
@@ -25,28 +25,28 @@ def last_cpp_exception(log: Path, generation: int) -> str | None:
 
 
 def uncaught(text: str) -> str | None:
-    """The newest uncaught C++ exception in a text."""
+    """Return the newest uncaught C++ exception in a text."""
     found = _WHAT.findall(text)
     return found[-1].strip() if found else None
 
 
 LINES, WIDTH = 20, 200
-"""So much of a log is sent and shown."""
+"""Limits of the log lines sent and displayed."""
 _MOST = 1 << 20
-"""Bytes of a log that are read; of a program that wrote more, only these are known."""
+"""Maximum bytes read from a log."""
 _ESCAPES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(\x07|\x1b\\)|\x1b.")
 _CONTROLS = {number: None for number in (*range(9), *range(11, 32), *range(127, 160))} | {9: " "}
 RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?")
-"""What torch puts before every line of a traceback."""
+"""Prefix that torch puts on every line of a traceback."""
 TRACEBACK = "Traceback (most recent call last):"
 _RAISED = re.compile(r"^(?:[A-Za-z_]\w*\.)*([A-Za-z_]\w*)(?:: (.*))?$")
 _NOT_COMPILED = re.compile(r"^(SyntaxError|IndentationError|TabError): (.*)$")
-"""Of a main script Python says so without a traceback."""
+"""Errors that Python prints without a traceback for a main script."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LastOutput:
-    """The last lines, without escape sequences; the bytes of this generation; class and words of what it raised."""
+    """Last lines without escape sequences, bytes written in this generation, and class and message of the exception."""
 
     lines: tuple[str, ...] = ()
     written: int = 0
@@ -56,7 +56,7 @@ class LastOutput:
 
 
 def last_output(log: Path, generation: int, error_file: Path) -> LastOutput:
-    """What is in this generation's part of a rank's log, and in the error file that torch's `@record` writes."""
+    """Return the output in this generation's part of a rank's log, and the error file of torch's `@record`."""
     try:
         raw = read_tail(log, _MOST).rpartition(f"{generation_mark(generation)}\n".encode())[2]
     except OSError:
@@ -71,12 +71,12 @@ def last_output(log: Path, generation: int, error_file: Path) -> LastOutput:
 
 
 def _plain(line: str) -> str:
-    """One line as it stands on a terminal at last: without escapes, and of a progress bar the last state."""
+    """Return a line as finally displayed in a terminal: without escapes, and with a progress bar's last state."""
     return _ESCAPES.sub("", line.rstrip("\r").rpartition("\r")[2]).translate(_CONTROLS).rstrip()
 
 
 def _raised(lines: list[str]) -> tuple[str, str | None] | None:
-    """The final line of the last traceback."""
+    """Return the exception in the final line of the last traceback, or None."""
     lines = [RANK_PREFIX.sub("", line) for line in lines]
     starts = [at for at, line in enumerate(lines) if line.startswith(TRACEBACK)]
     for line in lines[starts[-1] + 1 :] if starts else ():
@@ -88,7 +88,7 @@ def _raised(lines: list[str]) -> tuple[str, str | None] | None:
 
 
 def _recorded(path: Path) -> tuple[str, str | None] | None:
-    """What `torch.distributed.elastic.multiprocessing.errors.record` left there."""
+    """Return the exception recorded by `torch.distributed.elastic.multiprocessing.errors.record`, or None."""
     try:
         found: Any = json.loads(path.read_bytes()[:_MOST])["message"]
         text = in_use().text(str(found["message"] if isinstance(found, dict) else found))

@@ -1,4 +1,4 @@
-"""The ranks of one generation on one node: their cells, control sockets, pids and ends."""
+"""The ranks of one generation on one node: cells, control sockets, PIDs and exits."""
 
 import contextlib
 import os
@@ -18,52 +18,52 @@ from trainer.contract.ranks.rank_messages import receive_message, send_message
 
 @dataclass(kw_only=True)
 class LocalRank:
-    """One rank as its agent knows it."""
+    """Local rank as its agent knows it."""
 
     rank: int
     cell: ProgressCell
     control: socket.socket
     theirs: socket.socket | None
-    stacks: int  # memfd that its stacks are written to
+    stacks: int  # memfd that receives its stacks
     pid: int | None = None
     handle: int | None = None  # pidfd
     ended: bool = False
     gone: bool = False
     reported: bool = False  # its exit was reported to the coordinator
     last: Progress = field(default_factory=Progress)
-    reported_end: ReportedEnd | None = None  # how it reported its end, over its control socket
+    reported_end: ReportedEnd | None = None  # its own report of its end, over its control socket
 
     def descriptors(self) -> list[int]:
         assert self.theirs is not None
         return [self.cell.descriptor, self.theirs.fileno(), self.stacks]
 
     def close_theirs(self) -> None:
-        """The rank has its end of the control socket."""
+        """Close the rank's end of the control socket, which the rank now holds."""
         if self.theirs is not None:
             self.theirs.close()
             self.theirs = None
 
     def receive_message(self) -> FromRank | MessageError | None:
-        """Its next message, if there is one; how it reports its own end is kept as well."""
+        """Return its next message, if any; its exit report is also kept."""
         try:
             message = receive_message(self.control, FROM_RANK)
         except OSError:
             return None
-        except MessageError as error:  # cut off, or made up
+        except MessageError as error:  # truncated or forged
             return error
         if isinstance(message, ReportedEnd):
             self.reported_end = message
         return message
 
     def read_progress(self) -> Progress:
-        """The newest consistent reading; a torn one (the rank died while writing) leaves the one before."""
+        """Return the newest consistent reading; a torn one (the rank died while writing) is ignored."""
         reading = self.cell.read()
         if reading is not None:
             self.last = reading
         return self.last
 
     def stepped(self) -> bool:
-        """Whether this generation has trained a step."""
+        """Return whether this generation has trained a step."""
         return self.last.step > self.last.restored_step
 
 
@@ -83,7 +83,7 @@ class LocalRanks:
             self.by_rank[rank] = LocalRank(rank=rank, cell=cell, control=ours, theirs=theirs, stacks=stacks)
 
     def memory_kill(self, rank: int, number: int | None) -> str:
-        """How the kernel killed this rank for lack of memory, in words; empty when the signal was no such kill."""
+        """Describe the kernel's out-of-memory kill of this rank; empty if it was not one."""
         return self.oom_kills.words(self.by_rank[rank].pid) if number == signal.SIGKILL else ""
 
     def ask(self, reason: StopReason, deadline: float) -> None:
@@ -92,12 +92,12 @@ class LocalRanks:
             local.cell.ask_stop(reason, deadline)
 
     def expect_stop(self, at: float) -> None:
-        """Tell every rank when it will be asked to stop, on this node's monotonic clock."""
+        """Announce to every rank when it will be asked to stop, on this node's monotonic clock."""
         for local in self.by_rank.values():
             local.cell.expect_stop(at)
 
     def pass_on(self, store: Store) -> None:
-        """Tell every rank where the store is; rank 0 has made it."""
+        """Send the store's address, created by rank 0, to every other rank."""
         for local in self.by_rank.values():
             if local.rank != 0 and not local.ended:
                 with contextlib.suppress(OSError):  # it has died; its exit is on its way
@@ -107,16 +107,16 @@ class LocalRanks:
         return all(local.gone for local in self.by_rank.values())
 
     def all_reported(self) -> bool:
-        """Whether all are gone and the coordinator knows of each how it ended."""
+        """Return whether all are gone and their exits were reported to the coordinator."""
         return all(local.gone and local.reported for local in self.by_rank.values())
 
     def mark_never_started(self) -> None:
-        """No process was started for any of them."""
+        """Mark all ranks as ended; no process was started for any of them."""
         for local in self.by_rank.values():
             local.ended = local.gone = local.reported = True
 
     def summary(self) -> ProgressReport:
-        """The slowest rank's step and phase, the first one's loss."""
+        """Return the slowest rank's step and phase and the first rank's loss."""
         readings = [(local, local.read_progress()) for local in self.by_rank.values()]
         slowest = min((reading for _, reading in readings), key=lambda reading: reading.step)
         first_rank, first = readings[0]
@@ -134,17 +134,17 @@ class LocalRanks:
         )
 
     def kill_directly(self) -> None:
-        """Without a fork server: its ranks have become this process's children, their groups are still theirs."""
+        """Kill ranks without a fork server; they are now children of this process, with their own process groups."""
         for local in self.by_rank.values():
             if local.pid is not None and not local.gone:
                 kill_group(local.pid, signal.SIGKILL)
 
     def kill_uncollected(self) -> None:
-        """With a fork server that may collect them at any moment: until then a group's number is not used again."""
+        """Kill ranks while the fork server may reap them at any time; until then a group's number is not reused."""
         for local in self.by_rank.values():
             if local.pid is None or local.handle is None or local.ended:
                 continue
-            with contextlib.suppress(ProcessLookupError, PermissionError):  # collected, or another user's by now
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # reaped, or another user's by now
                 signal.pidfd_send_signal(local.handle, signal.SIGKILL)
                 kill_group(local.pid)
 

@@ -1,4 +1,4 @@
-"""The end of a rank, from the kernel, its own report or its log, and the order of these reports."""
+"""End of a rank, from the kernel, its own report or its log, and the order of these reports."""
 
 import asyncio
 import signal
@@ -23,7 +23,7 @@ Task = asyncio.Task[None]
 
 
 class ExitReports:
-    """The first exit matters most: no report is sent before those of earlier exits."""
+    """Ordered exit reports: the first exit matters most, so no report is sent before those of earlier exits."""
 
     def __init__(self, spawn: Callable[[Coroutine[Any, Any, None]], Task]) -> None:
         """`spawn` starts a task that ends with its agent."""
@@ -31,11 +31,11 @@ class ExitReports:
         self._last: Task | None = None
 
     def add(self, read: Callable[[], Awaitable[RankExit]], send: Callable[[RankExit], None]) -> None:
-        """Read what is known of an exit now, and send it when its turn comes."""
+        """Read the information on an exit now, and send it when its turn comes."""
         self._last = self._spawn(self._send(read, send, self._last))
 
     async def wait_until_sent(self) -> None:
-        """Wait for all that were added so far."""
+        """Wait until all reports added so far are sent."""
         await _wait(self._last)
 
     async def _send(
@@ -53,11 +53,11 @@ async def _wait(task: Task | None) -> None:
 
 _LONGEST = 4000
 _READ_SECONDS = 2.0
-"""A file system that shows a file later than this must not delay the report to the coordinator."""
+"""Time limit of reads from the file system, so that a slow one does not delay the report to the coordinator."""
 
 
 def decode_shell_exit(exit_code: int | None, number: int | None) -> tuple[int | None, int | None]:
-    """Exit code and signal; a shell's exit code above 128 means that its child was killed by a signal."""
+    """Return exit code and signal; a shell's exit code above 128 means that a signal killed its child."""
     if exit_code is not None and 128 < exit_code <= 128 + signal.SIGRTMAX:
         return None, exit_code - 128
     return exit_code, number
@@ -65,14 +65,14 @@ def decode_shell_exit(exit_code: int | None, number: int | None) -> tuple[int | 
 
 @dataclass(frozen=True, kw_only=True)
 class ExitInfo:
-    """What a rank has reported over its socket and shared memory, and the kernel of it: no disk is involved."""
+    """Data on a rank from its socket, its shared memory and the kernel; involves no disk."""
 
     rank: int
     node: str
     step: int
     stepped: bool
     reported_end: ReportedEnd | None
-    memory_kill: str = ""  # how the kernel killed it for lack of memory
+    memory_kill: str = ""  # description of the kernel's out-of-memory kill
 
     @classmethod
     def of(cls, local: LocalRank, node: str, memory_kill: str = "") -> "ExitInfo":
@@ -89,12 +89,11 @@ async def exit_report(
     attempt: AttemptDir, generation: int, info: ExitInfo, exit_code: int | None, number: int | None, *, command: bool,
     logs: LogPipes,
 ) -> RankExit:  # fmt: skip
-    """What is told to the coordinator about this rank.
-
-    `command`: it was a user's own program, of which only its exit and its log are known. Files that the file system
-    does not show at once are not waited for: a rank of ours has reported the same over its socket.
+    """Return the report to the coordinator about this rank.
+    `command`: it was a user's own program, known only by its exit and its log. Files that the file system does not show
+    at once are not awaited: our own rank has reported the same over its socket.
     """
-    with suppress(TimeoutError, RuntimeError):  # the latter: the node has no thread left to give
+    with suppress(TimeoutError, RuntimeError):  # RuntimeError: the node cannot start another thread
         await run_detached(lambda: logs.settle(attempt.rank_log(info.rank), _READ_SECONDS), _READ_SECONDS)
     killed = RankExit(
         generation=generation, rank=info.rank, reported=False, exit_code=exit_code, signal=number,
@@ -110,7 +109,7 @@ async def exit_report(
         own_end = written or own_end
     if own_end is None:
         return replace(killed, step=info.step, stepped=info.stepped, message=cpp_exception)
-    # It had reported everything when it died: a crash in the interpreter's teardown changes nothing.
+    # It reported everything before it died; a crash in the interpreter's teardown changes nothing.
     return replace(
         killed, reported=True, exit_code=own_end.exit_code, signal=None, step=own_end.step, stepped=info.stepped,
         exception=own_end.exception, message=(own_end.message or "")[:_LONGEST], secondary=own_end.secondary,
@@ -119,7 +118,7 @@ async def exit_report(
 
 
 async def _command_exit_report(attempt: AttemptDir, info: ExitInfo, end: RankExit) -> RankExit:
-    """Its step is not known; its exception is in its log."""
+    """Return the report of a command, whose step is unknown and whose exception is in its log."""
     if end.exit_code == 0:
         return end
     output, error_file = LastOutput(), attempt.error_file(info.rank, end.generation)
@@ -138,7 +137,9 @@ async def _command_exit_report(attempt: AttemptDir, info: ExitInfo, end: RankExi
 
 
 def _of_torch(exception: str) -> bool:
-    """Whether torch's collectives raise this: a program's own ConnectionRefusedError is a cause, not a lost peer."""
+    """Return whether torch's collectives raise this.
+    A program's own ConnectionRefusedError is a cause, not a lost peer.
+    """
     name = exception.rpartition(".")[2]
     return name == "RuntimeError" or name.startswith("Dist")
 
@@ -146,7 +147,7 @@ def _of_torch(exception: str) -> bool:
 def _left_in_files(
     attempt: AttemptDir, generation: int, info: ExitInfo, *, aborted: bool
 ) -> tuple[RankOutcome | None, str | None]:
-    """Its outcome, or, of one that was aborted and wrote none, the C++ exception in its log."""
+    """Return the rank's outcome, or the C++ exception in its log if it was aborted and wrote none."""
     outcome = find_outcome(attempt, info.node, info.rank, generation)
     if outcome is not None:
         return outcome, None

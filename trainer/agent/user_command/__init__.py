@@ -1,1 +1,1 @@
-"""A user's own program (`command:`) over generations and attempts: its failures, progress and checkpoints."""
+"""A user's own program (`command:`) across generations and attempts: failures, progress and checkpoints."""

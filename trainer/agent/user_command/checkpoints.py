@@ -1,4 +1,4 @@
-"""Checkpoints that a user's own program writes: which there are, and which cannot be whole."""
+"""Checkpoints written by a user's own program: discovery and signs of damage."""
 
 import os
 import re
@@ -18,38 +18,40 @@ from trainer.contract.failures.outcome import legible
 from trainer.contract.user_command.command_progress import CommandCheckpointsConfig
 
 MOST = 20
-"""Checkpoints that are looked into; of older ones only the names are known."""
+"""Maximum number of checkpoints read; of older ones only the names are known."""
 _MOST_FILES, _DEEPEST = 2000, 3
 _LARGEST = 64 << 20
 _ARCHIVES = frozenset({".pt", ".pth", ".bin", ".ckpt", ".npz"})
 _WEIGHTS = frozenset({".safetensors", ".distcp", ".json", ".pkl", ".npy", *_ARCHIVES})
-"""Endings of files that are never empty in a whole checkpoint, but for markers."""
+"""Suffixes of files that are never empty in a complete checkpoint, except markers."""
 _MARKERS = frozenset({".bin", ".json", ".pkl"})
-"""Endings that programs give to empty markers too, and to files of a rank that has nothing to write."""
+"""Suffixes also used for empty markers, and for files of a rank that has nothing to write."""
 _NUMBER = re.compile(r"\d+")
 _INCOMPLETE = "checkpoint-is-incomplete.txt"
-"""Hugging Face's Trainer leaves it in a checkpoint that it had no time to finish, and does not look for it later."""
+"""Left by Hugging Face's Trainer in a checkpoint it had no time to finish, and ignored when it loads one."""
 
 _BESIDE = "../"
-"""Beginning of the names of files in the other entries of a checkpoint."""
+"""Prefix of file names in the other entries of a checkpoint."""
 
 Files = dict[str, tuple[int, int]]
-"""Name relative to the checkpoint's path (empty: a file itself) -> bytes and time of the last change (ns)."""
+"""Name relative to the checkpoint's path (empty: a file itself) -> size in bytes and time of the last change (ns)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CommandCheckpoint:
-    """One checkpoint; `identity` tells it from another that got its name later, `damage` says why it is not whole."""
+    """Checkpoint of a user program.
+    `identity` distinguishes it from a later one of the same name; `damage` gives why it is incomplete.
+    """
 
     step: int
     path: Path
     identity: str
     files: Files
-    siblings: tuple[str, ...] = ()  # names of the other entries of its folder that belong to it
-    earlier: bool = False  # it was there before the run's first start, and has not changed since
-    cut: bool = False  # there are more files than are listed
+    siblings: tuple[str, ...] = ()  # names of other entries in its folder that belong to it
+    earlier: bool = False  # it existed before the run's first start and has not changed since
+    cut: bool = False  # it has more files than listed
     damage: str = ""
-    lacking: bool = False  # `damage` is only that it lacks a file, which says little by itself
+    lacking: bool = False  # `damage` is only a missing file, which is weak evidence
 
     @property
     def bytes(self) -> int:
@@ -57,7 +59,7 @@ class CommandCheckpoint:
 
     @property
     def parts(self) -> int:
-        """How many of its entries are alike, as those of the ranks are."""
+        """Return how many of its entries have similar names, as those of different ranks do."""
         return 1 + sum(is_alike(name, self.path.name) for name in self.siblings)
 
     def place(self, name: str) -> Path:
@@ -70,9 +72,8 @@ class CommandCheckpoint:
 def find(
     folder: Path, config: CommandCheckpointsConfig, earlier: Stamps | None = None
 ) -> tuple[list[CommandCheckpoint], set[str]]:
-    """The newest ones, newest step first, and the identities of all; none where the folder is missing.
-
-    Raises OSError when it cannot be read.
+    """Return the newest checkpoints, newest step first, and the identities of all; empty if the folder is missing.
+    Raises OSError if it cannot be read.
     """
     there = scan_identities(folder)
     entries, old = leave_out_earlier(folder, there, config, earlier or {})
@@ -83,8 +84,7 @@ def find(
 
 
 def find_other_rank(folder: Path) -> str:
-    """Return a folder of another rank that is not looked at, if this is the folder of one, or in it; else nothing.
-
+    """Return another rank's folder that is not examined, if this folder is, or is in, a rank's folder; else "".
     Raises OSError.
     """
     for place in (folder, *folder.parents):
@@ -94,10 +94,8 @@ def find_other_rank(folder: Path) -> str:
 
 
 def find_written_later(found: Sequence[CommandCheckpoint], config: CommandCheckpointsConfig) -> str:
-    """Return the name of a checkpoint that is newer than the one with the highest step, by its name and its files.
-
-    Empty without one. Steps that begin anew, as in a second stage of the training, do not show which one the program
-    loads.
+    """Return the name of a checkpoint newer, by name and files, than the highest step's; empty if none.
+    If steps restart, as in a second training stage, they do not show which checkpoint the program loads.
     """
     entries = [entry for one in found for entry in _dated_entries(one, config)]
     for name, numbers, written in entries[1:]:
@@ -107,9 +105,8 @@ def find_written_later(found: Sequence[CommandCheckpoint], config: CommandCheckp
 
 
 def _dated_entries(one: CommandCheckpoint, config: CommandCheckpointsConfig) -> Iterator[tuple[str, list[int], int]]:
-    """Yield the names that the pattern matches, with the numbers before the step and the time of the oldest file (ns).
-
-    Results may be put beside it later.
+    """Yield matching names, with the numbers before the step and the time of the oldest file (ns).
+    Oldest, since results may be added later.
     """
     for name in (one.path.name, *one.siblings):
         if config.step_of(name) is not None:
@@ -123,7 +120,7 @@ def _entry_of(file: str, one: CommandCheckpoint) -> str:
 
 
 def read_again(one: CommandCheckpoint, config: CommandCheckpointsConfig) -> CommandCheckpoint | None:
-    """The checkpoint as it is now, without its damage; None when it is gone. Raises OSError."""
+    """Return the checkpoint's present state without its damage; None if it is gone. Raises OSError."""
     there = scan_identities(one.path.parent)
     up_to = [name for name in there if (step := config.step_of(name)) is None or step <= one.step]
     for step, name, siblings in group(up_to, config, 1):
@@ -141,7 +138,7 @@ def _read(path: Path, step: int, identity: str, siblings: Sequence[str]) -> Comm
             found, more = _read_entry(path.parent / name)
             files.update({f"{_BESIDE}{name}{'/' if inside else ''}{inside}": state for inside, state in found.items()})
             cut = cut or more
-    except OSError:  # deleted by the program while it was looked at, or out of reach
+    except OSError:  # deleted by the program meanwhile, or unreachable
         return None
     return CommandCheckpoint(
         step=step, path=path, identity=identity, files=files, siblings=tuple(siblings), cut=cut
@@ -157,7 +154,7 @@ def _read_entry(path: Path) -> tuple[Files, bool]:
 
 
 def _state(file: Path) -> tuple[int, int] | None:
-    """None of a symbolic link that leads nowhere; raises OSError when the file is gone."""
+    """Return size and change time; None for a dangling symbolic link. Raises OSError if the file is gone."""
     try:
         known = file.stat()
     except OSError:
@@ -168,7 +165,7 @@ def _state(file: Path) -> tuple[int, int] | None:
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """At most one more than are looked at. Raises OSError for a folder that cannot be read: it may not be empty."""
+    """Yield at most one file more than the limit. Raises OSError for an unreadable folder, which may not be empty."""
 
     def refuse(error: OSError) -> None:
         raise error
@@ -185,7 +182,7 @@ def _files(folder: Path) -> Iterator[Path]:
 
 
 def examined(found: list[CommandCheckpoint], most: int = 4) -> list[CommandCheckpoint]:
-    """The newest so many with what is wrong with them, the others as they are."""
+    """Return the checkpoints, the newest `most` of them with their damage."""
     filled = {kind for one in found[:most] for kind in _kinds(one, filled=True)}
     judged = [replace(one, damage=damage(one, filled)) for one in found[:most]]
     whole = [one for one in judged if not one.damage]
@@ -196,9 +193,8 @@ def examined(found: list[CommandCheckpoint], most: int = 4) -> list[CommandCheck
 
 
 def damage(one: CommandCheckpoint, filled: Collection[str]) -> str:
-    """Return why this checkpoint cannot be whole, by cheap signs; empty if there is none.
-
-    `filled`: kinds of files that are not empty in some checkpoint of the run.
+    """Return why this checkpoint cannot be complete, by cheap signs; empty without a sign.
+    `filled`: kinds of files that are non-empty in some checkpoint of the run.
     """
     if one.files.keys() & {_INCOMPLETE, *(f"{_BESIDE}{name}/{_INCOMPLETE}" for name in one.siblings)}:
         return f"is marked as incomplete by {_INCOMPLETE}"
@@ -216,16 +212,16 @@ def damage(one: CommandCheckpoint, filled: Collection[str]) -> str:
 def _may_be_empty(
     one: CommandCheckpoint, name: str, filled: Collection[str], read_metadata: Callable[[Path], bytes]
 ) -> bool:
-    """Whether a whole checkpoint may have this file with nothing in it."""
-    # torch writes one for each rank, and names in its metadata those that hold something.
+    """Return whether a complete checkpoint may contain this file empty."""
+    # torch writes one per rank, and its metadata names those with content.
     if name.endswith(".distcp"):
         return os.fsencode(Path(name).name) not in read_metadata(one.place(name).parent)
-    # A marker is empty in all checkpoints; of several files of one kind some may be of ranks with nothing to write.
+    # A marker is empty in all checkpoints; among several files of one kind, some ranks may have nothing to write.
     return Path(name).suffix in _MARKERS and (_kind(name) not in filled or _kind(name) in _kinds(one, filled=True))
 
 
 def _read_metadata(folder: Path) -> bytes:
-    """Return what torch.distributed.checkpoint wrote about its files, a pickle; nothing where it cannot be read."""
+    """Return the pickled metadata of torch.distributed.checkpoint about its files; empty if unreadable."""
     try:
         with open_regular(folder / ".metadata") as stream:
             return stream.read(_LARGEST)
@@ -234,9 +230,8 @@ def _read_metadata(folder: Path) -> bytes:
 
 
 def _lacks(one: CommandCheckpoint, older: Sequence[CommandCheckpoint]) -> str:
-    """What the two newest of the whole older ones both have and this one does not; empty when that is nothing.
-
-    What only one of them has was put there later: an export, the results of an evaluation.
+    """Return a file kind in both newest complete older checkpoints but not in this one; empty if none.
+    A kind that only one of them has was added later, such as an export or evaluation results.
     """
     if len(older) < 2 or one.cut or older[0].cut or older[1].cut:
         return ""
@@ -249,12 +244,12 @@ def _lacks(one: CommandCheckpoint, older: Sequence[CommandCheckpoint]) -> str:
 
 
 def _kinds(one: CommandCheckpoint, *, filled: bool = False) -> dict[str, str]:
-    """Return names by their kind; `filled`: of files that are not empty."""
+    """Return names by their kind; `filled`: only of non-empty files."""
     return {_kind(name): name for name in sorted(one.files) if one.files[name][0] or not filled}
 
 
 def _kind(name: str) -> str:
-    """Return what names have in common: numbers are those of ranks, shards and steps."""
+    """Return the name without its numbers, which are those of ranks, shards and steps."""
     return _NUMBER.sub("#", name)
 
 
@@ -271,15 +266,14 @@ def _torn(file: Path, size: int) -> str:
             return _cut_json(file)
     except Malformed as error:
         return f"is no whole safetensors file: {error}"
-    except OSError:  # which says nothing of the bytes
+    except OSError:  # an I/O error proves nothing about the bytes
         return ""
     return ""
 
 
 def _cut_json(file: Path) -> str:
-    """Return a sign that a JSON text was cut off: it ends too early, or holds zeros that were never written.
-
-    Other errors say nothing: programs read JSON with comments, several documents and other encodings.
+    """Return a sign that a JSON text is truncated: an early end, or zeros that were never written.
+    Other errors prove nothing: programs read JSON with comments, several documents and other encodings.
     """
     with open_regular(file) as stream:
         data = stream.read()
@@ -299,7 +293,7 @@ def _cut_json(file: Path) -> str:
 
 
 def _is_json_lines(text: str) -> bool:
-    """Whether the first line is whole by itself: of one document that was cut off, no line before the end is."""
+    """Return whether the first line is complete JSON; in a single truncated document no line is."""
     first, newline, _ = text.partition("\n")
     try:
         JSONDecoder().decode(first)
@@ -309,16 +303,18 @@ def _is_json_lines(text: str) -> bool:
 
 
 def _cut_archive(file: Path) -> str:
-    """torch.save writes a zip archive, whose directory comes last; older formats cannot be told."""
+    """Return a sign that a torch.save archive is truncated.
+    It is a zip with its directory at the end; older formats are skipped.
+    """
     with open_regular(file) as stream:
         if (beginning := stream.read(4)) != b"PK\x03\x04":
-            is_zeros = beginning == bytes(4) and file.suffix != ".bin"  # raw numbers may begin so
+            is_zeros = beginning == bytes(4) and file.suffix != ".bin"  # raw numbers may begin with zeros
             return "begins with zeros, as no format does" if is_zeros else ""
         try:
             zipfile.ZipFile(stream).close()
         except zipfile.BadZipFile:
             return "is no whole archive of torch.save: its directory is missing, it was cut off"
-        # What zipfile raises for a directory whose numbers are garbled.
+        # Raised by zipfile for a directory with garbled numbers.
         except (
             NotImplementedError,
             struct.error,

@@ -1,4 +1,4 @@
-"""The coordinator's knowledge of a user's program: failures in a row and checkpoints."""
+"""The coordinator's view of a user's program: consecutive failures and checkpoints."""
 
 import os
 import sys
@@ -42,7 +42,7 @@ from trainer.contract.secrets.secret_redaction import in_use
 
 @dataclass(frozen=True, kw_only=True)
 class SetAsideCheckpoint:
-    """A checkpoint that was set aside, and why it cannot be whole (empty: no sign of it)."""
+    """A checkpoint that was set aside, and its damage (empty: no sign of any)."""
 
     step: int
     identity: str
@@ -51,7 +51,7 @@ class SetAsideCheckpoint:
     bytes: int
     damage: str = ""
     pointers: tuple[Pointer, ...] = ()  # files that named it
-    siblings: tuple[str, ...] = ()  # names of the other entries of its folder that belong to it
+    siblings: tuple[str, ...] = ()  # names of other entries in its folder that belong to it
 
     @property
     def name(self) -> str:
@@ -65,21 +65,21 @@ class SetAsideCheckpoint:
 
 @dataclass(kw_only=True)
 class CommandMemory:
-    """Goes on over attempts until the program trains."""
+    """State of a user's program that is kept across attempts until it trains."""
 
-    failures: list[CommandFailure] = field(default_factory=list)  # in a row, oldest first
+    failures: list[CommandFailure] = field(default_factory=list)  # consecutive, oldest first
     aside: list[SetAsideCheckpoint] = field(default_factory=list)
-    earlier: Stamps | None = None  # what was there before the run's first start; None: not looked at
-    saved: bool = False  # a whole checkpoint was there at some time; never forgotten
+    earlier: Stamps | None = None  # checkpoints from before the run's first start; None: not examined
+    saved: bool = False  # a complete checkpoint has existed; never reset
 
     def encoded(self) -> bytes:
-        """As it stands in its file; names that are no UTF-8 read back as they were."""
+        """Return its file content; names that are not UTF-8 are read back unchanged."""
         line = in_use().record(dump_line({"schema": "orch.command/1", **asdict(self)}))
         return line.encode(errors="backslashreplace")
 
     @classmethod
     def before(cls, run: RunDir, attempt: int) -> "CommandMemory":
-        """What the newest earlier attempt that left anything left; nothing where it cannot be read. Raises OSError."""
+        """Return the newest state left by an earlier attempt; empty if none or unreadable. Raises OSError."""
         for earlier in reversed(run.all_attempts()):
             if earlier.number < attempt and (found := _read(earlier.command_memory)) is not None:
                 return found
@@ -87,13 +87,15 @@ class CommandMemory:
 
 
 class MemoryFile:
-    """Holds what was kept last, however late a slow file system lets an earlier write end."""
+    """File that always ends up with the last state kept, even if an earlier write is late on a slow file system."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._newest, self._lock = path, b"", Lock()
 
     def keep(self, memory: CommandMemory) -> Callable[[], bool]:
-        """What to do apart for it to be on the disk, which True says; it raises OSError."""
+        """Return a function for a separate thread that writes the state.
+        It returns True once on disk and raises OSError.
+        """
         self._newest = memory.encoded()
 
         def write() -> bool:
@@ -105,7 +107,7 @@ class MemoryFile:
 
 
 def _read(path: Path) -> CommandMemory | None:
-    """None where there is no file; without those that are still, or again, in their places."""
+    """Return the stored state, without checkpoints that are still, or again, in place; None without a file."""
     try:
         fields = read_json(path)
         failures = [CommandFailure(**each) for each in fields["failures"]]
@@ -114,24 +116,26 @@ def _read(path: Path) -> CommandMemory | None:
         return None
     except (ValueError, TypeError, KeyError, AttributeError):
         return CommandMemory(saved=True, earlier={})
-    # An older version has not written down whether there was one.
+    # An older version has not recorded whether one existed.
     saved = bool(fields.get("saved", True))
     aside = [one for one in aside if not _is_back(one)]
     return CommandMemory(failures=failures, aside=aside, saved=saved, earlier=_read_stamps(fields))
 
 
 def _read_stamps(fields: dict[str, Any]) -> Stamps:
-    stamps = fields.get("earlier")  # an older version has not written it down
+    stamps = fields.get("earlier")  # an older version has not recorded it
     return {str(name): int(at) for name, at in stamps.items()} if isinstance(stamps, dict) else {}
 
 
 def _is_back(one: SetAsideCheckpoint) -> bool:
-    """It is written down before it is renamed, and put back before that is."""
+    """Return whether the checkpoint is in place.
+    It is recorded before its rename and put back before removal of the record.
+    """
     return os.path.lexists(one.original) and not os.path.lexists(one.path)
 
 
 class CommandRun:
-    """Kept from one generation to the next; does nothing for a workload of orch."""
+    """View of a user's program that is kept between generations; inactive for a workload of orch."""
 
     def __init__(
         self, run: RunDir, attempt: AttemptDir, config: JobConfig, events: EventLog, progress: AttemptProgress
@@ -158,15 +162,15 @@ class CommandRun:
         )
         self._memory, self._file = CommandMemory(), MemoryFile(attempt.command_memory)
         self._recalled = self._progress_kept = False
-        self._unmovable = ""  # why no checkpoint may be moved away
-        self._unmatched = ""  # names in the folder of checkpoints, none of which the pattern matches
-        self._disk: str | None = None  # why nothing can be written; None: not looked at in this generation
+        self._unmovable = ""  # reason why no checkpoint may be moved away
+        self._unmatched = ""  # names in the checkpoint folder if the pattern matches none of them
+        self._disk: str | None = None  # reason why nothing can be written; None: not checked in this generation
 
     def _folder(self) -> Path:
         return working_directory(self._run, self._config) / self._config.checkpoints.path
 
     def past(self) -> CommandPast | None:
-        """What `in_job_policy.Situation` needs; None for a workload of orch."""
+        """Return the input of `in_job_policy.Situation`; None for a workload of orch."""
         if not self._on:
             return None
         newest = self._command_progress.began_from if self._command_progress else None
@@ -184,7 +188,7 @@ class CommandRun:
         )  # fmt: skip
 
     async def start_generation(self, generation: int) -> None:
-        """No rank runs: what is there now is what the program starts from."""
+        """Record the checkpoints that the program starts from; no rank is running."""
         self._progress_kept, self._disk = False, None
         if self._on and not self._recalled:
             self._trained = self._trained or bool(await run_bounded(self._earlier_trained))
@@ -199,7 +203,7 @@ class CommandRun:
             self._memory.saved = self._memory.saved or self._has_whole()
 
     async def _why_unmovable(self, progress: CommandProgress) -> str:
-        """Return why it is not known what the program would load without its newest checkpoint; empty if it is."""
+        """Return why it is unknown what the program would load without its newest checkpoint; empty if it is known."""
         if other := await run_bounded(partial(find_other_rank, self._folder())):
             return f"because checkpoints.path names the folder of one rank: {other} is another"
         if later := progress.written_later():
@@ -207,9 +211,9 @@ class CommandRun:
         return ""
 
     async def check(self, now: Generation) -> None:
-        """While the program runs: now and then, and at once when a rank has failed."""
+        """Check the running program: periodically, and at once after a rank has failed."""
         if self._on and now.first_failure is not None and self._disk is None:
-            if self._step_watch is not None:  # the last look was seconds ago
+            if self._step_watch is not None:  # the last check was seconds ago
                 await self._step_watch.check_settled()
             self._disk = await run_bounded(partial(write_probe, self._run.path)) or ""
         if self._step_watch is not None:
@@ -217,13 +221,13 @@ class CommandRun:
         if self._on and self._command_progress is not None:
             await self._command_progress.check(now.first_failure)
         if self._on and not self._progress_kept and self._worked(now):
-            # Whatever ends this attempt, the next one need not know of failures before it.
+            # However this attempt ends, the next one does not need the failures before this.
             self._progress_kept = True
             saved = self._memory.saved or self._has_whole()
             await self._keep(CommandMemory(saved=saved, earlier=self._memory.earlier))
 
     async def end_generation(self, decision: Decision, now: Generation, *, cleared: bool) -> None:
-        """A generation is over; `cleared`: nothing of it is left that could write."""
+        """Record the end of a generation; `cleared`: no process of it is left that could write."""
         if not self._on:
             return
         if self._step_watch is not None:
@@ -234,17 +238,17 @@ class CommandRun:
         self._memory.saved = self._memory.saved or self._has_whole()
         if decision.set_aside and cleared:
             await self._set_aside(decision.set_aside, now.number)
-        # Somebody has to look at it: what was tried in vain is undone, and the next attempt starts without it.
+        # An operator must act, so undo what did not help; the next attempt starts without it.
         failure = decision.failure if decision.action is Action.END else None
         if failure is not None and failure.kind in (FailureKind.USER_ERROR, FailureKind.STORAGE):
             if self._is_in_vain():
                 await self._put_back()
             self._memory.failures.clear()
-        # However the attempt ends, and if its coordinator dies at once.
+        # However the attempt ends, even if its coordinator dies now.
         await self._keep(self._memory)
 
     async def _recall(self) -> None:
-        """What earlier attempts left; asked for again in the next generation where the file system is late."""
+        """Load the state of earlier attempts; repeated in the next generation if the file system is late."""
         if self._command_progress is not None:
             self._command_progress.step_before = await run_bounded(self._earlier_step) or 0
         found = await run_bounded(partial(CommandMemory.before, self._run, self._attempt.number))
@@ -253,12 +257,12 @@ class CommandRun:
             self._memory.saved = self._memory.saved or found.saved
             self._recalled = True
             await self._note_earlier(found.earlier)
-            for one in found.aside:  # a coordinator may have died before it had done so
+            for one in found.aside:  # the earlier coordinator may have died before finishing this
                 await run_bounded(partial(move_siblings, Path(one.original), Path(one.path), one.siblings))
                 await self._retarget(one)
 
     async def _note_earlier(self, recalled: Stamps | None) -> None:
-        """Tell the run's own checkpoints from those that were there before its first start."""
+        """Separate the run's own checkpoints from checkpoints that existed before its first start."""
         if self._command_progress is None:
             return
         if recalled is None:  # this is the first start
@@ -269,7 +273,7 @@ class CommandRun:
             await self._keep(self._memory)
 
     async def _keep(self, memory: CommandMemory) -> bool:
-        """Whether it is on the disk; nothing is written over what earlier attempts left before that was read."""
+        """Return whether the state was written; never overwrites earlier attempts' state before it was read."""
         return self._recalled and bool(await run_bounded(self._file.keep(memory)))
 
     def _worked(self, now: Generation) -> bool:
@@ -278,7 +282,7 @@ class CommandRun:
     def _remember(self, decision: Decision, now: Generation) -> None:
         worked = self._worked(now)
         self._trained = self._trained or worked
-        if worked:  # what was set aside before that is past
+        if worked:  # checkpoints set aside before that no longer matter
             self._memory.aside.clear()
         if decision.own is not None:
             saved, trained = self._saved(), decision.own.trained or worked
@@ -287,7 +291,7 @@ class CommandRun:
             self._memory.failures.clear()
 
     def _is_in_vain(self) -> bool:
-        """Whether what was set aside made no difference to the newest failure."""
+        """Return whether setting checkpoints aside made no difference to the newest failure."""
         row, past = self._memory.failures, self.past()
         only = past is not None and past.cleared and len({one.mark for one in row}) == 1
         return only or same_without(row)
@@ -299,7 +303,7 @@ class CommandRun:
         return self._command_progress is not None and self._command_progress.has_whole()
 
     def _earlier_step(self) -> int:
-        """Return the highest step in the last heartbeats of the attempts before this one; 0 where none is known."""
+        """Return the highest step in the last heartbeats of earlier attempts; 0 if unknown."""
         highest = 0
         for one in self._run.all_attempts():
             if one.number < self._attempt.number:
@@ -308,7 +312,7 @@ class CommandRun:
         return highest
 
     def _earlier_trained(self) -> bool:
-        """Whether an attempt before this one ran for longer than a start takes."""
+        """Return whether an earlier attempt ran longer than a start takes."""
         earlier = [one for one in self._run.all_attempts() if one.number < self._attempt.number]
         return any(_lasted(one) > START_SECONDS for one in earlier)
 
@@ -327,12 +331,12 @@ class CommandRun:
             step=newest.step, identity=newest.identity, original=str(newest.path), path=str(target), bytes=newest.bytes,
             damage=newest.damage, pointers=tuple(pointers), siblings=newest.siblings,
         )  # fmt: skip
-        # Recorded first: whenever this coordinator dies, the next one knows what to put back.
+        # Recorded first: if this coordinator dies, the next one knows what to put back.
         self._memory.aside.append(aside)
         kept, config = await self._keep(self._memory), self._config.checkpoints
         moved = await run_bounded(lambda: set_aside(newest, target, config)) if kept else False
-        if not moved:  # it was written to since, or cannot be moved: the program gets it again
-            if moved is False:  # else it is late, and may be moved yet
+        if not moved:  # modified since, or immovable: the program gets it again
+            if moved is False:  # else the move is late and may still happen
                 self._memory.aside.remove(aside)
             return
         self._command_progress.forget(newest)
@@ -344,17 +348,17 @@ class CommandRun:
         )  # fmt: skip
 
     async def _retarget(self, one: SetAsideCheckpoint, *, back: bool = False) -> list[Pointer]:
-        """Repair, or restore, what names this checkpoint as the newest; returns what was changed."""
+        """Repair, or restore, the pointers to this checkpoint as the newest; returns those changed."""
         scratch = Path(one.path)
         return [
             pointer for pointer in one.pointers if await run_bounded(partial(retarget, pointer, scratch, back=back))
         ]
 
     async def _put_back(self) -> None:
-        """An older one made no difference: none of them was the cause."""
+        """Put back the checkpoints set aside; an older one made no difference, so none was the cause."""
         for one in list(self._memory.aside):
             done = await run_bounded(partial(put_back, Path(one.path), Path(one.original), one.siblings))
-            if done is not None:  # else it is tried again at the next such end
+            if done is not None:  # else it is retried at the next such end
                 self._memory.aside.remove(one)
             if done:
                 await self._retarget(one, back=True)
@@ -377,7 +381,7 @@ def _first_names(folder: Path) -> str:
 
 
 def _lasted(attempt: AttemptDir) -> float:
-    """Seconds from the coordinator's beginning to its last heartbeat; 0 where that is not known."""
+    """Return the seconds from the coordinator's start to its last heartbeat; 0 if unknown."""
     try:
         return attempt.heartbeat.stat().st_mtime - attempt.coordinator.stat().st_mtime
     except OSError:

@@ -1,6 +1,5 @@
-"""Checkpoints that were there before a run's first start: of another run, or of the same program long ago.
-
-They may have higher steps than those that the run saves. Once it has saved one, it has not gone on from a higher one.
+"""Checkpoints from before a run's first start: of another run, or an earlier one of the program.
+They may have higher steps than the run's own. Once the run has saved one, it cannot have continued from a higher one.
 """
 
 import os
@@ -17,7 +16,7 @@ _MOST, _MOST_FILES = 1000, 100
 
 
 def scan_identities(folder: Path) -> dict[str, str]:
-    """Return the identity of each entry by its name; none where the folder is missing. Raises OSError."""
+    """Return the identity of each entry by its name; empty if the folder is missing. Raises OSError."""
     try:
         with os.scandir(folder) as entries:
             return {entry.name: f"{entry.name}.{entry.inode():x}" for entry in entries}
@@ -26,7 +25,7 @@ def scan_identities(folder: Path) -> dict[str, str]:
 
 
 def record_earlier(folder: Path, config: CommandCheckpointsConfig) -> Stamps:
-    """Return those that are there now, the ones with the highest steps if there are very many. Raises OSError."""
+    """Return the checkpoints that exist now, limited to those with the highest steps. Raises OSError."""
     there = scan_identities(folder)
     steps = {name: config.step_of(name) for name in there}
     newest = sorted((step, name) for name, step in steps.items() if step is not None)[-_MOST:]
@@ -36,9 +35,8 @@ def record_earlier(folder: Path, config: CommandCheckpointsConfig) -> Stamps:
 def leave_out_earlier(
     folder: Path, there: Mapping[str, str], config: CommandCheckpointsConfig, earlier: Stamps
 ) -> tuple[dict[str, str], set[str]]:
-    """Return the entries without earlier checkpoints above the run's own newest one; and names of the earlier ones.
-
-    One that has changed since the first start is the run's own. Raises OSError.
+    """Return the entries without earlier checkpoints above the run's newest one, and the earlier ones' names.
+    A checkpoint changed since the first start is the run's own. Raises OSError.
     """
     steps = {name: step for name in there if (step := config.step_of(name)) is not None}
     old = {name for name in steps if there[name] in earlier}
@@ -54,7 +52,7 @@ def leave_out_earlier(
 
 
 def _changed_at(path: Path) -> int:
-    """Return the time of the newest change of an entry, or within a folder that can be read. Raises OSError."""
+    """Return the time of the newest change of an entry or, if readable, within its folder. Raises OSError."""
     times = [path.lstat().st_mtime_ns]
     with suppress(OSError), os.scandir(path) as entries:
         times += [entry.stat(follow_symlinks=False).st_mtime_ns for entry in islice(entries, _MOST_FILES)]

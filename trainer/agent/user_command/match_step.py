@@ -1,7 +1,6 @@
-"""Finds the newest line that a user's `progress.pattern` matches, in a separate process.
-
-A pattern may run for ever on a line while Python's engine holds the GIL, which would block the whole agent. The program
-needs the standard library alone: `python -I -S match_step.py PATTERN < TEXT`.
+"""Search for the newest line that matches a user's `progress.pattern`, in a separate process.
+Python's engine holds the GIL while it matches, and a pattern may never finish on a line, which would block the whole
+agent. Uses only the standard library: `python -I -S match_step.py PATTERN < TEXT`.
 """
 
 import json
@@ -10,7 +9,7 @@ import sys
 from collections.abc import Iterator
 
 _LINES, _WIDTH = 500, 1000
-"""Maximum number of lines, and of characters of each, that are matched."""
+"""Maximum number of lines matched, and of characters of each."""
 
 
 def find_step(text: str, pattern: str) -> dict[str, str] | None:
@@ -25,13 +24,13 @@ def find_step(text: str, pattern: str) -> dict[str, str] | None:
 
 
 def is_whole(text: str) -> bool:
-    """Whether the text is a whole number of at most 64 bits, such as `12,000`."""
+    """Return whether the text is an integer of at most 64 bits, such as `12,000`."""
     digits = text.replace(",", "")
     return digits.isascii() and digits.isdigit() and len(digits) < 19
 
 
 def _newest_lines(text: str) -> Iterator[str]:
-    """Split at line ends and carriage returns: each state of a progress bar is a line."""
+    """Return the lines, newest first, split at line ends and carriage returns: each state of a progress bar is one."""
     return reversed(re.split(r"[\r\n]+", text))
 
 

@@ -1,4 +1,4 @@
-"""The progress of a user's own program, as its own checkpoints show it: events, the heartbeat, and what it saved."""
+"""Progress of a user's own program from its checkpoints: events, the heartbeat and saved steps."""
 
 import asyncio
 import sys
@@ -15,23 +15,22 @@ from trainer.contract.events import EventKind, EventLog
 from trainer.contract.user_command.command_progress import CommandCheckpointsConfig
 
 LOOK_SECONDS = 5.0
-"""How often the checkpoints are looked at while the program runs."""
+"""Interval of checks while the program runs."""
 WAIT_SECONDS = 10.0
-"""How long a slow file system may hold up a decision, or the next generation."""
+"""Maximum delay of a decision, or of the next generation, by a slow file system."""
 
 T = TypeVar("T")
 Found = tuple[list[CommandCheckpoint], set[str]]
-"""The newest ones, and the identities of all."""
+"""The newest checkpoints, and the identities of all."""
 
 
 async def run_bounded(work: Callable[[], T]) -> T | None:
-    """The value of `work`; None, with a word in the log, when the file system is late or refuses.
-
-    What programs leave in files has no bound: no look at it may end the coordinator.
+    """Return the value of `work`; None, with a log message, if the file system is late or refuses.
+    The content of programs' files is unpredictable, so no error from reading it may end the coordinator.
     """
     try:
         return await run_detached(work, WAIT_SECONDS)
-    except Exception as error:  # noqa: BLE001  # outermost edge of the thread that `work` ran in
+    except Exception as error:  # noqa: BLE001  # outermost edge of the thread that ran `work`
         _log_error(error)
         return None
 
@@ -41,35 +40,35 @@ def _log_error(error: BaseException) -> None:
 
 
 class CommandProgress:
-    """Looks at the folder of the checkpoints; a look that fails changes nothing that is known."""
+    """Watch on the checkpoint folder; a failed check leaves the known state unchanged."""
 
     def __init__(
         self, folder: Callable[[], Path], config: CommandCheckpointsConfig, events: EventLog, progress: AttemptProgress,
         *, counts_steps: bool = True,
     ) -> None:  # fmt: skip
-        """`counts_steps`: the newest checkpoint is all that is known of the program's step."""
+        """`counts_steps`: the newest checkpoint is the only source of the program's step."""
         self._counts_steps = counts_steps
         self._folder, self._config, self._events, self._progress = folder, config, events, progress
         self.began_from: CommandCheckpoint | None = None
         self.torn: CommandCheckpoint | None = None
         self.earlier: Stamps = {}
         self.saved_after = 0.0
-        """Seconds from the start of this generation to its newest whole checkpoint, whatever its step; 0: none."""
+        """Seconds from this generation's start to its newest complete checkpoint, whatever its step; 0: none."""
         self.step_before = 0
-        """Highest step that the program has shown before this generation."""
+        """Highest step shown by the program before this generation."""
         self._latest: list[CommandCheckpoint] = []
         self._started = 0.0  # monotonic
-        self._states: dict[str, Files] = {}  # identity -> files when this generation began, or at the last event since
-        self._there: set[str] = set()  # identities at the last look
-        self._gone: set[str] = set()  # identities that were deleted: a new file may get the same one
-        self._told: dict[str, int] = {}  # identity -> step of those that events have told of
-        self._told_earlier: set[str] = set()  # identities of those among them from before the run
-        self._highest = -1  # step of any checkpoint that was there when a generation of this attempt began or ended
+        self._states: dict[str, Files] = {}  # identity -> files at this generation's start, or at the last event since
+        self._there: set[str] = set()  # identities at the last check
+        self._gone: set[str] = set()  # deleted identities; a new file may reuse one
+        self._told: dict[str, int] = {}  # identity -> step of checkpoints reported in events
+        self._told_earlier: set[str] = set()  # those of them from before the run
+        self._highest = -1  # highest step of any checkpoint present when a generation of this attempt began or ended
         self._first, self._looked_at = True, 0.0
         self._looking: asyncio.Future[Found] | None = None
 
     async def start_generation(self) -> None:
-        """What is there now is what the program starts from."""
+        """Record the checkpoints that the program starts from."""
         left = self._latest
         self.step_before = max(self.step_before, self._progress.step)
         await self.check_settled()
@@ -81,7 +80,7 @@ class CommandProgress:
         self._first = False
 
     async def check(self, failed_at: float | None) -> None:
-        """Now and then without waiting, and once when a rank has failed (`failed_at`, monotonic)."""
+        """Check periodically without waiting, and once after a rank has failed (`failed_at`, monotonic)."""
         if failed_at is not None and self._looked_at < failed_at:
             await self._check_now(settled=False)
         elif self._looking is not None and self._looking.done():
@@ -94,15 +93,14 @@ class CommandProgress:
             self._looking, self._looked_at = start_detached(self._find), time.monotonic()
 
     async def check_settled(self) -> None:
-        """Nobody writes any more: what is there is all that will be."""
+        """Check after all writers have exited, so that the state is final."""
         self._looking = None
         await self._check_now(settled=True)
 
     def saved(self) -> bool:
-        """Whether there is a checkpoint that is newer than what the program started from.
-
-        A sign of damage may be wrong; but a step that is torn again and again is no progress. Names that do not grow
-        show nothing: then the program's own step must have grown.
+        """Return whether a checkpoint is newer than this generation's starting point.
+        A sign of damage may be wrong, but a step that is torn repeatedly does not count as progress. Names that do not
+        grow prove nothing; then the program's own step must have grown.
         """
         if self.saved_after and not self._counts_steps and self._progress.step > self.step_before:
             return True
@@ -111,7 +109,7 @@ class CommandProgress:
         return any(one.step > (self._highest if one.damage else step) for one in own)
 
     def _find_torn(self) -> CommandCheckpoint | None:
-        """The newest older one that cannot be whole, if what the program started from has no sign of damage."""
+        """Return the newest older incomplete checkpoint, if the starting checkpoint shows no damage."""
         began = self.began_from
         if began is None or began.damage:
             return None
@@ -119,26 +117,26 @@ class CommandProgress:
         return next((one for one in older if one.damage and not one.lacking), None)
 
     def older(self, than: CommandCheckpoint | None = None) -> CommandCheckpoint | None:
-        """The newest one without a known sign of damage, older than this one, or what the program started from."""
+        """Return the newest undamaged checkpoint older than `than`, by default this generation's starting point."""
         began = than or self.began_from
         if began is None:
             return None
         older = [one for one in self._latest if one.step < began.step]
-        # A rank without a file of that step would go on from another one.
+        # A rank without a file of that step would continue from another step.
         if older and older[0].parts < began.parts:
             return None
         return next((one for one in older if not one.damage), None)
 
     def written_later(self) -> str:
-        """Return the name of a checkpoint that is newer than the one with the highest step; empty without one."""
+        """Return the name of a checkpoint newer than the highest step's; empty if none."""
         return find_written_later(self._latest, self._config)
 
     def has_whole(self) -> bool:
-        """Whether any present checkpoint has no known sign of damage."""
+        """Return whether any present checkpoint has no known sign of damage."""
         return any(not one.damage for one in self._latest)
 
     def is_alone(self) -> bool:
-        """Whether no other checkpoint is there than what the program started from."""
+        """Return whether the checkpoint that the program started from is the only one."""
         began = self.began_from
         return began is not None and all(one.identity == began.identity for one in self._latest)
 
@@ -164,8 +162,8 @@ class CommandProgress:
         if any(map(self._is_new, found)):
             self.saved_after = time.monotonic() - self._started
         for at, one in reversed(list(enumerate(found))):
-            # The newest one may still be written: it counts once it has stayed the same from look to look.
-            # So may one with a sign of damage: it counts once nobody writes any more.
+            # The newest checkpoint may still be being written, so it counts once two checks see it unchanged. One with
+            # a sign of damage may be too; it counts once all writers have exited.
             unchanged = settled or before.get(one.identity) == one.files
             written = settled or (not one.damage and (at > 0 or unchanged))
             told = one.identity in self._told and (one.earlier or one.identity not in self._told_earlier)
@@ -173,7 +171,7 @@ class CommandProgress:
                 self._write_event(one, anew=one.identity in self._gone)
             elif told and unchanged and self._is_new(one):
                 self._write_event(one, anew=True)
-        # A folder that is empty all at once is more likely out of sight than emptied.
+        # A suddenly empty folder is more likely unreachable than emptied.
         for identity in [name for name in self._told if found and name not in there]:
             self._events.write(EventKind.CHECKPOINT_DELETED, step=self._told.pop(identity), name=identity)
             self._states.pop(identity, None)
@@ -183,9 +181,8 @@ class CommandProgress:
             self._note_saved()
 
     def _is_new(self, one: CommandCheckpoint) -> bool:
-        """Whether it was written since this generation began: no file of it is as it was.
-
-        A program may change a marker in one at every start, without a step.
+        """Return whether it was written since this generation began: all its files have changed.
+        A program may change a marker in it at every start, without training a step.
         """
         state = self._states.get(one.identity)
         if self._first or one.earlier or one.damage or not one.files:
@@ -200,7 +197,7 @@ class CommandProgress:
             self._progress.step = max((one.step for one in told), default=0)
 
     def _write_event(self, one: CommandCheckpoint, *, anew: bool) -> None:
-        """Report a checkpoint; one written `anew` under a known identity gets a name of its own."""
+        """Report a checkpoint; one written `anew` under a known identity gets a new event name."""
         self._told[one.identity] = one.step
         self._states[one.identity] = one.files
         changed = max((time for _, time in one.files.values()), default=0)

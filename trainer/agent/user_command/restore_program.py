@@ -1,10 +1,8 @@
-"""Runs a user's own restore program against a checkpoint that it must not change; started as a rank of a `command`.
-
+"""Runner of a user's own restore program against a checkpoint it must not change; started as a rank of a `command`.
     python restore_program.py PROGRAM [ARGUMENT ...]      with $ORCH_CHECKPOINT, the checkpoint's file or folder
-
-Where the kernel allows it, the checkpoint is read-only for the program; everywhere its bytes are digested before and
-after. Exit code 0 of the program means a pass, 7 a bad checkpoint, 75 no result. Any other exit code means that the
-program has failed, which proves nothing about the checkpoint.
+Where the kernel allows it, the checkpoint is read-only for the program; in any case its bytes are digested before and
+after. The program's exit code 0 means a pass, 7 a bad checkpoint, 75 no result. Any other exit code is a failure of the
+program, which proves nothing about the checkpoint.
 """
 
 import hashlib
@@ -16,7 +14,7 @@ import sys
 import time
 from pathlib import Path
 
-if __name__ == "__main__":  # started by its path, which is the only way to find orch's packages
+if __name__ == "__main__":  # started by its path, so orch's packages are not importable otherwise
     sys.path[:] = [str(Path(__file__).resolve().parents[3]), *sys.path[1:]]
 
 from trainer.contract.events import EventKind, EventLog
@@ -25,7 +23,7 @@ from trainer.contract.restore_test import CHECKPOINT_VARIABLE, Outcome
 from trainer.contract.run_dir import RunDir
 
 BAD = 7
-"""Exit code by which a program reports a bad checkpoint; orch's own commands use it so."""
+"""Exit code of a program for a bad checkpoint; orch's own commands use it too."""
 _NOT_STARTED = {126: "the program cannot be executed", 127: "there is no such program"}
 _READ_ONLY = 'mount --bind "$0" "$0" && mount -o remount,bind,ro "$0" && exec "$@"'
 
@@ -37,11 +35,11 @@ def main(program: list[str]) -> int:
     shielded = can_shield(checkpoint)
     prefix = ["unshare", "-rm", "sh", "-c", _READ_ONLY, str(checkpoint)] if shielded else []
     code = run([*prefix, *program])
-    if code < 0:  # killed: by whom, the agent knows
+    if code < 0:  # killed; the agent knows why
         os.kill(os.getpid(), signal.Signals(-code))
     changed = content(checkpoint) != before
     if code == ExitCode.RETRY or (changed and shielded):
-        # What cannot have been this program was somebody else, who still writes: nothing is known.
+        # The program cannot have changed it, so another process still writes: no result.
         why = f"exit code {code}" if code else "somebody else writes to it"
         sys.stderr.write(f"orch: nothing was found out: {why}\n")
         return ExitCode.RETRY
@@ -51,7 +49,7 @@ def main(program: list[str]) -> int:
 
 
 def run(words: list[str]) -> int:
-    """Exit code of a program; as a shell's where it cannot be started."""
+    """Return the exit code of a program; a shell's code if it cannot be started."""
     try:
         return subprocess.run(words, check=False).returncode
     except FileNotFoundError:
@@ -61,7 +59,7 @@ def run(words: list[str]) -> int:
 
 
 def judge(code: int, changed: bool, rank: int) -> tuple[Outcome, str]:
-    """The outcome of an exit code of the program, and the reason for it."""
+    """Return the outcome for an exit code of the program, and the reason."""
     if code == BAD:
         return Outcome.SUSPECT, f"the program found it bad: exit code {BAD} of rank {rank}"
     if code in _NOT_STARTED:
@@ -76,7 +74,7 @@ def judge(code: int, changed: bool, rank: int) -> tuple[Outcome, str]:
 
 
 def can_shield(checkpoint: Path) -> bool:
-    """Whether a namespace of our own can make it read-only here."""
+    """Return whether a private namespace can make the checkpoint read-only here."""
     if shutil.which("unshare") is None:
         return False
     tried = subprocess.run(
@@ -86,7 +84,7 @@ def can_shield(checkpoint: Path) -> bool:
 
 
 def content(checkpoint: Path) -> str:
-    """A digest of every name and byte of a file or a folder."""
+    """Return a digest of every name and byte of a file or folder."""
     total = hashlib.sha256()
     files = sorted(path for path in checkpoint.rglob("*") if path.is_file()) if checkpoint.is_dir() else [checkpoint]
     for path in files:
@@ -97,7 +95,7 @@ def content(checkpoint: Path) -> str:
 
 
 def _report(outcome: Outcome, reason: str, evidence: dict[str, object]) -> None:
-    """Rank 0 reports a pass, every rank what went wrong."""
+    """Report the result: a pass by rank 0 only, a failure by every rank."""
     rank = int(os.environ.get("RANK", "0"))
     if rank and outcome is Outcome.RESTORED:
         return

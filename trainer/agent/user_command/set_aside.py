@@ -1,7 +1,6 @@
-"""Moving a checkpoint of a user's own program out of the folder that the program scans, and back: all of it or nothing.
-
-A file there that names this checkpoint as the newest one (DeepSpeed's `latest`, Megatron's
-`latest_checkpointed_iteration.txt`, a symbolic link `last.ckpt`) is made to name an older one.
+"""Moves of a checkpoint of a user's program out of the folder it scans, and back, completely or not at all.
+A file that names the checkpoint as the newest (DeepSpeed's `latest`, Megatron's `latest_checkpointed_iteration.txt`, a
+symbolic link `last.ckpt`) is changed to name an older one.
 """
 
 import os
@@ -28,20 +27,19 @@ class Pointer:
 
     path: str
     before: str
-    after: str  # empty: without another checkpoint to name, the file is moved away
+    after: str  # empty: no other checkpoint to name, so the file is moved away
     link: bool = False
 
     @property
     def words(self) -> str:
-        """A description of the repair."""
+        """Return a description of the repair."""
         name = Path(self.path).name
         return f"{name} names {Path(self.after.strip()).name} from now on" if self.after else f"{name} is moved too"
 
 
 def find_target(one: CommandCheckpoint, run: RunDir, attempt: int, generation: int) -> Path | None:
     """Return a path to move a checkpoint to: beside its folder, or in the run's own folder.
-
-    The path is on the file system of the checkpoint. None if neither folder is, or is writable. Raises OSError.
+    The path is on the checkpoint's file system. None if neither folder qualifies or is writable. Raises OSError.
     """
     folder = Path(os.path.realpath(one.path.parent))
     name = f"{one.step}.{attempt:03d}-{generation:03d}"
@@ -54,7 +52,7 @@ def find_target(one: CommandCheckpoint, run: RunDir, attempt: int, generation: i
 
 
 def set_aside(one: CommandCheckpoint, target: Path, config: CommandCheckpointsConfig) -> bool:
-    """Move a checkpoint; return False if it has changed since it was examined, or cannot be moved."""
+    """Move a checkpoint; returns False if it has changed since it was examined, or cannot be moved."""
     try:
         now = read_again(one, config)
         if now is None or (now.files, now.siblings) != (one.files, one.siblings) or os.path.lexists(target):
@@ -71,14 +69,14 @@ def set_aside(one: CommandCheckpoint, target: Path, config: CommandCheckpointsCo
 
 
 def move_siblings(original: Path, aside: Path, siblings: Sequence[str]) -> bool:
-    """Move the other entries of a checkpoint after the first; return whether none is left of those that were not."""
+    """Move the other entries of a checkpoint after the first; returns whether all that were still there were moved."""
     place = _beside(aside)
     if not siblings or not os.path.lexists(aside):
         return True
     try:
         place.mkdir(exist_ok=True)
         for name in siblings:
-            # The program may have written another one since.
+            # The program may have written a new one since.
             if not os.path.lexists(place / name) and os.path.lexists(original.parent / name):
                 os.rename(original.parent / name, place / name)
     except OSError:
@@ -88,12 +86,12 @@ def move_siblings(original: Path, aside: Path, siblings: Sequence[str]) -> bool:
 
 
 def _beside(aside: Path) -> Path:
-    """Folder of the other entries of a checkpoint that was set aside."""
+    """Return the folder of the other entries of a checkpoint that was set aside."""
     return aside.with_name(f"{aside.name}.beside")
 
 
 def put_back(aside: Path, original: Path, siblings: Sequence[str] = ()) -> bool:
-    """Move a checkpoint back, unless one of its names is taken by now. Raises OSError."""
+    """Move a checkpoint back unless one of its names is taken; returns whether it did. Raises OSError."""
     place = _beside(aside)
     moved = [name for name in siblings if os.path.lexists(place / name)]
     taken = (original, *(original.parent / name for name in moved))
@@ -121,8 +119,7 @@ def _fsync(*folders: Path) -> None:
 
 def pointers_to(one: CommandCheckpoint, instead: CommandCheckpoint | None) -> list[Pointer]:
     """Return the files that name this checkpoint as the newest and must name `instead`.
-
-    Raises OSError, and LookupError for a file that names an entry which `instead` does not have.
+    Raises OSError, and LookupError for a file that names an entry without a counterpart in `instead`.
     """
     found = [_pointer(one.path.parent / name, one, instead) for name in os.listdir(one.path.parent)]
     return sorted((pointer for pointer in found if pointer is not None), key=lambda pointer: pointer.path)
@@ -150,7 +147,7 @@ def _content(path: Path) -> str | None:
 
 
 def _replace_name(text: str, one: CommandCheckpoint, instead: CommandCheckpoint | None) -> str | None:
-    """Return the text with the name of `instead`; None unless it names this checkpoint alone."""
+    """Return the text with the name of `instead`; None unless it names only this checkpoint."""
     said = text.strip()
     name = said.rpartition("/")[2]
     if name in (one.path.name, *one.siblings):
@@ -173,9 +170,8 @@ def _entry_like(name: str, one: CommandCheckpoint, instead: CommandCheckpoint) -
 
 
 def retarget(pointer: Pointer, scratch: Path, *, back: bool = False) -> bool:
-    """Make a pointer name the other checkpoint (`back`: the first one), unless it was changed. Raises OSError.
-
-    `scratch` is a path on the same file system, outside of the folder that the program scans.
+    """Make a pointer name the other checkpoint (`back`: the first one) unless it was changed; returns whether it did.
+    `scratch` is a path on the same file system, outside the folder that the program scans. Raises OSError.
     """
     path = Path(pointer.path)
     now, then = (pointer.after, pointer.before) if back else (pointer.before, pointer.after)

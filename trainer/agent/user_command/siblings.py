@@ -1,7 +1,6 @@
-"""PURE: which entries of a folder belong to one checkpoint of a user's own program.
-
-Programs write a file for each rank, or one for the model and one for the optimizer. All of one step are one checkpoint:
-ranks that load different steps train a mixture that nobody notices.
+"""PURE: assignment of the entries of a folder to checkpoints of a user's own program.
+Programs write a file per rank, or one for the model and one for the optimizer. All files of one step are one
+checkpoint: ranks that load different steps silently train a mixture.
 """
 
 import re
@@ -13,11 +12,11 @@ from trainer.contract.user_command.command_progress import SET_ASIDE, CommandChe
 _NUMBER = re.compile(r"\d+", re.ASCII)
 _RANK = re.compile(r"(?<![a-z])(rank[-_=]?)(\d+)", re.IGNORECASE | re.ASCII)
 _TEMPORARY = re.compile(r"(?<![a-z])(tmp|temp|partial|incomplete|lock|bak|old)(?![a-z])", re.IGNORECASE)
-"""What is left of a save that was cut off belongs to no checkpoint."""
+"""Remains of an interrupted save, which belong to no checkpoint."""
 
 
 def group(names: Collection[str], config: CommandCheckpointsConfig, most: int) -> list[tuple[int, str, list[str]]]:
-    """Return the newest checkpoints, newest first: step, name of an entry that the pattern matches, names of others."""
+    """Return the newest checkpoints, newest first: step, an entry matching the pattern, names of the other entries."""
     matched: dict[int, list[str]] = defaultdict(list)
     for name in sorted(names):
         if (step := config.step_of(name)) is not None:
@@ -46,7 +45,7 @@ def _siblings(
 ) -> list[str]:
     prefix = config.prefix_of(main)
     begins = re.compile(rf"{re.escape(prefix)}0*{step}(?!\d)", re.ASCII)
-    # What has the step first in its name belongs to it if every step has one: `optimizer-30.pt` beside `model-30.pt`.
+    # A name whose first number is the step belongs to it if every step has one: `optimizer-30.pt` beside `model-30.pt`.
     alone = not _NUMBER.search(prefix)
     forms = {_form(name, number) for number in older for name in numbered[number]} if alone else set()
     ranks = same_but_for_rank(main, numbered[step])
@@ -62,20 +61,19 @@ def _siblings(
 
 
 def _form(name: str, step: int) -> str:
-    """Return the name without its first number, which is the step; empty if it is not."""
+    """Return the name without its first number if that is the step; else ""."""
     first = _NUMBER.search(name)
     return f"{name[: first.start()]}#{name[first.end() :]}" if first is not None and int(first[0]) == step else ""
 
 
 def has_rank(name: str) -> bool:
-    """Whether the number of a rank seems to be in a name."""
+    """Return whether a name appears to contain a rank number."""
     return _RANK.search(name) is not None
 
 
 def same_but_for_rank(name: str, others: Iterable[str]) -> list[str]:
-    """Return the names that differ from this one in the number of a rank alone, if rank 0 is among them.
-
-    Without a rank 0 the number is something else: `lora-rank8` beside `lora-rank16`.
+    """Return the names that differ from this one only in the rank number, if rank 0 is among them.
+    Without a rank 0 the number has another meaning: `lora-rank8` beside `lora-rank16`.
     """
     if not has_rank(name):
         return []
@@ -85,10 +83,9 @@ def same_but_for_rank(name: str, others: Iterable[str]) -> list[str]:
 
 
 def counterpart(name: str, main: str, other_main: str, others: Iterable[str]) -> str | None:
-    """Return the entry of another step that is to it what this one is to its own, such as that of the same rank.
-
-    `main` and `other_main` are the entries that the pattern matches: where their numbers differ, such as in the step,
-    those of the two may differ too.
+    """Return the entry of another step that corresponds to this one, such as the same rank's; None if none does.
+    `main` and `other_main` are the entries that the pattern matches; where their numbers differ, such as in the step,
+    the numbers of the two entries may differ too.
     """
     if not is_alike(main, other_main):
         return None
@@ -103,5 +100,5 @@ def _differences(name: str, other: str) -> set[int]:
 
 
 def is_alike(name: str, other: str) -> bool:
-    """Whether two names differ in their numbers alone."""
+    """Return whether two names differ only in their numbers."""
     return _NUMBER.sub("#", name) == _NUMBER.sub("#", other)

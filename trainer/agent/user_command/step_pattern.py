@@ -1,4 +1,4 @@
-"""The step of a user's own program, by what it writes: the newest line that its `progress.pattern` matches."""
+"""Step of a user's own program from its output: the newest line that matches `progress.pattern`."""
 
 import asyncio
 import json
@@ -19,27 +19,27 @@ from trainer.contract.ranks.rank_messages import generation_mark
 from trainer.contract.user_command.command_progress import CommandProgressConfig
 
 LOOK_SECONDS = 2.0
-"""How often the log or the file is looked at while the program runs."""
+"""Interval of checks of the log or file while the program runs."""
 MATCH_SECONDS, SLOW_LOOK_SECONDS = 2.0, 60.0
-"""How long a look at the newest lines may take, and the pause after one that took longer."""
+"""Time limit of a check of the newest lines, and the pause after one that exceeds it."""
 _TAIL = 64 * 1024
 
 
 class SlowPattern(Exception):  # noqa: N818  # it names the pattern
-    """The pattern takes too long on what the program writes."""
+    """The pattern takes too long on the program's output."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CommandStep:
-    """What the newest matching line says."""
+    """Values in the newest matching line."""
 
     step: int
-    total: int = 0  # 0: not said
+    total: int = 0  # 0: unknown
     loss: float | None = None
 
 
 def newest_step(text: str, pattern: str, seconds: float = MATCH_SECONDS) -> CommandStep | None:
-    """The step in the newest line that matches, progress bars included; None when none does. Raises SlowPattern."""
+    """Return the step in the newest matching line, progress bars included; None without one. Raises SlowPattern."""
     command = [sys.executable, "-I", "-S", match_step.__file__, pattern]
     try:
         done = subprocess.run(command, input=text.encode(), stdout=subprocess.PIPE, timeout=seconds, check=False)
@@ -67,24 +67,24 @@ def _loss(groups: dict[str, str]) -> float | None:
 
 
 class StepWatch:
-    """Looks now and then, without waiting; what cannot be read, or does not match, changes nothing that is known."""
+    """Periodic, non-blocking check of the program's output; unreadable or unmatched output changes nothing."""
 
     def __init__(
         self, config: CommandProgressConfig, log: Path, folder: Callable[[], Path], progress: AttemptProgress,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
-        """`log` is that of rank 0; `folder` is where the program runs."""
+        """`log` is rank 0's; `folder` is the program's working directory."""
         self._config, self._log, self._folder, self._progress = config, log, folder, progress
         self._clock = clock
         self._generation, self._looked_at, self._slow = 0, float("-inf"), False
         self._looking: asyncio.Future[CommandStep | None] | None = None
 
     def start_generation(self, generation: int) -> None:
-        """From here on only what this generation writes counts."""
+        """Ignore output of earlier generations from here on."""
         self._generation, self._looking = generation, None
 
     def check(self) -> None:
-        """Take what the last look has found, and begin another one when it is time."""
+        """Take the result of the last check, and start another when due."""
         if self._looking is not None and self._looking.done():
             looked, self._looking = self._looking, None
             self._take(looked)
@@ -93,7 +93,7 @@ class StepWatch:
             self._looking, self._looked_at = start_detached(self._read), self._clock()
 
     async def check_settled(self) -> None:
-        """Nobody writes any more: what is there is the last word."""
+        """Check the final output, after all writers have exited."""
         self._looking = None
         if not self._slow:
             self._show(await run_bounded(self._read))

@@ -1,1 +1,1 @@
-"""What ranks are doing, and what follows: which hang, are slow or to blame. Pure but for the sampling."""
+"""Detection of hanging and slow ranks and of the root cause. Pure except for sampling."""

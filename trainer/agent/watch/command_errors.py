@@ -1,11 +1,10 @@
-"""Judgement of a user's program that fails: its own fault, its checkpoint, or the environment. Pure.
-
-Only an error that the bytes of a file can cause counts, whatever else it names: a GPU, the network or a missing right
-never does. What was printed before is no sign: most programs print what they resume from, whatever they fail of next.
-
-No step of such a program is known, and most programs turn every error into exit code 1, that of a lost peer included.
-So two failures are alike when what was raised, the time trained and the amount written are alike; and only those that
-come again and again soon after the start, with nothing saved, are the user's to fix.
+"""Judgement of a failing user program: its own fault, its checkpoint, or the environment. Pure.
+Only errors that the bytes of a file can cause count as loading errors, whatever else they name; errors of a GPU, the
+network or missing permissions never do. Earlier output proves nothing: most programs print what they resume from,
+whatever fails next.
+The program's steps are unknown, and most programs turn every error into exit code 1, including a lost peer. So two
+failures match if the exception, the time trained and the amount of output match. Only failures that repeat soon after
+the start, with nothing saved, are for the user to fix.
 """
 
 import errno
@@ -35,22 +34,21 @@ _COMPLAINT = re.compile(r"(?i:error|fail|cannot|could not|unable|corrupt|invalid
 _CHAINED = re.compile(r"(During handling of the above|The above) exception")
 _ERRNO = re.compile(r"\b(?:errno|os error)\W{1,3}(\d{1,5})", re.IGNORECASE)
 _OF_BYTES = frozenset({errno.ENOENT, errno.EINVAL, errno.EBADMSG, errno.EUCLEAN})
-"""What the system answers for a file that is missing, cut off or damaged; the bytes of a file cause no other errno."""
+"""The system's errors for a missing, truncated or damaged file; the bytes of a file cause no other errno."""
 _URL = r"://"
 _ABSOLUTE = r"(?<![\w./:~+@-])~?/(?![\w./+-]{0,300}\.(?:cc|cpp|cu|h|hpp|rs):\d)[\w.]"  # but for lines of source code
 _QUOTED = r"['\"][^'\"]{0,300}/[^'\"]{0,300}['\"]"
 _OF_THE_SYSTEM = r"\[Errno -?\d+\] [^:]{1,100}: ['\"]"
 _PLACE = re.compile("|".join((_URL, _ABSOLUTE, _QUOTED, _OF_THE_SYSTEM)))
-"""A file or an address in the words of an error."""
+"""A file or address in an error message."""
 _ARGUMENT = re.compile(r"\(\s{0,20}(?:open\(|Path\()?[rb]?['\"][^'\"{}]{0,300}[/.][^'\"{}]{1,300}['\"]\s{0,20}[,)]")
 """A file that a line of code names as the first argument of a call."""
 
 
 def is_loading_error(said: str, lines: Sequence[str], checkpoint: str, *, raised: bool, doubt: bool) -> bool:
-    """Whether the error shows that the program was loading `checkpoint`; with an empty name, anything of the kind.
-
-    `said`: the class and words of the exception, if one was `raised`, else the last line; `lines`: the last ones;
-    `doubt`: there is another reason to suspect the checkpoint, so that the end of whatever it read is enough.
+    """Return whether the error shows that the program was loading `checkpoint`; if the name is empty, any file.
+    `said`: class and message of the exception, if one was `raised`, else the last line; `lines`: the last lines;
+    `doubt`: the checkpoint is suspect for another reason, so an unexpected end of any file is sufficient.
     """
     trace = _last_traceback(lines)
     text = "\n".join((*trace, said))
@@ -75,7 +73,7 @@ def is_loading_error(said: str, lines: Sequence[str], checkpoint: str, *, raised
 
 
 def _causes(lines: Sequence[str]) -> list[str]:
-    """Return the words of the exceptions that the last one was raised from, or while they were handled."""
+    """Return the messages of the exceptions that the last one was raised from, or while handling."""
     lines = [RANK_PREFIX.sub("", line) for line in lines]
     chained = [at for at, line in enumerate(lines) if _CHAINED.match(line)]
     return [lines[at - 1] for at in chained if at]
@@ -90,32 +88,32 @@ def _last_traceback(lines: Sequence[str]) -> list[str]:
 
 
 def _is_named(checkpoint: str, text: str) -> bool:
-    """Whether the text names it: a name that is a plain number or word only as a part of a path."""
+    """Return whether the text names it. A name that is a plain number or word counts only as part of a path."""
     before = r"(?<=[/'\"])" if re.fullmatch(r"\d+|[A-Za-z]+", checkpoint) else r"(?<![\w-])"
     return bool(checkpoint) and bool(re.search(f"{before}{re.escape(checkpoint)}(?![\\w-])", text))
 
 
 START_SECONDS = 300.0
-"""What a program may need to start: one that ran for longer has trained, as far as anybody can tell."""
+"""Time that a program may need to start; one that ran longer is assumed to have trained."""
 
 LONGEST_SECONDS = 3600.0
-"""A program that ran for longer than this worked: the same end again is no proof of a fault of its own."""
+"""A program that ran longer than this worked; a repeated failure is then no proof of its own fault."""
 
 REPEATS = 3
-"""Failures alike in a row after which another try is pointless."""
+"""Consecutive matching failures after which another attempt is pointless."""
 
 MOST_SET_ASIDE = 3
-"""Checkpoints that may be set aside before the program trains on."""
+"""Maximum number of checkpoints set aside before the program trains on."""
 
 _OWN_KINDS = kinds_with(lambda traits: traits.of_the_program)
-"""What a program raises by itself."""
+"""Failures raised by the program itself."""
 
 _TIME, _OUTPUT = 1.5, 1.25
 _FEW_SECONDS, _FEW_BYTES = 20.0, 400
-"""Times and amounts within these ratios, or so near, are alike."""
+"""Times and amounts match within these ratios or differences."""
 
 _CRASHES = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE})
-"""Signals that a program gets for what it does itself, loading a file that was cut off included."""
+"""Signals caused by the program's own actions, including loading a truncated file."""
 _NAMED = re.compile(r"(?<![\w./~=+-])[\w./~=+-]*(?:checkpoint|ckpt)[\w.=+-]{0,255}\d[\w./=+-]*", re.IGNORECASE)
 
 
@@ -125,50 +123,49 @@ class NewestCheckpoint:
 
     identity: str
     name: str
-    damage: str = ""  # why it cannot be whole; empty: no sign of it
-    lacking: bool = False  # that sign is only a file that older ones have
+    damage: str = ""  # why it cannot be complete; empty: no sign of damage
+    lacking: bool = False  # the only sign is a missing file that older ones have
 
 
 @dataclass(frozen=True, kw_only=True)
 class CommandPast:
-    """What is known of the program besides the ends of its ranks."""
+    """Information on the program besides the exits of its ranks."""
 
-    failures: tuple[CommandFailure, ...] = ()  # in a row, oldest first, of the generations before this one
+    failures: tuple[CommandFailure, ...] = ()  # consecutive, oldest first, of the earlier generations
     newest: NewestCheckpoint | None = None
-    saved: bool = False  # a checkpoint since this generation began, of a step that is new
-    saved_after: float = 0.0  # seconds from then to the newest whole checkpoint, whatever its step; 0: none
+    saved: bool = False  # a checkpoint since this generation began, of a new step
+    saved_after: float = 0.0  # seconds from then to the newest complete checkpoint, whatever its step; 0: none
     trained: bool = False  # at some time before this generation
-    older: str = ""  # name of an older checkpoint without a known sign of damage, or empty
-    torn: NewestCheckpoint | None = None  # an older one that cannot be whole, where the newest has no sign of damage
-    cleared: bool = False  # such a one was set aside, and the newest has stayed the newest
-    first: bool = False  # no other one is there, and no whole one ever was, as far as is known
+    older: str = ""  # name of an older checkpoint without a known sign of damage; or empty
+    torn: NewestCheckpoint | None = None  # an incomplete older one, if the newest has no sign of damage
+    cleared: bool = False  # an older one was set aside, and the newest has stayed the newest
+    first: bool = False  # it is the only one, and no complete one is known to have existed
     aside: tuple[str, ...] = ()  # names of the checkpoints set aside since the program last trained
-    doubtful: bool = False  # one of them without a sign of damage
-    unmovable: str = ""  # why no checkpoint may be moved away; empty: one may
-    unmatched: str = ""  # names in `checkpoints.path`, of which `checkpoints.pattern` matches none
-    disk: str = ""  # why nothing could be written into the run's folder when a rank had failed; empty: it could
+    doubtful: bool = False  # one of them has no sign of damage
+    unmovable: str = ""  # reason why no checkpoint may be moved away; empty: allowed
+    unmatched: str = ""  # names in `checkpoints.path` if `checkpoints.pattern` matches none of them
+    disk: str = ""  # why the run's folder was not writable when a rank had failed; empty: it was
 
 
 @dataclass(frozen=True, kw_only=True)
 class Judgement:
-    """Whether another try is pointless, with the reason, and why to set the newest checkpoint aside, if it must be."""
+    """Decision on whether another attempt is pointless, and why to set the newest checkpoint aside, if so."""
 
     final: bool
     reason: str
     set_aside: str = ""
-    tries: int = 0  # failures from a checkpoint that is tried again, without a sign of damage
+    tries: int = 0  # failures from a checkpoint without a sign of damage that is retried
 
 
 def has_advanced(past: CommandPast, seconds: float) -> bool:
-    """Whether this generation, started `seconds` ago, made progress: a checkpoint, or time if no step is known.
-
-    Steps that begin anew or take turns look the same as those of a program that begins at step 0 at every start.
+    """Return whether this generation, started `seconds` ago, made progress: a checkpoint, or time if no step is known.
+    Steps that restart or alternate are indistinguishable from those of a program that starts at step 0 every time.
     """
     return past.saved or (seconds if past.newest is None else past.saved_after) >= PROGRESS_SECONDS
 
 
 def command_cause(ends: Sequence[RankEnd], past: CommandPast, seconds: float) -> Cause:
-    """The cause among `ends`, `seconds` after this generation was started."""
+    """Return the cause among `ends`, `seconds` after this generation was started."""
     root = root_of(ends)
     cause = find_cause(ends, trained=True)
     raised = cause.failure.kind in _OWN_KINDS and cause.retry and root.signal is None
@@ -185,7 +182,7 @@ def command_cause(ends: Sequence[RankEnd], past: CommandPast, seconds: float) ->
     if limited and LIMITS not in failure.reason:
         failure = replace(failure, reason=f"{failure.reason}; {LIMITS}")
     cause = replace(cause, failure=failure, mark="", outside=outside)
-    # What it wrote of its end may be lost for the same reason.
+    # Its last output may be lost for the same reason.
     if own and past.disk:
         failure = replace(failure, kind=FailureKind.STORAGE, reason=f"{failure.reason}: {past.disk}")
         return replace(cause, failure=failure, retry=False)
@@ -212,18 +209,18 @@ def command_cause(ends: Sequence[RankEnd], past: CommandPast, seconds: float) ->
 def _ended_early(ends: Sequence[RankEnd], root: RankEnd) -> RankEnd | None:
     """Return the first rank that ended well while another still waited for a peer, as one with fewer batches does."""
     good = [end for end in ends if end.good and end.at <= root.at]
-    waited = root.secondary or root.signal == signal.SIGABRT  # which communication libraries raise
+    waited = root.secondary or root.signal == signal.SIGABRT  # raised by communication libraries
     return min(good, key=lambda end: end.at) if good and waited else None
 
 
 def judge(row: Sequence[CommandFailure], past: CommandPast) -> Judgement:
-    """What to make of the newest of these failures in a row."""
+    """Judge the newest of these consecutive failures."""
     last, alike = row[-1], _alike_in_a_row(row)
-    # It may be what it loads when it starts: an older checkpoint is tried before anybody is blamed.
+    # The cause may be what it loads at the start, so try an older checkpoint before blaming the program.
     if reason := _why_set_aside(row, past):
         return Judgement(final=False, reason=f", {_span(last.seconds)} after its start", set_aside=reason)
     tries = _tries(row, past)
-    # A program that has got on works: the same end may have come from anywhere.
+    # A program that made progress works; the same failure may have any cause.
     if last.saved:
         return Judgement(final=False, reason=", after it had saved a checkpoint of its own")
     if last.seconds > LONGEST_SECONDS or last.crashed:
@@ -231,7 +228,7 @@ def judge(row: Sequence[CommandFailure], past: CommandPast) -> Judgement:
     if alike < REPEATS:
         again = f", for the {_ordinal(alike)} time in a row" if alike > 1 else ""
         return Judgement(final=False, reason=f"{again}, {_span(last.seconds)} after its start", tries=tries)
-    # A bare exit code says too little of a program that may have trained.
+    # A bare exit code is too little evidence against a program that may have trained.
     if last.trained and last.exception is None:
         return Judgement(final=False, reason=f", {_span(last.seconds)} after its start")
     longest = max(one.seconds for one in row[-alike:])
@@ -261,8 +258,7 @@ def _near(one: float, other: float, ratio: float, few: float) -> bool:
 
 
 def _tries(row: Sequence[CommandFailure], past: CommandPast) -> int:
-    """Count the failures soon after a start from the newest checkpoint; 0 if that has a sign of damage.
-
+    """Return the number of failures soon after a start from the newest checkpoint; 0 if that shows damage.
     A second read of the same file may succeed, and an older checkpoint may load, so one failure decides nothing.
     """
     if past.newest is None or past.newest.damage or row[-1].trained:
@@ -272,13 +268,12 @@ def _tries(row: Sequence[CommandFailure], past: CommandPast) -> int:
 
 def _why_set_aside(row: Sequence[CommandFailure], past: CommandPast) -> str:
     """Return why a checkpoint must not be loaded again; empty if all may be.
-
-    It is `past.torn` where there is one: no program is sure to load the newest, and that one is of no use.
+    `past.torn` is chosen if set: a program does not necessarily load the newest, and the torn one is useless.
     """
     last, newest = row[-1], past.newest
     if newest is None or len(past.aside) >= MOST_SET_ASIDE:
         return ""
-    # Ranks might go on from different steps, or the program might load another one than orch expects.
+    # Ranks might continue from different steps, or the program might load another checkpoint than expected.
     if past.unmovable:
         return ""
     if past.torn is not None:
@@ -287,15 +282,15 @@ def _why_set_aside(row: Sequence[CommandFailure], past: CommandPast) -> str:
             return ""
         why = f"the program failed {len(soon)} times soon after a start, and this one {past.torn.damage}"
         return f"{past.torn.name}, an older checkpoint, will be moved away before {newest.name} is doubted: {why}"
-    # The last whole checkpoint is never given up, nor are several that all look damaged: the sign may be wrong.
-    # A damaged first one costs no progress.
+    # The last complete checkpoint is never given up, and neither are several that all look damaged: the sign may be
+    # wrong. A damaged first one costs no progress.
     if not past.older and not (past.first and newest.damage):
         return ""
     if not newest.damage and (past.doubtful or last.crashed):
         return ""
-    # Bytes that cannot be whole speak for themselves. Otherwise only failures to load something count.
+    # Provably incomplete bytes are sufficient. Otherwise only failures to load a file count.
     by_bytes = bool(_is_torn(past) and past.older)
-    # A large one takes long to load: where it is damaged, failing while it is loaded is no sign of having trained.
+    # A large checkpoint takes long to load; if it is damaged, failing while loading does not show that it had trained.
     soon = [
         one for one in row
         if one.began_from == newest.identity
@@ -305,7 +300,7 @@ def _why_set_aside(row: Sequence[CommandFailure], past: CommandPast) -> str:
     ]  # fmt: skip
     if last not in soon:
         return ""
-    # Once is an accident; but where the one before it was torn, a sign of damage is enough.
+    # A single failure may be an accident; but after a torn predecessor, a sign of damage is sufficient.
     if len(soon) < 2 and not (newest.damage and past.aside):
         return ""
     why = f"it {newest.damage}" if newest.damage else f"the program failed {len(soon)} times soon after a start from it"
@@ -315,7 +310,7 @@ def _why_set_aside(row: Sequence[CommandFailure], past: CommandPast) -> str:
 
 
 def same_without(row: Sequence[CommandFailure]) -> bool:
-    """Whether the newest failure came before in the same way, while another checkpoint was the newest."""
+    """Return whether the newest failure matches an earlier one with another newest checkpoint."""
     last = row[-1] if row else None
     return last is not None and any(
         one.mark == last.mark and one.began_from and one.began_from != last.began_from for one in row
@@ -323,7 +318,7 @@ def same_without(row: Sequence[CommandFailure]) -> bool:
 
 
 def likely_cause(root: RankEnd, past: CommandPast, row: Sequence[CommandFailure]) -> str:
-    """Words about what to look at first, to follow the reason."""
+    """Return advice on what to check first, to append to the reason."""
     if past.newest is not None:
         torn = f", which {past.newest.damage}" if past.newest.damage else ""
         if past.cleared:
@@ -336,7 +331,7 @@ def likely_cause(root: RankEnd, past: CommandPast, row: Sequence[CommandFailure]
             return f"; its newest checkpoint was {past.aside[0]}, and {past.newest.name}{torn} {then}"
         if past.unmovable and _of_its_checkpoint(root, past, row):
             return f"; its newest checkpoint is {past.newest.name}{torn}. orch moves none, {past.unmovable}"
-        # Only what failed while it loaded it is helped by that.
+        # The advice helps only if it failed while loading the checkpoint.
         advised = not past.older and _of_its_checkpoint(root, past, row)
         alone = ", and orch sees no whole older one: repair it, or move it away to begin anew" if advised else ""
         return f"; its newest checkpoint is {past.newest.name}{torn}{alone}"
@@ -359,10 +354,10 @@ def _final_kind(kind: FailureKind, root: RankEnd, past: CommandPast, row: Sequen
 
 
 def _of_its_checkpoint(root: RankEnd, past: CommandPast, row: Sequence[CommandFailure]) -> bool:
-    """Whether not the code but what it loads has to be fixed."""
+    """Return whether the loaded data, not the code, must be fixed."""
     if _is_torn(past) and past.older:
         return True
-    # Two without a sign of damage that fail alike, with an error of whole files: the code, or a library, has changed.
+    # Two undamaged checkpoints that fail equally, with an error of complete files: the code or a library has changed.
     whole = past.newest is not None and not past.newest.damage and past.doubtful
     if whole and same_without(row) and error_says(_said(root), Meaning.MISFIT):
         return False
@@ -370,12 +365,12 @@ def _of_its_checkpoint(root: RankEnd, past: CommandPast, row: Sequence[CommandFa
 
 
 def _is_torn(past: CommandPast) -> bool:
-    """Whether the bytes of the newest checkpoint cannot be whole."""
+    """Return whether the bytes of the newest checkpoint cannot be complete."""
     return past.newest is not None and bool(past.newest.damage) and not past.newest.lacking
 
 
 def _loading(root: RankEnd, past: CommandPast, *, doubt: bool) -> bool:
-    """Whether it failed while it loaded its newest checkpoint, or anything where that is not known."""
+    """Return whether it failed while loading its newest checkpoint, or any file if that is unknown."""
     names = [one.name for one in (past.newest, past.torn) if one is not None] or [""]
     raised = root.exception is not None
     return any(is_loading_error(_said(root), root.lines, name, raised=raised, doubt=doubt) for name in names)

@@ -1,6 +1,5 @@
 """Detection of a hang in one generation, and the collection of its evidence.
-
-Nothing is decided here: `hangs.judge` finds the verdict, and `in_job_policy.decide` what follows from it.
+Makes no decisions: `hangs.judge` gives the verdict, and `in_job_policy.decide` the consequence.
 """
 
 from dataclasses import dataclass, field
@@ -23,27 +22,28 @@ from trainer.contract.messages.agents import (
 )
 
 _REPORTS_A_SECOND = 1000.0
-"""What a coordinator hears at most, from the agents of all nodes, while it looks closely."""
+"""Maximum reports per second to the coordinator, from all nodes, during close monitoring."""
 _CALM_REPORTS_A_SECOND = 250.0
 _LEAST, _MOST_CALM = 0.5, 5.0
 
 ATTENTION_SECONDS = 10.0
-"""For how long agents report more often once they were asked to."""
+"""Seconds for which agents report more often after a request."""
 
 
 def report_seconds(nodes: int) -> float:
-    """Seconds between two reports of an agent while its ranks are looked at closely."""
+    """Return the seconds between two reports of an agent during close monitoring."""
     return max(_LEAST, nodes / _REPORTS_A_SECOND)
 
 
 def calm_seconds(nodes: int) -> float:
-    """Seconds between two reports of an agent otherwise; the same as `report_seconds` in a job of few nodes."""
+    """Return the seconds between two reports of an agent otherwise; equals `report_seconds` in a small job."""
     return max(report_seconds(nodes), min(_MOST_CALM, nodes / _CALM_REPORTS_A_SECOND))
 
 
 class ReportSchedule:
-    """Of one agent. Its regular reports have their own place among those of the other nodes, whatever comes between:
-    of so many nodes some report at any moment, and the coordinator soon hears that ranks move.
+    """Report times of one agent.
+    Regular reports keep their place among those of the other nodes, whatever is sent in between. In a large job some
+    node thus reports at any moment, and the coordinator soon learns that ranks move.
     """
 
     def __init__(self, node: int, nodes: int, now: float) -> None:
@@ -52,11 +52,11 @@ class ReportSchedule:
         self._last, self._attends_until = now, now
 
     def attend(self, seconds: float, now: float) -> None:
-        """Report more often for so long: the coordinator may have to judge."""
+        """Report more often for `seconds`; the coordinator may need to judge."""
         self._attends_until = max(self._attends_until, now + seconds)
 
     def due(self, now: float, *, closely: bool = False, at_once: bool = False) -> bool:
-        """Whether to report now; `closely`: this node has something to show."""
+        """Return whether to report now; `closely`: this node has relevant news."""
         regular = now >= self._regular
         if regular:
             self._regular += self._calm * ((now - self._regular) // self._calm + 1)
@@ -68,25 +68,25 @@ class ReportSchedule:
 
 
 QUIET_SECONDS = 1.0
-"""Seconds without any movement before anything is judged: most steps are shorter."""
+"""Seconds without any movement before a judgement; most steps are shorter."""
 _ANSWER_SECONDS, _NODES_A_SECOND = 2.0, 300.0
-"""How long agents may take to fetch their ranks' flight records, and how many nodes are handled in a second."""
+"""Time limit for agents to fetch their ranks' flight records, and nodes handled per second."""
 _QUERY_AGAIN_SECONDS = 4.0
-"""Seconds between two queries; `hangs.FRESH` says how old an answer may be."""
+"""Seconds between two queries; `hangs.FRESH` is the maximum age of an answer."""
 _LOCK_HELD_SECONDS = 3.0
-"""Seconds without Python's lock that are no accident."""
+"""Seconds without Python's lock beyond which a rank is suspect."""
 _HEALTHY_RANKS = 2
 _MAX_FULL_EVIDENCE = 16
-"""Culprits whose full evidence is kept."""
+"""Maximum number of culprits with full evidence."""
 
 
 @dataclass(kw_only=True)
 class _FlightQuery:
-    """Flight records that were asked for at `asked`; `waits`: nodes that have not answered."""
+    """Flight records requested at `asked`; `waits`: nodes that have not answered."""
 
     serial: int
     asked: float
-    seconds: float  # how long answers are waited for
+    seconds: float  # time limit of the answers
     waits: set[int]
     flights: dict[int, FlightRecord] = field(default_factory=dict)
     unanswered: set[int] = field(default_factory=set)
@@ -96,33 +96,32 @@ class _FlightQuery:
         return not self.waits or now - self.asked >= self.seconds
 
     def age(self, now: float) -> float:
-        """Of the answers, without the time that those of many nodes take: they would be old before all are there."""
+        """Return the age of the answers, less the extra time for many nodes: they would be stale before all arrive."""
         return max(0.0, now - self.asked - (self.seconds - _ANSWER_SECONDS))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Incident:
-    """What was found: evidence is being collected until `until`, from the nodes in `waits`."""
+    """A declared hang whose evidence is collected until `until`, from the nodes in `waits`."""
 
     name: str
     judgement: Judgement
-    began: float  # when it was declared, on the coordinator's clock
-    quiet: float  # for how long no rank had moved by then
+    began: float  # time of declaration, on the coordinator's clock
+    quiet: float  # seconds without movement of any rank before it
     until: float
     waits: set[int]
     missing: dict[str, dict[str, str]] = field(default_factory=dict)
 
 
 class HangDetector:
-    """For one generation; all times are on the coordinator's monotonic clock."""
+    """Hang detection for one generation; times are on the coordinator's monotonic clock."""
 
     def __init__(
         self, config: HangConfig, roster: Roster, generation: int, started: float, *, world: int, seen: bool = True,
         on_gpus: bool = False, stages: StageNeighbours | None = None,
     ) -> None:  # fmt: skip
-        """`seen` is False when the ranks' steps are not known: nothing is judged then.
-
-        `stages`: where ranks send messages of which there are no records.
+        """`seen` is False if the ranks' steps are unknown; then nothing is judged.
+        `stages`: neighbours of ranks whose messages are not recorded.
         """
         self._config, self._roster, self._generation = config, roster, generation
         self._on, self._on_gpus, self._stages = config.on and seen, on_gpus, stages
@@ -131,21 +130,21 @@ class HangDetector:
         self._serial = self._incidents = 0
         calm, close = calm_seconds(len(roster.members)), report_seconds(len(roster.members))
         self._report_gaps = ReportGaps(max(LONGEST, 3 * calm), max(LONGEST, 3 * close))
-        self._sparse, self._attended = calm > close, float("-inf")  # and when agents were asked for more reports
-        self._halted: dict[int, float] = {}  # since when a rank's process has been seen halted
+        self._sparse, self._attended = calm > close, float("-inf")  # and the last request for more reports
+        self._halted: dict[int, float] = {}  # time since which a rank's process has been seen halted
         self.incident: Incident | None = None
 
-    # -- what is heard
+    # -- input
 
     def add_report(self, node: int, report: ProgressReport, now: float) -> None:
-        """An agent's report; raises ValueError when it tells what cannot be."""
+        """Add an agent's report; raises ValueError for impossible values."""
         if now - self._attended > ATTENTION_SECONDS:
             self._report_gaps.ask(None)
         self._report_gaps.add_report(self._roster.members[node].name, now)
         self.snapshot.add_report(report, self._roster.members[node].name, now)
 
     def add_flight_records(self, node: int, message: FlightRecords) -> None:
-        """An agent's answer to `QueryFlights`; raises what a malformed record raises."""
+        """Add an agent's answer to `QueryFlights`; raises the errors of a malformed record."""
         query = self._query
         if query is None or message.serial != query.serial:
             return
@@ -157,16 +156,16 @@ class HangDetector:
             query.waits.discard(node)
 
     def evidence_collected(self, node: int, message: EvidenceCollected) -> None:
-        """An agent has written its part of the evidence, as far as it could."""
+        """Record that an agent has written its part of the evidence, as far as possible."""
         if self.incident is not None and message.incident == self.incident.name:
             self.incident.waits.discard(node)
             if message.missing:
                 self.incident.missing[self._roster.members[node].name] = message.missing
 
-    # -- what follows
+    # -- judgement
 
     def look(self, now: float) -> Incident | None:
-        """Judge, and do what the judgement calls for; an Incident once its evidence is complete or late."""
+        """Judge and act on the judgement; returns an Incident once its evidence is complete or late."""
         if self.incident is not None:
             return self.incident if not self.incident.waits or now >= self.incident.until else None
         quiet = now - self.snapshot.moved
@@ -175,7 +174,7 @@ class HangDetector:
         limits = Limits(self._config, self.snapshot.p99())
         if quiet >= limits.look_after / 2:
             self._attend(now)
-        # Before that nobody is judged but a halted process, and to go through ten thousand ranks takes a while.
+        # Earlier, only halted processes are judged; checking ten thousand ranks takes a while.
         if quiet < limits.look_after and not self.snapshot.halted:
             self._halted.clear()
             return None
@@ -188,7 +187,7 @@ class HangDetector:
         return None
 
     def _attend(self, now: float) -> None:
-        """Agents of a large job report rarely: ask for more, well before anything is judged."""
+        """Request more frequent reports from a large job's agents, well before any judgement."""
         if self._sparse and now - self._attended > ATTENTION_SECONDS / 2:
             if now - self._attended > ATTENTION_SECONDS:
                 self._report_gaps.ask(now)
@@ -196,11 +195,11 @@ class HangDetector:
             self._roster.broadcast(ReportOften(seconds=ATTENTION_SECONDS))
 
     def moved_since(self, incident: Incident) -> bool:
-        """Whether some rank moved after the incident was declared: then it was none."""
+        """Return whether a rank moved after the incident was declared, which refutes it."""
         return self.snapshot.moved > incident.began
 
     def withdraw(self) -> None:
-        """The ranks move again: nothing is killed, and detection goes on."""
+        """Withdraw the incident: the ranks move again, nothing is killed, and detection continues."""
         self.incident = self._query = None
 
     def _judge(self, seen: list[RankSample], limits: Limits, now: float) -> Judgement:
@@ -232,12 +231,12 @@ class HangDetector:
         return query.finding
 
     def _analysed(self, query: _FlightQuery, seen: list[RankSample]) -> Finding:
-        # Ranks of a node that has not answered would look like ranks that never entered the collective.
+        # Ranks of a node that has not answered would appear never to have entered the collective.
         if query.waits:
             return Finding(kind="none", reason=f"{len(query.waits)} nodes have not sent their ranks' flight records")
         expected = [one.rank for one in seen if not one.ended]
         unanswered = sorted(query.unanswered)
-        # On GPUs hosts run ahead of what they wait for, and the records hold messages.
+        # On GPUs, hosts run ahead of the operation they wait for, and the records contain messages.
         if self._stages is None or self._on_gpus:
             return analyse(list(query.flights.values()), expected, unanswered)
         flights = with_stage_waits(query.flights, seen, self._stages)
@@ -247,7 +246,7 @@ class HangDetector:
         query = self._query
         if query is not None and now - query.asked < _QUERY_AGAIN_SECONDS:
             return
-        # Of thousands of nodes answers take longer than that: whoever asks again meanwhile never has them all.
+        # Answers of thousands of nodes take longer than that; a new query meanwhile would discard them.
         if query is not None and not query.over(now) and query.asked >= self.snapshot.moved:
             return
         self._serial += 1
@@ -260,7 +259,7 @@ class HangDetector:
 
     def _declare(self, judgement: Judgement, seen: list[RankSample], now: float) -> None:
         self._incidents += 1
-        # A name of its own: files of a withdrawn incident do not belong to this one.
+        # Own name: files of a withdrawn incident do not belong to this one.
         again = f"-{self._incidents}" if self._incidents > 1 else ""
         name = f"g{self._generation:03d}-{judgement.kind}{again}"
         waits = {member.node for member in self._roster.training_members()}
@@ -275,7 +274,7 @@ class HangDetector:
 
 
 def _comparison_ranks(judgement: Judgement, seen: list[RankSample]) -> list[int]:
-    """A few waiting ranks to compare with, of another node than the culprit's where there is one."""
+    """Return a few waiting ranks for comparison, preferably on another node than the culprit's."""
     wanted = set(judgement.waiting)
     waiting = [one for one in seen if one.rank in wanted]
     waiting.sort(key=lambda one: one.node == judgement.node)

@@ -1,4 +1,4 @@
-"""Time limits of a rank by phase, history and signs of life. Pure."""
+"""Time limits of a rank by phase, history and activity. Pure."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,29 +13,29 @@ _WAITS = (*RECEIVES, *AWAITED_SENDS, Activity.WAIT_IN_RING)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankSample:
-    """What is known of one rank at the moment its agent looked."""
+    """State of one rank when its agent sampled it."""
 
     rank: int
     node: str
     step: int = 0
     phase: str = "init"
     first: bool = True  # it has not finished a step in this generation
-    collective: int = 0  # collectives it had begun when its cell was written last
+    collective: int = 0  # collectives begun when its cell was last written
     age: float = 0.0  # seconds since its cell was written
-    alive: float = 0.0  # seconds since its last sign of life: the cell, CPU time, bytes read or written
-    state: str = "R"  # of its training thread as /proc says: R S D T (stopped) t (traced) Z; X: gone
-    lock: float = 0.0  # seconds for which nothing could run in its interpreter; 0: not known
+    alive: float = 0.0  # seconds since its last activity: cell writes, CPU time, bytes read or written
+    state: str = "R"  # of its training thread in /proc: R S D T (stopped) t (traced) Z; X: gone
+    lock: float = 0.0  # seconds without any thread running in its interpreter; 0: unknown
     ended: bool = False
-    moment: Moment | None = None  # of a pipeline: what it does with which micro-batch
-    sent: SentMessages | None = None  # and how far it has come with sending
+    moment: Moment | None = None  # in a pipeline: its activity and micro-batch
+    sent: SentMessages | None = None  # and its progress in sending
 
     @property
     def waits_for_message(self) -> bool:
-        """Whether another stage of its pipeline, or another rank of its ring, holds it up."""
+        """Return whether it waits for another stage of its pipeline or another rank of its ring."""
         return self.moment is not None and self.moment.activity in _WAITS
 
     def to_row(self) -> SampleRow:
-        """For the wire, without the node's name, which the coordinator knows, and without what is of pipelines."""
+        """Return the row for the wire, without the node's name, which the coordinator knows, and pipeline state."""
         return (
             self.rank, self.step, self.phase, self.first, self.collective, self.age, self.alive, self.state, self.lock,
             self.ended,
@@ -43,7 +43,7 @@ class RankSample:
 
     @classmethod
     def from_row(cls, row: SampleRow, node: str, stages: Sequence[int] = ()) -> "RankSample":
-        """`stages`: of a rank of a pipeline, its row in a report. Raises ValueError for a time that cannot be."""
+        """Return the sample in a row; raises ValueError for an impossible time. `stages`: the rank's pipeline row."""
         rank, step, phase, first, collective, age, alive, state, lock, ended = row
         if age < 0 or alive < 0 or lock < 0:
             raise ValueError(f"a sample of rank {rank} in the future")
@@ -58,40 +58,41 @@ FAST = frozenset({"data", "forward", "backward", "optimizer"})
 """Phases of a step; all others, and every phase of a first step, may be slow for good reasons."""
 
 HALTED = frozenset("TZX")
-"""States of a process that nobody may be waiting for: stopped by a signal, dead, gone."""
+"""States of a process that cannot be waiting for a peer: stopped by a signal, dead, gone."""
 
 LIVELY = 4.0
-"""What may also spin may take so many times its limit while its rank shows signs of life: a phase of a step, and a wait
-for a GPU in any phase."""
+"""Factor on limits while the rank shows activity, for states that may also spin.
+These are phases of a step, and waits for a GPU in any phase.
+"""
 
 PATIENCE = 4.0
-"""After a hang the next generation may stand still for so many times as long: an epoch may begin with a pause."""
+"""Factor on the limit after each hang in the attempt, since an epoch may begin with a pause."""
 
 _AT_ONCE = 1.0
-"""Seconds after the cell was written in which a last sign of life is not worth a word."""
+"""Seconds after a cell write within which the last activity is not worth mentioning."""
 
 LOOK_LEAST = 2.0
-"""Nobody looks closer before everybody has been still for so many seconds."""
+"""Minimum seconds without movement of any rank before a closer check."""
 
 LOOK_FACTOR = 3.0
-"""Nor before so many times the 99th percentile of the step's longest phase."""
+"""The same as a multiple of the 99th percentile of the step's longest phase."""
 
 
 def after_hangs(config: HangConfig, hangs: int) -> HangConfig:
-    """Return the configuration of a generation after so many hangs in this attempt."""
+    """Return the configuration of a generation after `hangs` hangs in this attempt."""
     return replace(config, least=min(max(config.least, config.most), config.least * PATIENCE ** min(hangs, 20)))
 
 
 @dataclass(frozen=True, slots=True)
 class Allowed:
-    """Seconds that a rank may go without writing its cell; `words` ends a sentence: "longer than" them, or "within"."""
+    """Seconds a rank may go without writing its cell; `words` completes "longer than" or "within" in a sentence."""
 
     seconds: float
     words: str
 
 
 class _Limit(NamedTuple):
-    """Seconds without a sign of life, where, and both in words."""
+    """Seconds without activity, the place, and a description of both."""
 
     seconds: float
     where: str
@@ -99,9 +100,8 @@ class _Limit(NamedTuple):
 
 
 class Limits:
-    """The limits of one run: its configuration and what its phases have taken so far.
-
-    `p99` holds the 99th percentile in seconds of each phase that has been measured. No limit is above `most`.
+    """Limits of one run, from its configuration and measured phase durations.
+    `p99` has the 99th percentile, in seconds, of each measured phase. No limit exceeds `most`.
     """
 
     def __init__(self, config: HangConfig, p99: Mapping[str, float]) -> None:
@@ -111,16 +111,15 @@ class Limits:
 
     @property
     def look_after(self) -> float:
-        """Seconds without a move of anybody after which a closer look is due."""
+        """Return the seconds without movement of any rank after which a closer check is due."""
         longest = max((self._p99.get(phase, 0.0) for phase in FAST), default=0.0)
         return max(LOOK_LEAST, self.config.least / 2, LOOK_FACTOR * longest)
 
     def of(self, one: RankSample, *, waited_for: bool = True, spins: bool = False) -> Allowed:
-        """What this rank is allowed; `waited_for`: peers stand still, so that being stopped does harm.
-
-        `spins`: it is known to wait for a GPU, which takes CPU time without doing anything.
+        """Return this rank's limit; `waited_for`: its peers do not move, so being stopped does harm.
+        `spins`: it is known to wait for a GPU, which uses CPU time without doing any work.
         """
-        began = max(0.0, one.age - one.alive)  # how long it went on after it wrote its cell
+        began = max(0.0, one.age - one.alive)  # seconds of activity after its last cell write
         most = self.config.most
         if one.state == "t":
             return Allowed(most, f"the {format_seconds(most)} for which a debugger may hold it")
@@ -142,7 +141,7 @@ class Limits:
         return Allowed(min(most, began + stopped), f"the {format_seconds(stopped)} that a halted process may take")
 
     def _of_phase(self, phase: str, first: bool) -> _Limit:
-        """The limit of a rank that shows no sign of life."""
+        """Return the limit of a rank that shows no activity."""
         known = self._silent.get((phase, first))
         if known is None:
             known = self._silent[phase, first] = self._measured(phase, first)
@@ -159,7 +158,7 @@ class Limits:
 
 
 def _extended(silent: _Limit, longest: float, began: float, alive: float) -> Allowed:
-    """The limit counted from the last sign of life, `alive` seconds ago; never more than `longest` in all."""
+    """Return the limit counted from the last activity, `alive` seconds ago; at most `longest` in total."""
     seconds = min(silent.seconds + began, longest)
     if began < _AT_ONCE:
         return Allowed(seconds, silent.words)
@@ -169,5 +168,5 @@ def _extended(silent: _Limit, longest: float, began: float, alive: float) -> All
 
 
 def format_seconds(seconds: float) -> str:
-    """A duration in words, three digits at most where they matter."""
+    """Format a duration with at most three significant digits below 10 s."""
     return f"{seconds:.2f} s" if seconds < 1 else f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"

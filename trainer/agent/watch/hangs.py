@@ -1,7 +1,6 @@
 """The verdict on a hang: the rank that stopped first. Pure.
-
-First the rank that stopped first is found, then only that rank is asked whether it has exceeded its own limit: ranks
-that wait for a peer in a legal slow phase are never blamed for waiting.
+The rank that stopped first is found first, then only that rank is checked against its own limit. Ranks that wait for a
+peer in a legal slow phase are thus never blamed for waiting.
 """
 
 from collections import deque
@@ -15,21 +14,20 @@ from trainer.agent.watch.hang_limits import HALTED, Allowed, Limits, RankSample,
 from trainer.contract.failures.outcome import Culprit
 
 LONGEST = 2.0
-"""Seconds between two reports of an agent that are no silence yet."""
+"""Seconds between two reports of an agent that do not yet count as silence."""
 
 _KEPT = 32
-"""Silences remembered of a node."""
+"""Maximum number of silences kept per node."""
 
 Gaps = Mapping[str, Sequence[tuple[float, float]]]
-"""Of each node the silences: how many seconds ago they began and ended; 0 for one that still lasts."""
+"""Silences per node, as the number of seconds ago they began and ended; 0 for a lasting one."""
 
 
 class ReportGaps:
-    """Gaps between the reports of each node: its machine stood still, or its agent, or the network, or the listener.
-
-    Only what goes beyond `longest` counts, so that a node whose reports are always late can be judged all the same.
-    Once agents are asked to report more often, that is `close` seconds: since the question in a gap that is over, whose
-    end has told how old everything was; since the last report in one that lasts, for nothing is known of it.
+    """Gaps between the reports of each node, caused by its machine, its agent, the network or the listener.
+    Only the time beyond `longest` counts, so that a node whose reports are always late can still be judged. While
+    agents are asked to report more often, `close` replaces it. For a finished gap it counts from the request, as the
+    report after it gave the age of all data; for a lasting gap, from the last report, as nothing is known since.
     """
 
     def __init__(self, longest: float = LONGEST, close: float = LONGEST) -> None:
@@ -39,11 +37,11 @@ class ReportGaps:
         self._gaps: dict[str, deque[tuple[float, float]]] = {}
 
     def ask(self, now: float | None) -> None:
-        """From now on agents report more often; None: no longer."""
+        """Note a request for more frequent reports at `now`; None: the request has expired."""
         self._asked = now
 
     def add_report(self, node: str, now: float) -> None:
-        """A report of this node has come."""
+        """Record a report of this node."""
         last = self._last_report.get(node, now)
         since = last + self._longest
         if self._asked is not None:
@@ -53,7 +51,7 @@ class ReportGaps:
         self._last_report[node] = now
 
     def at(self, now: float) -> dict[str, list[tuple[float, float]]]:
-        """The silences of all nodes that had any."""
+        """Return the silences of all nodes that had any."""
         found = {node: [(now - began, now - ended) for began, ended in gaps] for node, gaps in self._gaps.items()}
         longest = self._longest if self._asked is None else self._close
         for node, heard in self._last_report.items():
@@ -64,7 +62,7 @@ class ReportGaps:
 
 
 def seconds_still(one: RankSample, report_gaps: Gaps) -> float:
-    """Seconds for which this rank is known not to have moved, without the gaps in its node's reports."""
+    """Return the seconds this rank is known not to have moved, without the gaps in its node's reports."""
     gaps = report_gaps.get(one.node)
     if not gaps:
         return one.age
@@ -72,73 +70,72 @@ def seconds_still(one: RankSample, report_gaps: Gaps) -> float:
 
 
 LOOK_AT_HALTED = 1.0
-"""Seconds without a move of anybody after which a halted process is looked into."""
+"""Seconds without movement of any rank after which a halted process is examined."""
 
 FRESH = 5.0
-"""Flight records older than so many seconds are asked for again before anybody is killed for what they say."""
+"""Maximum age in seconds of flight records on which a kill may be based; older ones are requested again."""
 
 AHEAD = 3.0
-"""Records that will be older than that when a limit is over are asked for so many seconds before it is."""
+"""Seconds before the end of a limit to request records again that will be too old by then."""
 
 CONFIRMED = 1.0
-"""Seconds for which a process has to be seen halted: a profiler may halt a waiting one for a moment."""
+"""Seconds a process must be seen halted; a profiler may halt a waiting one for a moment."""
 
 _TOLD = 8
-"""Roots that a reason tells one by one."""
+"""Maximum number of roots that a reason lists."""
 _NO_GAPS: Gaps = {}
 _NOBODY: Mapping[int, float] = {}
 
 
 class Verdict(Enum):
     FINE = auto()
-    LOOK = auto()  # ask every rank for its flight record, then judge again
+    LOOK = auto()  # query every rank's flight record, then judge again
     HUNG = auto()
 
 
 class Stall(StrEnum):
-    """In what way a rank hangs."""
+    """Kind of a rank's hang."""
 
-    STOPPED = "stopped"  # its process is, by a signal
-    DEAD = "dead"  # its process, and nobody has noticed
+    STOPPED = "stopped"  # its process, by a signal
+    DEAD = "dead"  # its process, unnoticed
     STUCK_IN_DATA = "stuck_in_data"
     STUCK_IN_SAVE = "stuck_in_save"
     STUCK_IN_COMPUTE = "stuck_in_compute"
     LOCK_HELD = "lock_held"  # Python's
     DESYNC = "desync"  # ranks call different collectives: a bug of the program
-    NETWORK = "network"  # all have joined a collective over several nodes, and none makes progress
+    NETWORK = "network"  # all have joined a collective across nodes, and none makes progress
     UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Judgement:
-    """What is to be done, and why; the rest is filled in when the verdict is HUNG."""
+    """Action and reason; the other fields are set if the verdict is HUNG."""
 
     verdict: Verdict
     reason: str
     culprit: int | None = None
     node: str | None = None
     phase: str = ""
-    step: int = 0  # the last one that the culprit finished
+    step: int = 0  # the last step that the culprit finished
     kind: Stall = Stall.UNKNOWN
     waiting: tuple[int, ...] = ()
     limit: float = 0.0
-    culprits: tuple[Culprit, ...] = ()  # all roots, that of `culprit` first; empty where nobody is named
-    chain: str = ""  # who waits for whom, as flight records show it
+    culprits: tuple[Culprit, ...] = ()  # all roots, that of `culprit` first; empty if none is named
+    chain: str = ""  # path of waits, from the flight records
 
 
 @dataclass(frozen=True, kw_only=True)
 class Suspicion:
-    """The rank that stopped first; None when all of `rivals` wait in the same collective.
-
-    WARNING: of several rivals nothing says which still works and which wait for it, so the limits of all count.
+    """The rank that stopped first; None if all `rivals` wait in the same collective.
+    WARNING: among several rivals it is unknown which still works and which wait for it, so the limits of all count.
     """
 
     rank: RankSample | None
     kind: Stall
     why: str
-    rivals: tuple[RankSample, ...]  # `rank` is one of them
-    spins: bool = False  # they wait for a GPU, which takes CPU time
-    others: tuple[RankSample, ...] = ()  # roots besides `rank`, each by itself
+    rivals: tuple[RankSample, ...]  # includes `rank`
+    spins: bool = False  # they wait for a GPU, which uses CPU time
+    others: tuple[RankSample, ...] = ()  # independent roots besides `rank`
     chain: str = ""
 
     @property
@@ -147,9 +144,9 @@ class Suspicion:
 
 
 _ORDER = ("init", "restore", "checkpoint", "eval", "data", "compile", "forward", "backward", "optimizer", "done")
-"""How phases follow each other while the same step is the last finished one; those before `forward` wait for nobody."""
+"""Order of phases within a step; ranks in those before `forward` wait for no peer."""
 _PLACE = {phase: index for index, phase in enumerate(_ORDER)}
-# Micro-batches go forward and backward by turns: which of the two is behind, only the collectives can tell.
+# Micro-batches alternate forward and backward; only the collectives show which of the two is behind.
 _TURN = {**_PLACE, "backward": _PLACE["forward"]}
 _NOWHERE = len(_ORDER)
 
@@ -180,12 +177,11 @@ def judge(
     report_gaps: Gaps = _NO_GAPS,
     on_gpus: bool = False,
 ) -> Judgement:
-    """The verdict on one generation.
-
-    `finding` is what flight records said when they were asked for, `found` seconds ago; `lock_held` names the ranks
-    in whose interpreters nothing can run; `halted_for` has the seconds for which a rank has been seen halted, where
-    that is known; time in which nothing was heard of a rank's node does not count against it (`silences`). `on_gpus`:
-    who waits for a collective of the GPUs spins, so that its CPU time is no sign of life.
+    """Judge one generation.
+    `finding` is the analysis of flight records requested `found` seconds ago. `lock_held` has the ranks in whose
+    interpreters no thread can run. `halted_for` has the seconds a rank has been seen halted, if known. `report_gaps`
+    has silences of nodes, which do not count against their ranks. `on_gpus`: ranks that wait for a GPU collective spin,
+    so their CPU time does not count as activity.
     """
     live = [one for one in sightings if not one.ended]
     if not live:
@@ -193,8 +189,8 @@ def judge(
     mover = _newest(live, report_gaps)
     quiet = seconds_still(mover, report_gaps)
     if finding is not None and found > quiet:
-        finding = None  # somebody has moved since: it says nothing about now
-    # Most of the time somebody moves, and nothing more needs to be known.
+        finding = None  # a rank has moved since, so the finding is outdated
+    # Usually a rank moves, and no more information is needed.
     if quiet < LOOK_AT_HALTED:
         return fine(_still_moving(mover, quiet, LOOK_AT_HALTED, report_gaps))
     suspicion = first_to_stop(live, finding, lock_held, on_gpus=on_gpus, halted_for=halted_for)
@@ -211,7 +207,7 @@ def judge(
         if not suspicion.halted and over > -AHEAD and found - over > FRESH:
             return Judgement(verdict=Verdict.LOOK, reason=f"a limit is over in {format_seconds(-over)}")
         return _within(suspicion, allowed, len(live) - 1)
-    # Between two writes to its cell a rank may have gone through many collectives.
+    # A rank may complete many collectives between two writes to its cell.
     if found > FRESH and not certain:
         return Judgement(verdict=Verdict.LOOK, reason=f"the flight records are {format_seconds(found)} old")
     waited_for = len(live) > 1
@@ -227,8 +223,8 @@ def first_to_stop(
     on_gpus: bool = False,
     halted_for: Mapping[int, float] = _NOBODY,
 ) -> Suspicion:
-    """Who stopped first, by the strongest evidence there is; whether that is legal is not asked here."""
-    # What the kernel says needs no interpretation.
+    """Return the rank that stopped first, by the strongest evidence available; limits are not checked here."""
+    # The kernel's data needs no interpretation.
     halted = [one for one in live if one.state in HALTED]
     if halted:
         halted = [one for one in halted if halted_for.get(one.rank, CONFIRMED) >= CONFIRMED] or halted
@@ -240,7 +236,7 @@ def first_to_stop(
     if traced:
         first = _first(traced, lock_held)
         return Suspicion(rank=first, kind=Stall.UNKNOWN, why="a debugger holds it", rivals=(first,))
-    # What the ranks themselves have recorded.
+    # The ranks' own records.
     recorded = None if finding is None else _recorded(live, finding, lock_held, on_gpus)
     return recorded if recorded is not None else _least_advanced(live, lock_held)
 
@@ -248,7 +244,7 @@ def first_to_stop(
 def _recorded(
     live: Sequence[RankSample], finding: Finding, lock_held: AbstractSet[int], on_gpus: bool
 ) -> Suspicion | None:
-    """What flight records show; None when they name nobody who is still there."""
+    """Return what flight records show; None if they name no live rank."""
     if finding.kind == "none":
         return None
     wanted = set(finding.ranks)
@@ -262,12 +258,12 @@ def _recorded(
     if not named:
         return None
     first = _first(named, lock_held)
-    # Where the records tell each root by itself, none of them waits for another.
+    # If the records show each root separately, none of them waits for another.
     roots = {one.rank: one for one in finding.culprits}
     others = tuple(one for one in named if one is not first and one.rank in roots)
     if finding.kind in ("desync_shape", "desync_order"):
         return Suspicion(rank=first, kind=Stall.DESYNC, why=finding.reason, rivals=(first,), others=others)
-    # The host has gone ahead of its GPU: where it stands says nothing about what hangs.
+    # The host has run ahead of its GPU, so its position does not show what hangs.
     on_gpu = roots[first.rank].on_gpu if first.rank in roots else finding.queued
     return Suspicion(
         rank=first,
@@ -281,8 +277,8 @@ def _recorded(
 
 
 def _least_advanced(live: Sequence[RankSample], lock_held: AbstractSet[int]) -> Suspicion:
-    """Without records: the rank that is furthest behind is the one that the others wait for."""
-    # Who waits for a message does so at any place: stages are never equally far.
+    """Without records: suspect the rank that is furthest behind, for which the others wait."""
+    # Ranks may wait for messages at any position, since stages never advance equally.
     working = [one for one in live if not one.waits_for_message] or live
     step = min(one.step for one in working)
     behind = [one for one in working if one.step == step]
@@ -290,7 +286,7 @@ def _least_advanced(live: Sequence[RankSample], lock_held: AbstractSet[int]) -> 
     rivals, kind, why = _beside(first, behind), _kind(first, lock_held), "it is furthest behind"
     if len(rivals) > 1 and len(live) > 1:
         why = f"of {len(rivals)} ranks at the same place it has been there longest"
-        # Loading and saving, each does alone; in a collective, the longest wait proves little.
+        # Ranks load and save independently. In a collective, the longest wait proves little.
         if kind is Stall.STUCK_IN_COMPUTE:
             kind = Stall.UNKNOWN
     return Suspicion(rank=first, kind=kind, why=_with_lock(first, lock_held, why), rivals=rivals)
@@ -305,13 +301,13 @@ def _with_lock(one: RankSample, lock_held: AbstractSet[int], why: str) -> str:
 
 
 def _beside(first: RankSample, ranks: Sequence[RankSample]) -> tuple[RankSample, ...]:
-    """Those that have come as far as `first`, itself included."""
+    """Return the ranks that have come as far as `first`, itself included."""
     place = _place(first)
     return tuple(one for one in ranks if one.step == first.step and _place(one) == place)
 
 
 def _place(one: RankSample) -> tuple[int, int, int, int]:
-    """Where a rank stands in the order of the program; the lowest is furthest behind."""
+    """Return the position of a rank in the program's order; the lowest is furthest behind."""
     return (one.step, _TURN.get(one.phase, _NOWHERE), one.collective, _PLACE.get(one.phase, _NOWHERE))
 
 
@@ -333,7 +329,7 @@ def _still_moving(mover: RankSample, quiet: float, due: float, report_gaps: Gaps
 
 
 def _overdue(suspicion: Suspicion, limits: Limits, report_gaps: Gaps, *, waited_for: bool) -> tuple[float, Allowed]:
-    """Seconds above the limit, negative below it, and the limit; of several ranks the one with most time left."""
+    """Return the seconds above the limit (negative below) and the limit, for the rank with most time left."""
     over, allowed = float("inf"), Allowed(0.0, "")
     for one in suspicion.rivals:
         its = limits.of(one, waited_for=waited_for, spins=suspicion.spins)
@@ -343,7 +339,7 @@ def _overdue(suspicion: Suspicion, limits: Limits, report_gaps: Gaps, *, waited_
 
 
 def _overdue_alone(one: RankSample, suspicion: Suspicion, limits: Limits, report_gaps: Gaps, waited_for: bool) -> float:
-    """Seconds for which one root among several is above its own limit."""
+    """Return the seconds for which one of several roots exceeds its own limit."""
     return seconds_still(one, report_gaps) - limits.of(one, waited_for=waited_for, spins=suspicion.spins).seconds
 
 
@@ -399,7 +395,9 @@ def _who_stopped(roots: Sequence[RankSample], why: str, limit: str, waiting: int
 
 
 def _hung_together(suspicion: Suspicion, allowed: Allowed, limit: str, waiting: tuple[int, ...]) -> Judgement:
-    """All have joined and no rank makes progress: no rank is to blame, and a node only when it is the only one."""
+    """Return the judgement when all have joined without progress.
+    Blames no rank, and a node only if it is the only one.
+    """
     joined = suspicion.rivals
     nodes = sorted({one.node for one in joined})
     oldest = max(joined, key=lambda one: one.age)
@@ -427,7 +425,7 @@ def _waiting(peers: int, whom: str = "it") -> str:
 
 
 def _where(one: RankSample) -> str:
-    """Its phase, with the last step that it finished, and for how long."""
+    """Describe its phase, the last step it finished, and the duration."""
     after = "before the end of its first step" if one.first else f"after step {one.step}"
     doing = "" if one.moment is None else f" ({one.moment})"
     return f"{one.phase}{doing} {after} for {format_seconds(one.age)}"

@@ -1,4 +1,4 @@
-"""PURE: which end of which rank is the cause of a failed generation, and what kind of failure it was."""
+"""PURE: the rank exit that caused a generation's failure, and the kind of failure."""
 
 import re
 import signal
@@ -23,13 +23,13 @@ _NOT_STARTED = (126, 127)
 _CHECKPOINTS = frozenset(
     one.__name__ for one in (SaveFailed, NothingVerifies, NothingIntact, UnreadableNow, TierUnavailable)
 )
-"""Exceptions that say: the run's checkpoints cannot be written, or none of them can be trusted."""
+"""Exceptions raised if the run's checkpoints cannot be written, or none can be trusted."""
 _OF_CODE = frozenset(
     {"AssertionError", "AttributeError", "IndexError", "KeyError", "NameError", "TypeError", "ValueError"}
 )
-"""What code raises about itself, whatever its text speaks of: no disk raises it."""
+"""Exceptions that code raises about itself, whatever their messages mention; no disk raises them."""
 _BAD_STEPS = ("BadStep", LOSS_SPIKE)
-"""The exceptions of all ranks alike when they have read a loss that is none to go on from."""
+"""Raised by every rank when the reduced loss is unusable."""
 _RESERVED = (ExitCode.STORAGE, ExitCode.RETRY, ExitCode.NODE_SUSPECT, ExitCode.NEVER_RETRY)
 _LESS_OF_A_GPU = (
     "use less of the GPU (train.micro_batch_size, train.activation_checkpointing=true), or share the model among more "
@@ -38,15 +38,14 @@ _LESS_OF_A_GPU = (
 _OF_A_COMMAND = "give the job more (cluster.mem), or let the program use less, as with smaller batches"
 LIMITS = "`ulimit -u`, and pids.max of the job's cgroup, bound the threads and processes of a user there"
 VARYING = re.compile(r"0x[0-9a-f]+|\d+", re.IGNORECASE)
-"""What differs between two messages of the same error."""
+"""Parts that vary between two messages of the same error."""
 GOOD = (ExitCode.FINISHED, ExitCode.STOPPED_AFTER_SAVE)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankEnd:
-    """How one rank ended; `exception`, `message` and `secondary` are what it said itself, if it still could.
-
-    `word`: it reported how it ends, or is a command, which cannot.
+    """Exit of one rank; `exception`, `message` and `secondary` are its own report, if it could make one.
+    `reported`: it reported its end, or is a command, which cannot.
     """
 
     rank: int
@@ -54,20 +53,20 @@ class RankEnd:
     at: float  # seconds, on the coordinator's clock
     exit_code: int | None = None
     signal: int | None = None
-    step: int | None = 0  # None: not known, of a command
+    step: int | None = 0  # None: unknown, for a command
     exception: str | None = None
     message: str | None = None
     secondary: bool = False
     reported: bool = True
     position: int | None = None  # in the data, of the batch of a bad step
-    lines: tuple[str, ...] = ()  # the last ones that a command wrote
+    lines: tuple[str, ...] = ()  # last output lines of a command
     written: int = 0  # bytes that a command wrote to its log in this generation
-    out_of_memory: str = ""  # how the kernel killed it for lack of memory, in words
-    place: str = ""  # in the mesh, in words
+    out_of_memory: str = ""  # description of the kernel's out-of-memory kill
+    place: str = ""  # description of its position in the mesh
 
     @classmethod
     def of(cls, report: RankExit, node: str, at: float, place: str = "") -> "RankEnd":
-        """What an agent has reported."""
+        """Return the exit that an agent has reported."""
         return cls(
             rank=report.rank, node=node, at=at, exit_code=report.exit_code, signal=report.signal, step=report.step,
             exception=report.exception, message=report.message, secondary=report.secondary, reported=report.reported,
@@ -77,44 +76,42 @@ class RankEnd:
 
     @property
     def good(self) -> bool:
-        # Training code can exit 0 in many ways; only a rank that reports it has trained all its steps.
+        # Training code can exit 0 in many ways; only a rank that reports completion has trained all its steps.
         return self.exit_code in GOOD and self.reported
 
 
 @dataclass(frozen=True, kw_only=True)
 class CommandFailure:
-    """How one generation of a command ended by itself, and what it had done until then."""
+    """A failure of a command in one generation, and its progress until then."""
 
-    mark: str  # what it has in common with another of the same cause
+    mark: str  # equal for failures of the same cause
     seconds: float  # since it was started
     written: int  # bytes in the log of the rank that failed first
     exception: str | None = None
     crashed: bool = False  # by a signal
-    saved: bool = False  # a checkpoint of its own since it was started, as far as is known
-    trained: bool = False  # as far as anybody can tell: it saved, or ran for longer than a start takes
-    loading: bool = False  # it failed while it loaded something
-    began_from: str = ""  # identity of the newest checkpoint when it was started; empty: none, or not known
+    saved: bool = False  # saved a checkpoint since it was started, as far as known
+    trained: bool = False  # as far as known: it saved, or ran longer than a start takes
+    loading: bool = False  # it failed while loading a file
+    began_from: str = ""  # identity of the newest checkpoint when it was started; empty: none, or unknown
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cause:
-    """The root failure; `retry` says whether the same nodes may try again, `mark` names it for comparison."""
+    """The root failure; `retry`: the same nodes may try again; `mark`: identifies it for comparison."""
 
     failure: Failure
     retry: bool
     mark: str
-    position: int | None = None  # of the batch that is to be skipped
-    own: CommandFailure | None = None  # of a command: how it ended by itself
-    set_aside: str = ""  # of a command: why its newest checkpoint is not to be loaded again
-    tries: int = 0  # of a command: failures soon after a start from a checkpoint that gets another try
-    outside: bool = False  # the network or a server failed, which may take a while to come back
+    position: int | None = None  # of the batch to skip
+    own: CommandFailure | None = None  # of a command: its own failure
+    set_aside: str = ""  # of a command: why its newest checkpoint must not be loaded again
+    tries: int = 0  # of a command: failures soon after a start from a checkpoint that is retried
+    outside: bool = False  # the network or a server failed, which may take a while to recover
 
 
 def find_cause(ends: Sequence[RankEnd], *, trained: bool, last_mark: str = "") -> Cause:
-    """The cause among `ends`, of which at least one is bad.
-
-    `trained`: the run has trained at least one step, as far as is known; `last_mark`: the `mark` of the failure
-    before this one.
+    """Return the cause among `ends`, at least one of which is bad.
+    `trained`: the run has trained at least one step, as far as known; `last_mark`: the `mark` of the previous failure.
     """
     root = root_of(ends)
     kind, retry, what = _classify(root)
@@ -124,18 +121,18 @@ def find_cause(ends: Sequence[RankEnd], *, trained: bool, last_mark: str = "") -
     mark = f"{words or root.signal or root.exit_code}@{root.step}"
     # A run that has trained has shown that its code works.
     outside = kind is FailureKind.EXCEPTION and trained and root.exception not in _OF_CODE and is_outside(said)
-    outside = outside or (kind is FailureKind.UNKNOWN and _meets_limit(root, said))  # it may be over in a while, too
+    outside = outside or (kind is FailureKind.UNKNOWN and _meets_limit(root, said))  # this may be temporary, too
     kind = FailureKind.UNKNOWN if outside else kind
     own_exception = kind in (FailureKind.EXCEPTION, FailureKind.OUT_OF_MEMORY)
-    # Nothing worked yet, so nothing suggests that it would work the next time.
+    # Nothing has worked yet, so a retry is not expected to help.
     if own_exception and not trained:
         retry, what = False, f"{what}, before the first step"
-    # A deterministic bug comes back at the same place.
+    # A deterministic bug recurs at the same place.
     elif own_exception and mark == last_mark:
         retry, what = False, f"{what}, for the second time at step {root.step}"
-    # Without a retry it is shown to come back.
+    # Without a retry the error counts as recurring.
     kind = FailureKind.USER_ERROR if kind is FailureKind.EXCEPTION and not retry else kind
-    # All ranks read the same sums: the first one to report is not to blame.
+    # All ranks read the same sums, so the first one to report is not to blame.
     nobody = kind is FailureKind.NUMERIC
     failure = Failure(
         kind=kind,
@@ -151,35 +148,35 @@ def find_cause(ends: Sequence[RankEnd], *, trained: bool, last_mark: str = "") -
 
 
 def is_outside(said: str) -> bool:
-    """Whether an error says that the network, a server or a process beside the program failed."""
+    """Return whether an error shows that the network, a server or a process beside the program failed."""
     return error_says(said, Meaning.OUTSIDE)
 
 
 def _meets_limit(end: RankEnd, said: str) -> bool:
-    """Whether the node started no thread or process: that says nothing of the code, before the first step either."""
+    """Return whether the node could not start a thread or process, which proves nothing about the code at any step."""
     return error_says(said, Meaning.NO_PROCESSES) and end.exception not in _OF_CODE and not end.secondary
 
 
 def root_of(ends: Sequence[RankEnd]) -> RankEnd:
-    """The bad end that the others follow from: the one least in doubt, then the earliest."""
+    """Return the bad exit that caused the others: the most certain one, then the earliest."""
     return min((end for end in ends if not end.good), key=lambda end: (secondary_order(end), end.at))
 
 
 def secondary_order(end: RankEnd) -> int:
-    """0: this end explains itself; 1: it may follow from another; 2: it says so."""
+    """Return 0 if this exit explains itself, 1 if it may follow from another, 2 if it reports that it does."""
     if end.secondary:
         return 2
     if end.signal is not None:
         # Communication libraries abort the process when a peer is gone.
         return 1 if end.signal == signal.SIGABRT and not _mismatch(end) else 0
-    # It may have been sent what belongs to another collective, by the one that gloo aborts.
+    # It may have received data of another collective from the rank that gloo aborts.
     if end.exception is not None and _mismatch(end):
         return 1
     return 0 if end.exception is not None or end.exit_code in _RESERVED else 1
 
 
 def _classify(end: RankEnd) -> tuple[FailureKind, bool, str]:
-    """Kind, whether to try again, and the words after "rank N on NODE"."""
+    """Return the kind, whether to retry, and the description that follows "rank N on NODE"."""
     said = f"{end.exception}: {end.message}" if end.exception else ""
     if _mismatch(end):
         return FailureKind.DESYNC, False, f"met another collective than its own: {_short(end.message or '')}"
@@ -228,38 +225,38 @@ def _classify(end: RankEnd) -> tuple[FailureKind, bool, str]:
         return FailureKind.EXCEPTION, True, f"raised {_short(said)}"
     if end.exit_code in GOOD:
         return FailureKind.EXCEPTION, True, f"exited {end.exit_code} without reporting completion"
-    # What did not start at all, or a shell did not find, is in its last line.
+    # The last line shows a program that did not start, or that a shell did not find.
     why = f": {_short(end.lines[-1])}" if end.exit_code in _NOT_STARTED and end.lines else ""
     return FailureKind.EXCEPTION, True, f"ended with exit code {end.exit_code}{why}"
 
 
 def variable_named(said: str) -> str:
-    """The variable that an error of torch, gloo or NCCL is about; gloo and NCCL do not name theirs."""
+    """Return the variable that an error of torch, gloo or NCCL concerns; gloo and NCCL do not name theirs."""
     named = re.search(r"\b(TORCH|NCCL|GLOO)_[A-Z_]+\b", said)
     return named[0] if named else "GLOO_SOCKET_IFNAME" if "Unable to find" in said else "NCCL_SOCKET_IFNAME"
 
 
 def _memory_hint(end: RankEnd) -> str:
-    """What to change; the steps, and the settings, of a command are not known."""
+    """Return what to change; a command's steps and settings are unknown."""
     if end.step is None:
         return _OF_A_COMMAND
     return _LESS_OF_A_GPU if error_says(f"{end.exception}: {end.message}", Meaning.GPU_MEMORY) else MORE_MEMORY
 
 
 def _mismatch(end: RankEnd) -> bool:
-    """Whether it says that ranks called different collectives, which no restart fixes."""
+    """Return whether it reports that ranks called different collectives, which no restart fixes."""
     return not end.secondary and error_says(end.message or "", Meaning.MISMATCH)
 
 
 def exit_words(exit_code: int | None, number: int | None, memory_kill: str = "") -> str:
-    """How a process ended, for people."""
+    """Describe the end of a process."""
     if memory_kill:
         return f"out of memory: {memory_kill}"
     return f"killed by {signal_name(number)}" if number is not None else f"exit code {exit_code}"
 
 
 def signal_name(number: int) -> str:
-    """SIGKILL for 9; real-time signals by number."""
+    """Return the name, such as SIGKILL for 9; real-time signals get their number."""
     try:
         return signal.Signals(number).name
     except ValueError:

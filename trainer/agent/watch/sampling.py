@@ -22,20 +22,20 @@ from trainer.contract.ranks.duration_histogram import quantile, sum_counts
 
 
 class JobSnapshot:
-    """One generation: the newest sample of every rank, with its age."""
+    """The newest sample of every rank in one generation, with its age."""
 
     def __init__(self, started: float, world: int) -> None:
         self._world = world
         self._seen: dict[int, tuple[float, RankSample]] = {}
-        self._order: list[int] = []  # the ranks that were seen, sorted
+        self._order: list[int] = []  # sorted ranks with a sample
         self.moved = started
-        """When any rank moved last, on the coordinator's clock."""
+        """Time of the last movement of any rank, on the coordinator's clock."""
         self.halted: set[int] = set()
-        """Ranks whose process nobody may be waiting for, by their newest samples."""
+        """Ranks whose newest samples show a halted process."""
         self._p99: dict[str, dict[str, float]] = {}  # phase -> node -> seconds
 
     def add_report(self, report: ProgressReport, node: str, now: float) -> None:
-        """Take in one agent's report; raises ValueError when it tells what cannot be."""
+        """Add one agent's report; raises ValueError for impossible values."""
         stages = {row[0]: row for row in report.stages if row}
         for row in report.samples:
             sample = RankSample.from_row(row, node, stages.get(row[0], ()))
@@ -54,12 +54,12 @@ class JobSnapshot:
             self._p99.setdefault(phase, {})[node] = seconds
 
     def at(self, now: float) -> list[RankSample]:
-        """Every rank that has been seen, by number."""
+        """Return the sample of every rank seen, by rank."""
         seen = map(self._seen.__getitem__, self._order)
         return [_aged(sample, max(0.0, now - heard)) for heard, sample in seen]
 
     def worst(self, now: float, most: int, ratios: Mapping[int, float]) -> list[RankSample]:
-        """As many ranks: those of the largest `ratios`, then those that have stood still longest."""
+        """Return at most `most` ranks: those with the largest `ratios`, then those without movement for longest."""
         if len(self._seen) <= most:
             return self.at(now)
 
@@ -71,7 +71,7 @@ class JobSnapshot:
         return [_aged(sample, max(0.0, now - heard)) for heard, sample in found]
 
     def p99(self) -> dict[str, float]:
-        """Seconds of each phase's 99th percentile, on the slowest node."""
+        """Return each phase's 99th percentile on the slowest node, in seconds."""
         return {phase: max(by_node.values()) for phase, by_node in self._p99.items()}
 
     def __len__(self) -> int:
@@ -79,7 +79,7 @@ class JobSnapshot:
 
 
 def _aged(sample: RankSample, seconds: float) -> RankSample:
-    """The sample of a rank so many seconds later."""
+    """Return the sample aged by `seconds`."""
     return RankSample(
         rank=sample.rank, node=sample.node, step=sample.step, phase=sample.phase, first=sample.first,
         collective=sample.collective, age=sample.age + seconds, alive=sample.alive + seconds,
@@ -89,68 +89,67 @@ def _aged(sample: RankSample, seconds: float) -> RankSample:
 
 
 STILL = 1.0
-"""Seconds without a write to its cell after which a rank is looked at more closely."""
+"""Seconds without a write to its cell after which a rank is examined more closely."""
 _LOOK_EVERY = 0.5
 _BUSY = 0.05
-"""Share of a core above which CPU time is a sign of life: what waits, wakes up now and then too."""
+"""Share of a core above which CPU time counts as activity; waiting processes wake up now and then too."""
 _BYTES = 4096
-"""Bytes read or written between two looks that are a sign of life: a log line is none."""
+"""Minimum I/O in bytes between samples that counts as activity; larger than one log line."""
 _STARVED = 0.5
-"""Share of the time for which a process waits for a core that is a sign of life: a busy machine holds it up."""
+"""Minimum share of time waiting for a core that counts as activity: a busy machine delays the process."""
 _ANSWERS = "pt_workerserver"
-"""Threads of a rank with which torch answers questions for flight records."""
+"""Name of a rank's threads in which torch answers flight record queries."""
 _NOTHING = ProcessActivity("", 0.0, 0)
 
 
 def children_count(state: str) -> bool:
-    """Whether work of a rank's children is a sign of its life: not when it cannot take what they have done."""
+    """Return whether work of a rank's children counts as its activity; a halted rank cannot use their results."""
     return state not in HALTED
 
 
 def writer_counts(phase: str, state: str) -> bool:
-    """Whether work of its writer is one: a rank waits for it in no phase of a step, and its old save excuses none."""
+    """Return whether its writer's work counts. Within a step no rank waits for it, so an old save does not count."""
     return state not in HALTED and phase not in FAST
 
 
 class AnswerTimes:
-    """CPU time that ranks have spent on the agent's own questions: it is no sign of life."""
+    """CPU time that ranks spend on the agent's own queries, which does not count as activity."""
 
     def __init__(self) -> None:
         self._threads: dict[int, tuple[int, ...]] = {}
 
     def __call__(self, pid: int) -> float:
-        """Seconds since the rank began."""
+        """Return the seconds since the rank began."""
         if not self._threads.get(pid):
             self._threads[pid] = threads_named(pid, _ANSWERS)
         return threads_cpu_seconds(pid, self._threads[pid])
 
 
 def no_writer(rank: int) -> int | None:
-    """Where ranks save in ways of their own."""
+    """Return None, for ranks that save in their own way."""
     return None
 
 
 @dataclass(kw_only=True)
 class _RankHistory:
-    """What is remembered of one rank between two looks."""
+    """Data kept about one rank between two checks."""
 
     started: float
-    told: tuple[int, str, bool] = (-1, "", False)  # newest write, state and end that were reported
-    looked: float | None = None  # since it stands still
+    told: tuple[int, str, bool] = (-1, "", False)  # newest write, state and exit reported
+    looked: float | None = None  # while it does not move
     lived: float = 0.0
     state: str | None = None
-    signs: dict[int, ProcessActivity] = field(default_factory=dict)  # of all its processes, by pid
-    stacks_at: int = 0  # when it wrote its stacks last
-    stack_bytes: int = 0  # in all
+    signs: dict[int, ProcessActivity] = field(default_factory=dict)  # of all its processes, by PID
+    stacks_at: int = 0  # time of its last stack dump
+    stack_bytes: int = 0  # in total
 
     def moves(self) -> None:
         self.looked, self.state, self.signs = None, None, {}
 
 
 class Sampler:
-    """The ranks of one generation on one node; `name` is the node's.
-
-    `writer` says which process writes a rank's checkpoints; `signs`, `answers` and `groups` ask /proc.
+    """Samples of one generation's ranks on one node; `name` is the node's.
+    `writer` returns the process that writes a rank's checkpoints; `signs`, `answers` and `groups` read /proc.
     """
 
     def __init__(
@@ -168,7 +167,7 @@ class Sampler:
         self._worked: dict[int, int] = {}
 
     def samples(self) -> list[RankSample]:
-        """Every rank, now."""
+        """Return the current sample of every rank."""
         everybody = self._ranks.by_rank.values()
         for local in everybody:
             local.read_progress()
@@ -177,11 +176,11 @@ class Sampler:
         return [self._sample(local, now) for local in everybody]
 
     def sees_halted(self) -> bool:
-        """Whether the kernel says of a rank that it cannot go on, which no limit has to be waited for."""
+        """Return whether a rank is halted according to the kernel, so that no limit needs to expire."""
         return any(sample.state in HALTED and not sample.ended for sample in self.samples())
 
     def report(self, summary: ProgressReport) -> ProgressReport:
-        """The summary, with what has changed since the last report."""
+        """Return the summary with the changes since the last report."""
         seen = [(sample, self._watched[sample.rank]) for sample in self.samples()]
         changed = [sample for sample, watched in seen if self._has_changed(sample, watched)]
         return replace(
@@ -195,7 +194,7 @@ class Sampler:
     def _has_changed(self, sample: RankSample, watched: _RankHistory) -> bool:
         local = self._ranks.by_rank[sample.rank]
         now = (local.last.moved_at, sample.state, sample.ended)
-        # Of a rank that stands still every look counts: its signs of life excuse it.
+        # For a rank that does not move every check is news: its activity may excuse it.
         news = now != watched.told or (sample.age > STILL and not sample.ended)
         watched.told = now
         return news
@@ -230,7 +229,7 @@ class Sampler:
         )
 
     def _look_closer(self, still: list[LocalRank], now: float) -> None:
-        """At all that stand still together: to find their children takes a pass over every process of the node."""
+        """Examine all still ranks at once, since finding their children takes a pass over the node's processes."""
         if not still or now - self._looked < _LOOK_EVERY:
             return
         self._looked = now
@@ -242,7 +241,7 @@ class Sampler:
     def _look_at(self, local: LocalRank, pid: int, group: list[int], now: float) -> None:
         watched, writer = self._watched[local.rank], self._writer(local.rank)
         before, since = watched.signs, watched.looked
-        # Those that do not count now are looked at too: when they do later, they are not new.
+        # Processes that do not count now are read too, so that they are not new when they count later.
         asked = {one: self._signs(one) for one in {pid, writer, *group} if one is not None}
         watched.signs = {one: signs for one, signs in asked.items() if signs is not None}
         if pid in watched.signs:
@@ -259,7 +258,7 @@ class Sampler:
             watched.lived = now
 
     def _without_answers(self, local: LocalRank, pid: int, signs: ProcessActivity) -> ProcessActivity:
-        """Its signs of life without what it did because its agent asked: for its flight record, for its stacks."""
+        """Return its activity without that caused by its agent's queries for flight records and stacks."""
         watched, stacks = self._watched[local.rank], os.fstat(local.stacks)
         if stacks.st_mtime_ns != watched.stacks_at:
             watched.stacks_at, watched.stack_bytes = stacks.st_mtime_ns, watched.stack_bytes + stacks.st_size
@@ -267,7 +266,7 @@ class Sampler:
         return replace(signs, cpu_seconds=cpu, io_bytes=moved)
 
     def _changed_p99(self) -> dict[str, float]:
-        """The 99th percentile of every phase over this node's ranks, where it has changed."""
+        """Return the 99th percentile of every phase over this node's ranks, if it has changed."""
         rows: dict[str, list[tuple[int, ...]]] = {}
         for local in self._ranks.by_rank.values():
             for phase, counts in local.cell.times().items():
@@ -278,7 +277,7 @@ class Sampler:
         return changed
 
     def _work(self) -> tuple[tuple[int, ...], ...]:
-        """Own work of the ranks that have come to the end of a window of steps since they were told of."""
+        """Return the own work of ranks that have completed a window of steps since their last report."""
         rows = []
         for rank, local in self._ranks.by_rank.items():
             work = local.cell.work()
@@ -295,7 +294,7 @@ def _stage_row(sample: RankSample) -> tuple[int, ...]:
 
 
 def _have_worked(before: Mapping[int, ProcessActivity], signs: Mapping[int, ProcessActivity], seconds: float) -> bool:
-    """Whether processes did something together; one that ends takes nothing away, one that is new began at nothing."""
+    """Return whether processes did work together. One that ends subtracts nothing, and a new one starts at zero."""
     grown = [(before.get(pid, _NOTHING), one) for pid, one in signs.items()]
     cpu = sum(max(0.0, one.cpu_seconds - was.cpu_seconds) for was, one in grown)
     moved = sum(max(0, one.io_bytes - was.io_bytes) for was, one in grown)

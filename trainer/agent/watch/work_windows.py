@@ -1,4 +1,4 @@
-"""How fast every rank does its own work, window by window: rows of cumulative work in, verdicts on stragglers out."""
+"""Speed of every rank's own work, by window: takes rows of cumulative work, returns verdicts on stragglers."""
 
 from array import array
 from collections import deque
@@ -13,20 +13,20 @@ from trainer.contract.config_sections.fault_detection_config import StragglerCon
 from trainer.contract.ranks.progress import SECTIONS
 
 _TOTAL, _STEPS = len(SECTIONS), len(SECTIONS) + 1
-_MEMORY = 60  # windows of which noise is the median
-_FEW = 3  # in groups up to this size a straggler makes the noise, so its newest windows do not count
-_FADING = 0.98  # of what is remembered about hiccups, after every window
-_OWN = 20  # windows of a rank that its own earlier pace is the median of
-_RECENT = 3 * LONG.span  # windows that are too new for that: the rank may have become slow in them
+_MEMORY = 60  # windows for the median noise
+_FEW = 3  # in groups up to this size a straggler causes the noise, so its newest windows do not count
+_FADING = 0.98  # decay of the hiccup statistics per window
+_OWN = 20  # windows for the median of a rank's own earlier pace
+_RECENT = 3 * LONG.span  # windows too new for that: the rank may have become slow in them
 _FEWEST_OWN = 5
 _MIN_OWN_SECONDS = 2.0
-"""Seconds of its usual work for which a rank without peers must have been slow: other programs pass."""
+"""Seconds of usual work for which a rank without peers must have been slow; load from other programs passes."""
 _SOME = 500
 
 
 @dataclass(kw_only=True)
 class _Case:
-    """A rank that was named."""
+    """A named straggler."""
 
     level: Level
     ratio: float
@@ -40,7 +40,7 @@ class _Case:
 
 @dataclass(kw_only=True)
 class _Streak:
-    """Windows in a row in which a rank was raised."""
+    """Consecutive windows in which a rank was raised."""
 
     begin: int  # step
     ratios: list[float] = field(default_factory=list)
@@ -48,21 +48,20 @@ class _Streak:
 
 @dataclass(kw_only=True)
 class _Found:
-    """What one window of a group has shown: the places of ranks within the group."""
+    """Result of one window of a group, as positions of ranks within the group."""
 
     named: list[int] = field(default_factory=list)
     over: list[tuple[int, _Case]] = field(default_factory=list)
 
 
 class _Group:
-    """Ranks that do the same work. A window ends when all of them have reported its last step, or one beyond it.
-
-    What a rank has done is taken from reports as they are, and never cut between two of them: so no hiccup falls into
-    two windows, however far apart reports are.
+    """Ranks that do the same work. A window ends when all of them have reported its last step, or a later one.
+    A rank's work is taken from whole reports, never split between two of them. A hiccup thus falls into one window,
+    however far apart the reports are.
     """
 
     def __init__(self, ranks: Sequence[int], config: StragglerConfig, *, alike: bool = True) -> None:
-        """`alike` is False for ranks that do work of their own each: each is then measured in its own past."""
+        """`alike` is False for ranks with different work; each is then compared with its own past."""
         size = len(ranks)
         self.ranks, self.alike, self._config = ranks, alike, config
         self._steps = array("q", [-1]) * size
@@ -79,7 +78,7 @@ class _Group:
         self.cases: dict[int, _Case] = {}
 
     def add_report(self, place: int, steps: int, sections: Sequence[float]) -> _Found | None:
-        """A rank's work so far; what the window has shown that this report has completed."""
+        """Add a rank's work so far; returns the result of the window that this report completes, or None."""
         before = self._steps[place]
         if steps <= before:
             return None
@@ -92,14 +91,14 @@ class _Group:
         return None if self._waiting else self._close()
 
     def _close(self) -> _Found:
-        # Before the first report of each rank nothing is known, and what it has done until then (first steps compile
-        # and allocate) is no measure of the rest: windows begin after that.
+        # Nothing is known before each rank's first report, and its work until then (first steps compile and allocate)
+        # is not representative, so windows begin after it.
         found = self._judge() if self._closed >= 2 else _Found()
         self._start, self._mark = self._mark, self._start
         if self._closed < 2 or (self._closed - 1) % LONG.span == 0:
             self._block = [array("d", column) for column in self._start]
         self._closed += 1
-        # Beyond all that is reported, so that windows share no report when reports are rarer than windows.
+        # Beyond all reports, so that windows share no report if reports are rarer than windows.
         self.begin, self.end = self.end, (max(self.end, self._furthest) // WINDOW + 1) * WINDOW
         self._waiting = len(self.ranks)
         return found
@@ -131,16 +130,16 @@ class _Group:
         return found
 
     def _evened(self, values: Sequence[float]) -> list[float]:
-        """Of two, a lasting difference is no noise: each is held against what it has been."""
+        """Return values relative to each rank's own past, since a lasting difference between two ranks is not noise."""
         return sorted(value / self._earlier(place) for place, value in enumerate(values))
 
     def _earlier(self, place: int) -> float:
-        """The pace of a rank before it can have become slow; 0 when it is not known yet."""
+        """Return the pace of a rank before it can have become slow; 0 if unknown."""
         earlier = list(self._past[place])[:-_RECENT]
         return median(earlier) if len(earlier) >= _FEWEST_OWN else 0.0
 
     def _scale(self, place: int) -> float:
-        """Nanoseconds that 1 stands for in what is compared."""
+        """Return the nanoseconds per unit of the compared values."""
         return 1.0 if self.alike else self._earlier(place)
 
     def _noise(self) -> float:
@@ -150,7 +149,7 @@ class _Group:
         return median(noises)
 
     def _raised(self, noise: float) -> dict[int, float]:
-        """Those whose newest window is raised, with its ratio."""
+        """Return the ratios of ranks whose newest window is raised, by position."""
         values, normal = self._recent[-1]
         bar = stragglers.raised(SHORT, noise, self._config)
         over = [place for place, value in enumerate(values) if value > bar * normal]
@@ -158,7 +157,7 @@ class _Group:
         return {place: ratio for place, ratio in ratios.items() if ratio > bar}
 
     def _raised_for_long(self, noise: float) -> dict[int, float]:
-        """Those whose long window is raised without its hiccups; only those with a raised mean are looked at."""
+        """Return ranks whose long window is raised without its hiccups. Only ranks with a raised mean are checked."""
         block = [value / self._scale(place) for place, value in enumerate(self._each_step(self._block, _TOTAL))]
         bar = stragglers.raised(LONG, noise, self._config)
         least = bar * stragglers.reference(sorted(block))
@@ -166,7 +165,9 @@ class _Group:
         return {place: ratio for place, ratio in ratios.items() if ratio > bar}
 
     def _ratio(self, place: int, span: int, noise: float) -> float:
-        """How much slower than its peers; of two, or with work of its own, no more than it is slower than it was."""
+        """Return the slowdown relative to the peers.
+        Of two, or with different work, it is at most the slowdown relative to its own past.
+        """
         windows = list(self._recent)[-span:]
         against = stragglers.steady([values[place] / normal for values, normal in windows], noise)
         if not self._past:
@@ -175,12 +176,12 @@ class _Group:
         return min(against, stragglers.steady([values[place] / usual for values, _ in windows], noise))
 
     def _each_step(self, since: "list[array[float]]", column: int) -> list[float]:
-        """Nanoseconds per step of every rank since then."""
+        """Return the nanoseconds per step of every rank since then."""
         spent = map(sub, self._mark[column], since[column])
         return list(map(truediv, spent, map(sub, self._mark[_STEPS], since[_STEPS])))
 
     def _remember(self, values: Sequence[float]) -> None:
-        """Of ranks that are measured in their own past: their pace, while they are not known to be slow."""
+        """Store the pace of ranks that are compared with their own past and not known to be slow."""
         for place, past in enumerate(self._past):
             if place not in self.cases:
                 past.append(values[place])
@@ -190,11 +191,11 @@ class _Group:
                 seen.append([spent[place] for spent in columns])
 
     def _extend(self, level: Level, raised: dict[int, float], noise: float, found: _Found) -> None:
-        """Streaks go on where a rank was raised again and are broken elsewhere; long enough ones become cases."""
+        """Extend the streaks of raised ranks and break the others; long enough ones become cases."""
         streaks = self._streaks[level]
         broken = [place for place in streaks if place not in raised]
         gone = sum(len(streaks.pop(place).ratios) for place in broken)
-        if level is SHORT:  # what came to nothing is what a healthy group looks like
+        if level is SHORT:  # broken streaks are typical of a healthy group
             self._hiccups = self._hiccups * _FADING + gone
             self._looked = self._looked * _FADING + len(self.ranks)
         hiccups = self._hiccups / self._looked
@@ -213,7 +214,7 @@ class _Group:
                 found.named.append(place)
 
     def _is_long_enough(self, place: int, streak: _Streak) -> bool:
-        """Whether a rank without peers has been slow for a while, too: short steps make three windows in no time."""
+        """Return whether a rank without peers has been slow long enough; short steps fill three windows quickly."""
         if self.alike:
             return True
         usual = self._recent[-1][1] * self._scale(place)
@@ -233,13 +234,13 @@ class _Group:
         )
         for streaks in self._streaks.values():
             streaks.pop(place, None)
-        if self._past:  # its newest windows may have been slow already: they are no measure of it
+        if self._past:  # its newest windows may have been slow already, so they cannot serve as reference
             usual, past = self._earlier(place), self._past[place]
             for at in range(max(0, len(past) - _RECENT), len(past)):
                 past[at] = usual
 
     def _section(self, level: Level, place: int) -> tuple[str, float]:
-        """Where most of the excess arises; of a large group some peers are enough for that."""
+        """Return the section with most of the excess; in a large group a sample of peers is sufficient."""
         since, size = self._start if level is SHORT else self._block, len(self.ranks)
         if not self.alike:
             usual = [median(spent) for spent in zip(*self._sections[place], strict=True)]
@@ -250,7 +251,7 @@ class _Group:
         return stragglers.section([spent[place] for spent in columns], others)
 
     def _follow(self, values: Sequence[float], normal: float, noise: float, steps: int) -> list[tuple[int, _Case]]:
-        """What those that were named have cost since, and which of them are well again."""
+        """Add the cost of named ranks since then; returns the ranks that have recovered."""
         over = []
         for place, case in self.cases.items():
             case.lost += max(0.0, values[place] - normal) * self._scale(place) * steps
@@ -268,7 +269,7 @@ class _Group:
 
 
 class WorkWindows:
-    """One generation's ranks; a new generation begins with a new one."""
+    """Windows of one generation's ranks; a new generation needs a new instance."""
 
     def __init__(
         self, world: int, coordinate: Callable[[int], Hashable], nodes: Sequence[str], config: StragglerConfig
@@ -281,15 +282,13 @@ class WorkWindows:
         self._places: dict[int, tuple[_Group, int]] = {}
         alone = [ranks[0] for ranks in together.values() if len(ranks) == 1]
         groups = [_Group(ranks, config) for ranks in together.values() if len(ranks) > 1]
-        if (
-            len(alone) > 1
-        ):  # each has work of its own; when all of them become slower, that is the machine's, or the data's
+        if len(alone) > 1:  # each has different work; a slowdown of all comes from the machine or the data
             groups.append(_Group(alone, config, alike=False))
         for group in groups:
             self._places.update({rank: (group, place) for place, rank in enumerate(group.ranks)})
 
     def add_report(self, rows: Iterable[Sequence[int]]) -> list[Verdict]:
-        """Rows of [rank, steps, nanoseconds in each of `SECTIONS`], the latter since it began; who is slow."""
+        """Add rows of [rank, steps, cumulative nanoseconds in each of `SECTIONS`]; returns verdicts on stragglers."""
         verdicts = []
         for rank, steps, *sections in rows:
             if rank not in self._places or len(sections) != _TOTAL:
@@ -302,7 +301,7 @@ class WorkWindows:
         return verdicts
 
     def slow(self) -> list[Verdict]:
-        """Those that are slow now, with what they have cost until now."""
+        """Return the ranks that are slow now, with their cost so far."""
         groups = {id(group): group for group, _ in self._places.values()}
         return [
             self._verdict(group, place, case, over=False)

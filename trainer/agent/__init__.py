@@ -1,1 +1,1 @@
-"""One process per node: starts, watches, stops and restarts the node's ranks. No torch in here."""
+"""Node agent: one process per node that starts, watches, stops and restarts the node's ranks. Never imports torch."""

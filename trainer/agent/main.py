@@ -1,7 +1,6 @@
 """The agent: entry point on every node.
-
-`python -P -u -m trainer.agent.main RUN_DIR SUBMISSION`. A payload is a pickle: whoever writes it runs code as the
-user. So it is read through the descriptor of a run directory that is the user's own, not by its name.
+Runs as `python -P -u -m trainer.agent.main RUN_DIR SUBMISSION`. A payload is a pickle, so its author can run code as
+the user. It is therefore read through the descriptor of a run directory owned by the user, not by name.
 """
 
 import asyncio
@@ -55,8 +54,8 @@ _WRITABLE_BY_OTHERS = 0o022
 
 
 def main(arguments: list[str]) -> int:
-    """Run the payload, if it may be loaded; an agent ends the process itself."""
-    os.umask(os.umask(0o077) | _WRITABLE_BY_OTHERS)  # a site's 0002 would let the group write what is made here
+    """Run the payload if it may be loaded; an agent ends the process itself."""
+    os.umask(os.umask(0o077) | _WRITABLE_BY_OTHERS)  # a site's 0002 would let the group write to new files
     run_dir, submission = map(Path, arguments)
     try:
         place = pinned(run_dir)
@@ -74,7 +73,9 @@ def main(arguments: list[str]) -> int:
 
 
 def _write_log_there(folder: Path) -> None:
-    """Under Slurm nothing was written by name: see `orchestrator/scheduler/slurm/sbatch.py`. Local jobs have files."""
+    """Redirect output to log files under Slurm.
+    Nothing is opened by name there, see `orchestrator/scheduler/slurm/sbatch.py`. Local jobs have files already.
+    """
     if "SLURM_JOB_ID" not in os.environ or os.environ.get("SUBMITIT_EXECUTOR") != "slurm":
         return
     stem = f"{os.environ['SLURM_JOB_ID']}_{os.environ.get('SLURM_PROCID', '0')}_log"
@@ -91,16 +92,15 @@ if __name__ == "__main__":
 
 _CONNECT_SECONDS = 60.0
 _READ_SECONDS = 60.0
-"""How long reading the configuration or the secrets may take."""
+"""Time limit for reading the configuration or the secrets."""
 _DRILL_SECONDS = 1.0
 _STDERR_SECONDS = 1.0
-"""How long messages on stderr may delay the end, after the events."""
+"""Time limit for flushing stderr at the end, after the events."""
 
 
 class NonBlockingEventLog(EventLog):
-    """An event log whose failure is reported on stderr and ends nothing, and whose file system may hang.
-
-    Time and number are those of the call, not of the moment when the line is written.
+    """Event log that reports failures on stderr without ending anything, and tolerates a hung file system.
+    Time and number are those of the call, not of the moment the line is written.
     """
 
     def __init__(self, path: Path, source: str, attempt: int) -> None:
@@ -110,7 +110,7 @@ class NonBlockingEventLog(EventLog):
 
     def write(self, kind: EventKind, /, **data: Any) -> None:
         super().write(kind, **data)
-        if kind is EventKind.DRILL:  # the drill may kill this very process next
+        if kind is EventKind.DRILL:  # the drill may kill this process next
             self.behind.flush(_DRILL_SECONDS)
 
 
@@ -119,22 +119,21 @@ def _lost_event(line: str, why: str) -> None:
 
 
 def run_agent(run_dir: str, attempt: str) -> NoReturn:
-    """Lead or follow this node through one attempt; ends the process with the agent's exit code.
-
-    Leaves by `os._exit`: submitit would otherwise write its own result file and could turn the exit code into 1, and
-    a thread that waits for a hung file system would keep the interpreter from leaving.
+    """Run this node's agent, and on node 0 the coordinator, for one attempt; ends the process with its exit code.
+    Leaves by `os._exit`: submitit would otherwise write its own result file and could change the exit code to 1, and a
+    thread waiting for a hung file system would keep the interpreter from exiting.
     """
     code: int = ExitCode.RETRY
-    # Never closed, as asyncio.run would: that waits for every thread, and one may wait for a hung file system.
+    # Not asyncio.run, which closes the loop: that waits for every thread, and one may hang on a file system.
     runner = asyncio.Runner()
     early: list[int] = []
     agent: Agent | None = None
     try:
-        # At once: submitit's handlers would requeue the job by themselves.
+        # First of all: submitit's handlers would requeue the job on their own.
         for number in STEP_SIGNALS:
             signal.signal(number, lambda received, _: early.append(received))
-        signal.signal(signal.SIGCONT, signal.SIG_DFL)  # its default continues the process, with no other effect
-        # Titles must not cover the environment, by which the processes of a job are found.
+        signal.signal(signal.SIGCONT, signal.SIG_DFL)  # by default it continues the process without other effects
+        # The title must not overwrite the environment, which identifies the processes of a job.
         os.environ.setdefault("SPT_NOENV", "1")
         setproctitle("orch-agent")
         run = RunDir(pinned(Path(run_dir)), label=Path(run_dir).name)
@@ -156,7 +155,7 @@ def run_agent(run_dir: str, attempt: str) -> NoReturn:
 
 
 class Agent:
-    """One node's part in one attempt."""
+    """Agent process of a node in an attempt."""
 
     def __init__(self, run: RunDir, attempt: AttemptDir, early: list[int]) -> None:
         self._run, self._attempt, self._early = run, attempt, early
@@ -168,13 +167,13 @@ class Agent:
         self._node_logs = LogPipes()
 
     def settle(self) -> None:
-        """Write all events and messages before the end, as far as the file system answers."""
+        """Flush all events and messages before the end, as far as the file system responds."""
         settle(self._event_writers)
         settle(self._stderr_writers, _STDERR_SECONDS)
         self._node_logs.close(_STDERR_SECONDS)
 
     async def live(self) -> int:
-        """From the gate to the exit code."""
+        """Run from the launch gate to the exit code."""
         self._main = asyncio.current_task()
         report_exceptions(self._on_error)
         self._listen()
@@ -241,16 +240,16 @@ class Agent:
         if self._node is not None:
             self._node.on_signal(number)
         elif self._main is not None:
-            # Nothing has begun, so there is nothing to save.
+            # Nothing has started, so there is nothing to save.
             self._main.cancel()
 
     def _on_error(self, error: BaseException) -> None:
-        """A task, a callback or a thread of this process has raised: the attempt ends with that cause."""
+        """End the attempt because of an exception raised in a task, callback or thread of this process."""
         if self._node is not None:
             self._node.fail(error)
 
     def _follow_job(self, identity: NodeIdentity) -> None:
-        """On one machine the job is submitit's process: when it is gone, so is the job, and nothing else notices."""
+        """Watch the local job's process, submitit's; if it is gone, so is the job, and nothing else notices."""
         if not traits(identity.kind).simulated_nodes:
             return
         handle = os.pidfd_open(int(identity.job_id.partition("-")[0]))
@@ -264,7 +263,7 @@ class Agent:
 
     def _refuse(self, identity: NodeIdentity, reason: str) -> int:
         sys.stderr.write(f"orch-agent: refuses to train: {reason}\n")
-        # Under its own name: the attempt's agents may be another job's.
+        # Own file name: the attempt's agents may belong to another job.
         source = f"refused-{identity.job_id}-{identity.node:04d}"
         self._log(source).write(EventKind.DECISION, action="refuse", reason=reason)
         return ExitCode.NEVER_RETRY
@@ -307,7 +306,7 @@ class Agent:
         return log
 
     async def _lead(self, identity: NodeIdentity, config: JobConfig, token: LaunchToken) -> "asyncio.Task[int]":
-        """Node 0 leads: its coordinator runs in this loop."""
+        """Start the coordinator in this loop; node 0 only."""
         state = AttemptState(
             run=self._run, attempt=self._attempt, config=config, identity=identity, events=self._log("coordinator"),
             token=token, started=self._started,
@@ -321,7 +320,7 @@ class Agent:
         return asyncio.get_running_loop().create_task(coordinator.run())
 
     async def _join(self, identity: NodeIdentity) -> CoordinatorPeer:
-        """Connect to the coordinator, as often as it takes for file system and network to show it."""
+        """Connect to the coordinator; retries until file system and network make it reachable."""
         give_up, place = time.monotonic() + _CONNECT_SECONDS, self._attempt
         address_file = RepeatedRead(lambda: read_json(place.coordinator), place.coordinator)
         outcome_file = RepeatedRead(lambda: place.outcome.exists(), place.outcome)
@@ -345,7 +344,7 @@ class Agent:
             if await outcome_file.result(give_up - time.monotonic()):
                 raise Refused("the attempt ended before this node had joined it")
             if time.monotonic() >= give_up and isinstance(problem, NotGreeted):
-                # A release that knows no protocols refuses nothing by name: without this its job would be repeated.
+                # A release without protocol versions sends no named refusal; without this its job would be repeated.
                 reason = (
                     f"{problem}, for {_CONNECT_SECONDS:.0f} s: all nodes must start the same installation of orch "
                     f"(this one: {installed_release()})"
@@ -358,10 +357,9 @@ class Agent:
 
 
 def copy_stderr_to_log(descriptor: int) -> list[WriteBehind]:
-    """Copy stderr into the agent's log as well: submitit's files are not for users.
-
-    Both lie in the run directory, which may hang, so both are written behind. Submitit's file is never rotated: it
-    gets the first messages only.
+    """Copy stderr into the agent's log as well, since submitit's files are not for users.
+    Both are in the run directory, which may hang, so both are written behind. Submitit's file is never rotated and gets
+    only the first messages.
     """
     stderr = sys.stderr
     left = LogsConfig().max_bytes
@@ -382,11 +380,11 @@ def copy_stderr_to_log(descriptor: int) -> list[WriteBehind]:
 
 
 def _drop_lost_stderr(text: str, why: str) -> None:
-    """There is nowhere left to report it."""
+    """Do nothing; there is nowhere left to report it."""
 
 
 class _TeeStderr:
-    """Replaces stderr; when one log cannot be written the other still is."""
+    """Replacement for stderr; if one log cannot be written, the other still is."""
 
     def __init__(self, fileno: Callable[[], int], both: Sequence[WriteBehind]) -> None:
         self.fileno, self._both = fileno, both
@@ -398,4 +396,4 @@ class _TeeStderr:
         return len(text)
 
     def flush(self) -> None:
-        """Nothing is buffered here, and no caller has to wait."""
+        """Do nothing: this class buffers nothing, and no caller must wait."""

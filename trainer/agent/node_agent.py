@@ -1,4 +1,4 @@
-"""The agent of one node: owns the fork server and the ranks, and reports what happens to them to the coordinator."""
+"""Agent of one node: owns the fork server and the ranks, and reports their state to the coordinator."""
 
 import asyncio
 import signal
@@ -38,7 +38,7 @@ _LOOK_SECONDS, _MAX_STARTUP_FAILURES = 0.1, 3
 
 
 class NodeAgent:
-    """Everything between one connection to the coordinator and the processes of this node."""
+    """Connection between the coordinator and the processes of this node."""
 
     def __init__(
         self, *, run: RunDir, attempt: AttemptDir, config: JobConfig, identity: NodeIdentity, events: EventLog,
@@ -46,13 +46,13 @@ class NodeAgent:
     ) -> None:  # fmt: skip
         self._run, self._attempt, self._config, self._node = run, attempt, config, identity
         self._events, self._environ, self._logs = events, environ, logs
-        self.other_children: tuple[int, ...] = ()  # children of this process that are no rank's
+        self.other_children: tuple[int, ...] = ()  # children of this process other than ranks
         self._link: ForkServerLink | None = None
         self._ranks: LocalRanks | None = None
         self._sampler: Sampler | None = None
         self._sockets = FlightSockets()
         self._writers: CheckpointWriters | None = None
-        self._node_rank: int | None = None  # of a spare: none
+        self._node_rank: int | None = None  # None for a spare
         self._startup_failures, self._sigterm_sent, self._failed, self._warm = 0, False, False, False
         self._reports = ReportSchedule(identity.node, config.cluster.all_nodes, time.monotonic())
         self._tasks = SupervisedTasks()
@@ -63,7 +63,7 @@ class NodeAgent:
         self._evidence: EvidenceCollector
 
     async def serve(self, peer: CoordinatorPeer) -> int:
-        """Work until the coordinator says it is over, or is lost; returns the agent's exit code."""
+        """Work until the coordinator ends the attempt or is lost; returns the agent's exit code."""
         self._peer = peer
         self._evidence = EvidenceCollector(self._attempt, self._node.node, self._sockets)
         self._launcher = RankLauncher(
@@ -72,7 +72,8 @@ class NodeAgent:
         for number in self._early:
             self.on_signal(number)
         try:
-            # A silent agent is lost, and a driver or a file system may delay the preflight for longer.
+            # Concurrent with listening: a silent agent counts as lost, and a driver or file system may delay preflight
+            # longer.
             self._tasks.spawn(self._report_progress())
             self._tasks.spawn(self._run_preflight())
             return await self._listen()
@@ -84,14 +85,14 @@ class NodeAgent:
             await self._shut_down()
 
     def fail(self, error: BaseException) -> None:
-        """Report an exception of this agent, once: an agent that goes on without a part of it would only look alive."""
+        """Report an exception of this agent, once; an agent missing one of its tasks would only appear alive."""
         if not self._failed:
             self._failed = True
             reason = f"the agent of {self._node.name} failed: {describe_error(error)}"
             self._peer.send(agents.AgentFailed(reason=reason))
 
     async def _run_preflight(self) -> None:
-        """Report the faults of this node; without any it gets its fork server."""
+        """Report the faults of this node; without any, start its fork server."""
         folder = self._run.path
         faults = await background_tasks.start_detached(lambda: preflight.examine(folder, self._config))
         ahead = await background_tasks.start_detached(lambda: preflight.ahead_of_files(folder))
@@ -104,7 +105,7 @@ class NodeAgent:
             self._start_fork_server()
 
     def on_signal(self, number: int) -> None:
-        """Slurm, or a person, sent this agent a signal: the coordinator decides what it means."""
+        """Forward a signal from Slurm or a person to the coordinator, which decides its meaning."""
         if hasattr(self, "_peer"):
             self._peer.send(agents.SignalReceived(name=signal_name(number)))
         else:
@@ -175,7 +176,7 @@ class NodeAgent:
         )
 
     def _take_node_rank(self, node_rank: int) -> None:
-        """Keep this node rank. Writers start before step 1; a user's own script saves in its own way."""
+        """Take this node rank and start its writers before step 1; a user's own script saves in its own way."""
         if self._node_rank == node_rank:
             return
         self._node_rank = node_rank
@@ -220,11 +221,11 @@ class NodeAgent:
         self._tasks.spawn(self._replace_fork_server(reason))
 
     async def _replace_fork_server(self, reason: str) -> None:
-        """Ranks of a dead fork server are this process's children now: kill and collect them, then start a new one."""
+        """Kill and reap the ranks of a dead fork server, now children of this process, then start a new one."""
         ranks = self._ranks
         if ranks is not None:
             if not ranks.all_gone():
-                # Ranks that ended before the fork server did are reported first.
+                # Report ranks that ended before the fork server first.
                 await self._exit_reports.wait_until_sent()
                 self._peer.send(agents.ForkServerDied(generation=ranks.generation, reason=reason))
             await kill_ranks.kill_orphaned_ranks(ranks, self._on_exited, self._gone, self._pids_of_helpers())
@@ -247,13 +248,13 @@ class NodeAgent:
         writer = self._writers.pid_of if self._writers is not None else no_writer
         self._sampler = Sampler(ranks, self._node.name, writer)
         if self._link is None or self._link.lost:
-            # It died when the other nodes were ready: its replacement belongs to the next generation.
+            # It died while the other nodes were ready; its replacement belongs to the next generation.
             ranks.mark_never_started()
             self._peer.send(agents.ForkServerDied(generation=start.generation, reason="before its ranks were started"))
             return
         for local_rank, local in enumerate(ranks.by_rank.values()):
             order = self._launcher.launch_order(start, local_rank)
-            # If the fork server is lost in here, `_on_fork_server_lost` follows, and these ranks are killed as orphans.
+            # If the fork server is lost here, `_on_fork_server_lost` runs next and kills these ranks as orphans.
             self._start_rank(order, local, local_rank)
             self._watch_control_socket(local)
             local.close_theirs()
@@ -293,7 +294,7 @@ class NodeAgent:
         asyncio.get_running_loop().add_reader(handle, self._on_pid_dead, self._ranks, local)
 
     def _on_pid_dead(self, ranks: LocalRanks, local: LocalRank) -> None:
-        """The kernel says that this rank is dead; its fork server says how within milliseconds, if it can."""
+        """Await the exit report of a rank reported dead by the kernel; its fork server sends it within milliseconds."""
         assert local.handle is not None
         asyncio.get_running_loop().remove_reader(local.handle)
 
@@ -304,7 +305,7 @@ class NodeAgent:
         asyncio.get_running_loop().call_later(kill_ranks.OBEY_SECONDS, doubt)
 
     def _on_exited(self, rank: int, exit_code: int | None, number: int | None) -> None:
-        """A rank has ended: report everything that is known about it."""
+        """Report everything known about a rank's exit."""
         assert self._ranks is not None
         local = self._ranks.by_rank[rank]
         local.ended = True
@@ -325,7 +326,7 @@ class NodeAgent:
             self._send_gone(ranks)
 
     def _gone(self, rank: int) -> None:
-        """Nothing is left of this rank, its own children included."""
+        """Record that neither this rank nor any of its children is left."""
         assert self._ranks is not None
         self._ranks.by_rank[rank].gone = True
         self._send_gone(self._ranks)
@@ -356,7 +357,7 @@ class NodeAgent:
             self._tasks.spawn(kill_ranks.kill_generation(ranks, self._link, politely=politely))
 
     async def _shut_down(self) -> None:
-        """Leave no process behind."""
+        """End all processes of this node."""
         clean = self._link is None or await self._link.stop()
         if self._ranks is not None and not clean:
             helpers = self._pids_of_helpers()
@@ -379,7 +380,7 @@ class NodeAgent:
     # -- reporting ---------------------------------------------------------------------------------------------------
 
     async def _report_progress(self) -> None:
-        """Look ten times a second, report now and then, and at once when a generation has made its first step."""
+        """Check ten times a second and report when due, and at once after the first step of a generation."""
         reported = 0
         while True:
             await asyncio.sleep(_LOOK_SECONDS)

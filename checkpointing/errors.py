@@ -29,7 +29,7 @@ class ManifestError(CheckpointError):
 class Refused(CheckpointError):
     """A checkpoint that must not be loaded.
 
-    It counts as `damaged` unless the cause may lie with the reader, place or time: a model that it does not fit, a node
+    It counts as `damaged` unless the reader, place or time may be the cause: a model that it does not fit, a node
     that does not have it, a transient file system error. `fits` is False if it belongs to another model. It is
     `unreadable` if reading raised only errors that may pass.
     """

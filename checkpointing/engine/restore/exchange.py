@@ -55,7 +55,7 @@ def assign(shards: Sequence[Shard], wanted: Sequence[Wanted], seen: Sequence[Col
 
 
 def _candidates(able: list[int], wanted: Sequence[Wanted], chunk: int) -> list[int]:
-    """Return the ranks that need nearly the most of a chunk, or all that can read it if none needs it."""
+    """Return the ranks that need nearly the most of a chunk, or all that can read it if it is needed nowhere."""
     needs = {rank: need for rank in able if (need := wanted[rank].get(chunk, 0))}
     most = max(needs.values(), default=0)
     return [rank for rank, need in needs.items() if need >= _NEARLY_AS_MUCH * most] or able

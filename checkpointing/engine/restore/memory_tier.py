@@ -86,7 +86,7 @@ class Memory:
         self._arena.clear(at)
 
     def lend(self, size: int) -> list[memoryview]:
-        """Return a buffer without a candidate as landing memory, if there is one; it may be too small for all bytes."""
+        """Return at most one buffer without a candidate as landing memory; it may be too small for all bytes."""
         kept = {at for at, _ in self._held.values()}
         free = [at for at in range(self._arena.buffers) if at not in kept]
         if self._write_templates is None or not free or size < self._arena.buffer_bytes // _WORTH_IT:

@@ -179,7 +179,7 @@ class Restorer:
             raise nothing_verifies(refusals, touched=False)
         return None
 
-    # ---- what there is
+    # ---- candidates
 
     def _candidates(self) -> tuple[list[Candidate], list[str]]:
         """Return the candidates, best first, and the required names that are missing and newer than all of them."""
@@ -271,7 +271,7 @@ class Restorer:
                 )
         return [*trusted, *doubted]
 
-    # ---- one of them
+    # ---- loading
 
     def _load_one_of(
         self, copies: Sequence[Candidate], targets: Targets, optional_keys: OptionalKeys, refusals: list[Refused]

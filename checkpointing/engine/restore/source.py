@@ -142,7 +142,7 @@ class Source:
         return numbers
 
 
-# ---- what is needed
+# ---- needed slices
 
 
 class SliceBytes(NamedTuple):

@@ -98,8 +98,8 @@ class Flusher:
 
         A tier that fails is retried until then.
 
-        `timeout` is in seconds, or a function that is called once a second and returns the seconds left; rank 0's value
-        counts for all.
+        `timeout` is in seconds, or a function that is called once a second and returns the seconds left; all ranks use
+        rank 0's value.
         """
         if self._thread is None:
             return True

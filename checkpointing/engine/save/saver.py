@@ -142,7 +142,7 @@ class Saver:
                 _log.error("%s is committed, which could not be told: %s", name, not_emitted.reason)
         return saved
 
-    # ---- a name
+    # ---- naming
 
     def _agreed_name(self, job: Job) -> str:
         """Agree on a fresh name from rank 0; raises SaveFailed on every rank if that fails."""
@@ -166,7 +166,7 @@ class Saver:
             _log.warning("%s", warning)
         return name
 
-    # ---- the bytes
+    # ---- writing
 
     def _ensure_writer(self) -> None:
         if not self.writer.alive:
@@ -236,7 +236,7 @@ class Saver:
                 reason = f"rank {self._ranks.rank}: {size} bytes are still not written to {self._place.path}"
                 self._emit("checkpoint.stuck", {"step": job.step, "reason": reason})
 
-    # ---- the verdict
+    # ---- verdict and seal
 
     def _checked(self, job: Job, name: str, reports: Sequence[Any], described: "list[Future[FileEntry]]") -> Judgement:
         """Judge the state on rank 0 and write the fingerprints while the data is written; raises Unsavable."""

@@ -247,7 +247,7 @@ def _write_item(item: PlannedItem) -> WriteItem:
     )
 
 
-# ---- the agreement
+# ---- agreement
 
 
 @dataclass(frozen=True)

@@ -168,7 +168,7 @@ class GroupValues:
         for number, group in enumerate(self._optimizer.param_groups):
             yield from ((number, key, group[key]) for key in _keys(group))
 
-    # ---- the way back
+    # ---- restoring
 
     def check(self, saved: Sequence[Mapping[str, Any]]) -> None:
         """Raise WorkloadError if a group with state has other parameters here."""

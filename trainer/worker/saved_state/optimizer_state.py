@@ -171,7 +171,7 @@ class OptimizerState:
             if parameter in self._first_state:
                 self._optimizer.state[parameter] = copy.deepcopy(self._first_state[parameter])
 
-    # ---- what is saved
+    # ---- saving
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return every tensor of the optimizer; raises WorkloadError for parameter state that cannot be saved."""
@@ -273,7 +273,7 @@ class OptimizerState:
                 self._unsaved[key] = f"{key} of its state_dict ({reason})"
         return found
 
-    # ---- the way back
+    # ---- restoring
 
     def targets(self, facts: Mapping[str, Any] | None) -> dict[str, torch.Tensor]:
         """Return the tensors to fill from a checkpoint with these facts; an older checkpoint has no `facts`.

@@ -154,7 +154,7 @@ class StagedPasses:
         pipeline.watch(self._meter)
 
     def run(self, step: int, batches: Sequence[Any], scale: float) -> torch.Tensor:
-        """Run a step as in `Passes.run`; only the last stage knows the loss, which counts for all stages."""
+        """Run a step as in `Passes.run`; only the last stage knows the loss, which represents all stages."""
         require_batches(self._objects, step, batches)
         # Of the previous step, whose end a GPU has reached by now.
         if self._begun:

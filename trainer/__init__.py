@@ -1,1 +1,1 @@
-"""Everything that runs inside the job: agents, ranks, and the files both sides agree on."""
+"""The code that runs inside the job (agents and ranks), and the file formats that the controller shares with it."""

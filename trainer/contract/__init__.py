@@ -1,1 +1,1 @@
-"""What controller, agents and ranks agree on: file names, messages, exit codes. Standard library only."""
+"""Contract between controller, agents and ranks: file names, messages, exit codes. Standard library only."""

@@ -1,4 +1,4 @@
-"""The resolved configuration as the job reads it from `config.json`: plain dataclasses, no OmegaConf needed."""
+"""Resolved configuration as the job reads it from `config.json`: plain dataclasses without OmegaConf."""
 
 import hashlib
 import types
@@ -21,10 +21,10 @@ from trainer.contract.user_command.command_progress import CommandCheckpointsCon
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterShape:
-    """Where the run lives and how many ranks it has: the part of `cluster` that the job itself needs."""
+    """Location and size of the run: the part of `cluster` that the job itself needs."""
 
     kind: str = "auto"
-    """`slurm`, `local` (simulated nodes on this machine), or `auto`: slurm where sbatch is found, else local."""
+    """`slurm`, `local` (simulated nodes on this machine), or `auto`: slurm if sbatch is found, else local."""
 
     root: str = "~/orch-runs"
     """Folder of all runs; on a cluster it must be on the shared file system."""
@@ -33,11 +33,11 @@ class ClusterShape:
     """Number of nodes; on `local`, number of simulated nodes."""
 
     spare_nodes: int = 0
-    """Extra nodes in the job, idle until another node dies; its ranks then continue there, in the same job."""
+    """Extra nodes in the job, idle until another node dies; they then take over its ranks in the same job."""
 
     min_nodes: int = 0
     """Fewest nodes to train on, with the same batch, while nodes are missing for longer than `recovery.patience`; 0:
-    never fewer than `nodes`."""
+    always `nodes`."""
 
     ranks_per_node: int = 1
     """Ranks per node; on GPU nodes one per GPU."""
@@ -49,14 +49,14 @@ class ClusterShape:
     """CPU cores per node, shared by its ranks (Slurm runs one task per node)."""
 
     mem: str = ""
-    """Memory per node in Slurm's notation (`64G`); `0` is all of it; empty: the partition's default."""
+    """Memory per node in Slurm's notation (`64G`); `0`: all of it; empty: the partition's default."""
 
     time: str = "1:00:00"
     """Time limit of one attempt in Slurm's notation (`2-00:00:00`; a bare number is minutes, at most 1440); a longer
     run continues in a new attempt."""
 
     interface: str = ""
-    """Network interface for rendezvous and collectives (`ib0`); empty: the one that the host name leads to."""
+    """Network interface for rendezvous and collectives (`ib0`); empty: the interface that the host name resolves to."""
 
     signal_lead: int = 120
     """Seconds before the time limit at which the job starts to save and stop (also sbatch's `--signal`)."""
@@ -82,12 +82,12 @@ class ClusterShape:
 
     @property
     def all_nodes(self) -> int:
-        """What is asked of the scheduler: the nodes that train, and the spare ones."""
+        """Return the number of nodes requested from the scheduler: training nodes and spares."""
         return self.nodes + self.spare_nodes
 
 
 VOCABULARY_MULTIPLE = 64
-"""Rows of the embedding are a multiple of this, in every layout alike, so that ranks can share them evenly."""
+"""The number of embedding rows is a multiple of this in every layout, so that ranks can share them evenly."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +95,7 @@ class ModelConfig:
     """The built-in Llama-style decoder."""
 
     vocab_size: int = 257
-    """Number of tokens; byte-level data has 256 bytes and the document separator."""
+    """Number of tokens; byte-level data has 256 bytes and a document separator."""
     dim: int = 128
     """Width of the residual stream."""
     layers: int = 4
@@ -111,7 +111,7 @@ class ModelConfig:
     norm_eps: float = 1e-5
     """Epsilon of RMSNorm."""
     tie_embeddings: bool = False
-    """Use the token embedding as the output matrix too."""
+    """Use the token embedding as the output matrix as well."""
     experts: ExpertsConfig = field(default_factory=ExpertsConfig)
 
     def __post_init__(self) -> None:
@@ -124,7 +124,7 @@ class ModelConfig:
 
     @property
     def embedding_rows(self) -> int:
-        """The vocabulary with the padding that is trained along."""
+        """Return the vocabulary size including padding rows, which are trained too."""
         return -(-self.vocab_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
 
 
@@ -133,12 +133,12 @@ KEEP = ("nothing", "products")
 
 @dataclass(frozen=True, kw_only=True)
 class RecomputeConfig:
-    """What `train.activation_checkpointing` recomputes; none of it changes a number."""
+    """Settings of activation recomputation (`train.activation_checkpointing`); results do not depend on them."""
 
     every: int = 1
-    """Every n-th layer is recomputed, the others keep their activations."""
+    """Recompute every n-th layer; the others keep their activations."""
     keep: str = "nothing"
-    """What is kept of a layer that is recomputed: `nothing`, or the results of its matrix `products` and of attention,
+    """Activations kept in a recomputed layer: `nothing`, or the results of its matrix `products` and of attention,
     which take most of the time."""
 
     def __post_init__(self) -> None:
@@ -153,7 +153,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """How long and on how much is trained, and in which precision."""
+    """Length, batch size and precision of training."""
 
     steps: int = 200
     """Optimizer steps of the whole run."""
@@ -162,7 +162,10 @@ class TrainConfig:
     batch_size: int = 16
     """Sequences per optimizer step over all ranks."""
     micro_batch_size: int = 0
-    """Sequences per forward pass and data-parallel rank; fewer accumulate gradients. 0: the whole share at once."""
+    """Sequences per forward pass and data-parallel rank; smaller values accumulate gradients.
+
+    0: the whole share at once.
+    """
     seq_len: int = 128
     """Tokens per sequence."""
     dtype: str = "bfloat16"
@@ -173,10 +176,11 @@ class TrainConfig:
     compile: bool = False
     """Compile each layer with torch.compile (built-in model); needs a C++ compiler on the nodes, see `orch doctor`."""
     peak_tflops: float = 0.0
-    """TFLOP/s that one device can do, of which MFU is the share that the model used; 0: from a table of GPUs."""
+    """Peak TFLOP/s of one device, the denominator of MFU; 0: look it up in a table of GPUs."""
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
     loss_chunks: int = 1
-    """Pieces of each sequence whose logits exist one after the other (built-in model): less memory, computed twice."""
+    """Chunks of each sequence whose logits are computed one after the other (built-in model): less memory, computed
+    twice."""
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch_size", "seq_len", "loss_chunks"):
@@ -215,19 +219,19 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """What the run trains on."""
+    """Training data."""
 
     path: str = ""
     """Folder of token shards from `orch data prepare`; with `text`, submit fills it in."""
     text: tuple[str, ...] = ()
-    """Text files and folders to tokenize at submit; `python-stdlib` is the source of Python's standard library."""
+    """Text files and folders to tokenize at submit; `python-stdlib` is the source code of Python's standard library."""
     shuffle: bool = True
     """Visit the sequences in a seeded order that does not depend on the number of ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkloadConfig:
-    """What is trained: the built-in model, or your own class."""
+    """The training workload: the built-in model or a user's class."""
 
     target: str = "trainer.worker.llama:LlamaWorkload"
     """`package.module:Class` with the methods of `trainer.worker.workload.Workload`."""
@@ -236,17 +240,17 @@ class WorkloadConfig:
     path: tuple[str, ...] = ()
     """Folders added to the import path, after orch's own packages."""
     snapshot: bool = False
-    """Copy those folders into the run directory at submit (without pipes and sockets), and train from the copy."""
+    """Copy those folders into the run directory at submit (without pipes and sockets) and train from the copy."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ValidationConfig:
-    """When a run validates: by the workload's own `validate`, or on token data that is held out from training."""
+    """Validation schedule: with the workload's own `validate`, or on token data held out from training."""
 
     every: int = 0
     """Validate after every this many steps, and after the last one; 0: only after the last one."""
     batches: int = 0
-    """Hold so many batches of `train.batch_size` at the end of `data.path` out of training; report their `val_loss`."""
+    """Number of batches of `train.batch_size` held out at the end of `data.path` to report `val_loss` on."""
 
     def __post_init__(self) -> None:
         if self.every < 0:
@@ -259,16 +263,16 @@ class ValidationConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RecoveryConfig:
-    """How often orch retries before it stops and asks."""
+    """Limits on retries."""
 
     restarts_in_place: int = 5
     """Restarts in place (new generations) allowed in an attempt without a new checkpoint."""
     max_failures: int = 10
-    """The run is FAILED after this many failures that the program may have caused, without a new checkpoint."""
+    """The run is FAILED after this many failures possibly caused by the program, without a new checkpoint."""
     no_progress_hours: float = 24.0
-    """The run is HELD after this many hours (and `max_failures`) of the cluster's failures without a new checkpoint."""
+    """The run is HELD after this many hours (and `max_failures`) of cluster failures without a new checkpoint."""
     backoff: float = 10.0
-    """Seconds before the first new job; doubled, with jitter, for every further failure in a row."""
+    """Seconds before the first new job; doubled, with jitter, for every further consecutive failure."""
     backoff_max: float = 900.0
     """Longest pause between attempts in seconds."""
     exclude_hours: float = 24.0
@@ -278,7 +282,7 @@ class RecoveryConfig:
     exclude_slow_after: int = 2
     """Attempts that a node must have slowed down before it is excluded; 0: never."""
     patience: float = 3600.0
-    """Seconds for which a job may wait for all its nodes before the next one takes fewer (`cluster.min_nodes`)."""
+    """Seconds a job may wait for all its nodes before the next one requests fewer (`cluster.min_nodes`)."""
 
     def __post_init__(self) -> None:
         for item in fields(self):
@@ -290,26 +294,26 @@ class RecoveryConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ProgramConfig:
-    """What the ranks of a run are: a workload of orch, or the user's own program."""
+    """The program that the ranks run: a workload of orch, or the user's own program."""
 
     name: str = "run"
-    """Name of the run; orch adds a number."""
+    """Name of the run; orch appends a number."""
     workload: WorkloadConfig = field(default_factory=WorkloadConfig)
     command: tuple[str, ...] = ()
     """A torchrun script with its interpreter and arguments, to run instead of a workload."""
     checkpoints: CommandCheckpointsConfig = field(default_factory=CommandCheckpointsConfig)
     progress: CommandProgressConfig = field(default_factory=CommandProgressConfig)
     env: dict[str, str] = field(default_factory=dict)
-    """Environment variables for the ranks; not for secrets: they lie in `config.json` and in the registry."""
+    """Environment variables for the ranks; not for secrets: they are stored in `config.json` and the registry."""
     env_from: tuple[str, ...] = ()
     """Variables that `orch submit` takes from its shell as secrets (`[HF_TOKEN, WANDB_API_KEY]`)."""
     secrets_file: str = ""
-    """A file of yours with NAME=VALUE lines and mode 0600, read on each node whenever a job starts."""
+    """A file of yours with NAME=VALUE lines and mode 0600, read on each node at every job start."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecipeConfig(ProgramConfig):
-    """What is trained, on which data, and how."""
+    """The recipe: parallelism, model, training, optimizer, data and validation."""
 
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     model: ModelConfig = field(default_factory=ModelConfig)

@@ -5,7 +5,7 @@ _ENDS = (". ", "; ", ", ", " ")
 
 
 def cut(text: str, most: int) -> str:
-    """Return about `most` characters of a text at most, and ` ...` if it was cut."""
+    """Return at most about `most` characters of a text, followed by ` ...` if it was cut."""
     if len(text) <= most:
         return text
     for end in _ENDS:

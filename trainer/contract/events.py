@@ -1,4 +1,4 @@
-"""Events: what happened, one JSON line each; a file for the coordinator, each agent, and the ranks of each node."""
+"""Events, one JSON line each; one file for the coordinator, for each agent, and for the ranks of each node."""
 
 import json
 import threading
@@ -14,17 +14,17 @@ from trainer.contract.logs.line_file import LineFile, Lines, read_new_lines
 
 
 class EventKind(StrEnum):
-    """Every event a job may write; the comment names the keys of `data`."""
+    """All event kinds that a job may write; the comment lists the keys of `data`."""
 
-    ATTEMPT_STARTED = "attempt.started"  # job_id, nodes [names], world, began (of its first process)
+    ATTEMPT_STARTED = "attempt.started"  # job_id, nodes [names], world, began (start of its first process)
     AGENT_JOINED = "agent.joined"  # node (index), name
     AGENT_LOST = "agent.lost"  # node, name, reason
-    PREFLIGHT = "preflight"  # node, name, ok, reason; or of all nodes together: ok, reason, speeds
-    FORK_SERVER = "fork_server"  # node, warm (bool), reason, seconds: it is ready, or has died
-    CODE_RECORDED = "code.recorded"  # digest: of the user's code that trains, whose files code.json has
+    PREFLIGHT = "preflight"  # node, name, ok, reason; for all nodes together: ok, reason, speeds
+    FORK_SERVER = "fork_server"  # node, warm (bool), reason, seconds: the server is ready, or has died
+    CODE_RECORDED = "code.recorded"  # digest of the training code of the user; its files are listed in code.json
     CODE_CHANGED = (
-        "code.changed"  # digest, reason, files {name: digest}, packages {name: version}: others than were submitted, or
-        # trained last
+        "code.changed"  # digest, reason, files {name: digest}, packages {name: version} that differ from
+        # the code submitted, or trained last
     )
     GENERATION_STARTED = "generation.started"  # world, nodes
     # step, seconds (since generation.started) (, held {parameters, gradients, optimizer: bytes of rank 0; on_host})
@@ -35,39 +35,39 @@ class EventKind(StrEnum):
     # name, kind, rank, node, phase, step, reason, waiting [ranks], evidence (path), detected (s);
     # culprits [{rank, node, kind, reason}]: all roots; chain: which rank waits for which
     INCIDENT = "incident"
-    STRAGGLER = "straggler"  # rank, node, section, ratio, step, steps, gpu_hours, over (bool: it is as fast again)
+    STRAGGLER = "straggler"  # rank, node, section, ratio, step, steps, gpu_hours, over (bool: back to normal speed)
     BATCH_SKIPPED = "batch.skipped"  # step, position, reason: skipped from now on
-    # step, restored (step of the checkpoint), reason: trained again after a restart, it is another than before
+    # step, restored (step of the checkpoint), reason: a step trained again after a restart gave another result
     RESTART_DIFFERS = "restart.differs"
-    LOSS_LEVEL = "loss.level"  # step, reason: spikes in a row, from which training goes on
+    LOSS_LEVEL = "loss.level"  # step, reason: consecutive spikes accepted as the new loss level
     SPARE_USED = "spare.used"  # node (index), name, instead (name of the lost node), reason, kind (of failure)(, drill)
-    DRILL = "drill"  # kind, rank (None: a whole node), step (None: not known) (, node)
+    DRILL = "drill"  # kind, rank (None: a whole node), step (None: unknown) (, node)
     VALIDATED = "validated"  # step, seconds, metrics {name: number}
     STOP_REQUESTED = "stop.requested"  # reason
     STOP_AGREED = "stop.agreed"  # step, reason
     REQUEST_ANSWERED = "request.answered"  # name, answer
     CHECKPOINT_SAVING = "checkpoint.saving"  # step, name
     CHECKPOINT_COMMITTED = "checkpoint.committed"  # step, name, bytes, manifest (digest), seconds, stall (s)
-    CHECKPOINT_FAILED = "checkpoint.failed"  # step, reason (, bytes: that it would have taken) (, tier)
+    CHECKPOINT_FAILED = "checkpoint.failed"  # step, reason (, bytes: size of the failed checkpoint) (, tier)
     CHECKPOINT_REFUSED = "checkpoint.refused"  # step, name, reason, damaged (bool: its bytes) (, tier)
     CHECKPOINT_RESTORED = "checkpoint.restored"  # step, name, seconds, tier (`memory` or the tier's path)
-    CHECKPOINT_INCOMPLETE = "checkpoint.incomplete"  # step, reason: state that training changes and that is not in it
+    CHECKPOINT_INCOMPLETE = "checkpoint.incomplete"  # step, reason: training changes state that the checkpoint lacks
     CHECKPOINT_SOFTWARE = "checkpoint.software"  # step, changes {name: [before, now]}, ranks {name: rank} if not 0
     CHECKPOINT_DELETED = "checkpoint.deleted"  # step, name (, tier)
     CHECKPOINT_SKIPPED = "checkpoint.skipped"  # step, reason: both copies are still being written
-    CHECKPOINT_RETRIED = "checkpoint.retried"  # step, reason, bytes: the save failed and is tried again
+    CHECKPOINT_RETRIED = "checkpoint.retried"  # step, reason, bytes: the save failed and is retried
     CHECKPOINT_DOUBTED = "checkpoint.doubted"  # step, reason: saved, but its plausibility is in doubt
     CHECKPOINT_FLUSHED = "checkpoint.flushed"  # step, name, tier, bytes, seconds: copied to a further tier
-    CHECKPOINT_STUCK = "checkpoint.stuck"  # step, reason: a write does not come to an end; training goes on
+    CHECKPOINT_STUCK = "checkpoint.stuck"  # step, reason: a write does not finish; training continues
     CHECKPOINT_SUSPECT = "checkpoint.suspect"  # step, reason: the same failure twice soon after loading it
     CHECKPOINT_SEEN = (
-        "checkpoint.seen"  # step, name, path, bytes, new (bool: of this attempt) (, was, damage, anew): of a command
+        "checkpoint.seen"  # step, name, path, bytes, new (bool: of this attempt) (, was, damage, anew): by a command
     )
     CHECKPOINT_SET_ASIDE = (
-        "checkpoint.set_aside"  # step, name, path (its new one), reason, damaged (bool), bytes: of a command
+        "checkpoint.set_aside"  # step, name, path (the new one), reason, damaged (bool), bytes: by a command
     )
-    CHECKPOINT_CADENCE = "checkpoint.cadence"  # steps, seconds, reason: so far apart are saves from now on
-    RESTORE_TESTED = "restore.tested"  # verdict, reason, evidence: of a run that is a restore test
+    CHECKPOINT_CADENCE = "checkpoint.cadence"  # steps, seconds, reason: new interval between saves
+    RESTORE_TESTED = "restore.tested"  # verdict, reason, evidence: result of a restore-test run
     ATTEMPT_ENDED = "attempt.ended"  # result, reason
 
 
@@ -88,13 +88,13 @@ _KEYS = frozenset(each.name for each in fields(Event))
 
 
 class EventLog:
-    """Appends the events of one process to a file that it may share with others of its host."""
+    """Appends the events of one process to a file that it may share with others on its host."""
 
     def __init__(
         self, path: Path, source: str, attempt: int, *, clock: Callable[[], float] = time.time,
         lines: Lines | None = None,
     ) -> None:  # fmt: skip
-        """`lines`: what takes the lines instead of the file itself."""
+        """`lines` receives the lines instead of the file."""
         self._lines = LineFile(path) if lines is None else lines
         self._source, self._attempt, self._clock, self._seq = source, attempt, clock, 0
         self._lock = threading.Lock()
@@ -102,7 +102,7 @@ class EventLog:
 
     def write(self, kind: EventKind, /, **data: Any) -> None:
         """Append one event, stamped with this process's clock and the current generation; raises OSError."""
-        with self._lock:  # a checkpoint's thread writes too
+        with self._lock:  # the checkpoint thread writes too
             self._seq += 1
             line = {
                 "time": self._clock(),
@@ -120,7 +120,7 @@ class EventLog:
 
 
 def read_events(path: Path, offset: int = 0) -> tuple[list[Event], int]:
-    """Whole lines from byte `offset` on, and where to read on; a torn last line is left for the next call.
+    """Return the events in whole lines from byte `offset` on, and the next offset; a torn last line is left for later.
 
     A line that is not an event (a torn write of a killed process followed by another's line) is skipped.
     """
@@ -131,7 +131,7 @@ def read_events(path: Path, offset: int = 0) -> tuple[list[Event], int]:
 def _parse(line: bytes) -> Event | None:
     try:
         told = json.loads(line)
-        event = Event(**{key: value for key, value in told.items() if key in _KEYS})  # a newer version may tell more
+        event = Event(**{key: value for key, value in told.items() if key in _KEYS})  # newer versions may add keys
     except (ValueError, TypeError, AttributeError, RecursionError):
         return None
     numbers = (event.time, event.seq, event.attempt, event.generation)

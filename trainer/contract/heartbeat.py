@@ -9,24 +9,24 @@ from checkpointing.storage.durable import dump_line, finite, number, read_json, 
 from trainer.contract.secrets.secret_redaction import in_use
 
 MOST_BYTES = 1 << 20
-"""Bytes that are read of one."""
+"""Maximum number of bytes read from a heartbeat file."""
 LONGEST_TROUBLE = 500
-"""Characters of what ranks say of their saves: the heartbeat must stay within the room that its file has."""
+"""Maximum characters of the ranks' save trouble: the heartbeat must stay within its file's reserved space."""
 
 
 class Stage(StrEnum):
-    """What the coordinator is doing."""
+    """Activity of the coordinator."""
 
-    JOINING = "joining"  # it waits for agents and their preflight
-    WARMING = "warming"  # it waits for fork servers
-    RUNNING = "running"  # ranks run
-    CLEARING = "clearing"  # it kills what is left of a generation
-    ENDED = "ended"  # the outcome is written
+    JOINING = "joining"  # waiting for agents and their preflight
+    WARMING = "warming"  # waiting for fork servers
+    RUNNING = "running"  # ranks are running
+    CLEARING = "clearing"  # killing what is left of a generation
+    ENDED = "ended"  # outcome written
 
 
 @dataclass(frozen=True, kw_only=True)
 class Heartbeat:
-    """One reading; `time` is seconds since the epoch on the coordinator's node."""
+    """One heartbeat; `time` is seconds since the epoch on the coordinator's node."""
 
     seq: int  # grows with every write
     time: float = 0.0
@@ -37,21 +37,21 @@ class Heartbeat:
     total_steps: int = 0
     loss: float | None = None
     phase: str = ""
-    saved_step: int = 0  # newest checkpoint that ranks know of, one that they began with included
+    saved_step: int = 0  # newest checkpoint known to the ranks, including the restored one
     nodes: list[str] = field(default_factory=list)
     state: str = ""  # a Stage
-    saves_failing: str = ""  # since when and why; empty while they work
+    saves_failing: str = ""  # since when and why; empty while saves work
 
     def write(self, path: Path) -> None:
-        """Replace the one before; raises OSError."""
+        """Replace the previous heartbeat; raises OSError."""
         line = in_use().record(dump_line({"schema": "orch.heartbeat/1", **asdict(self)}))
         replace_or_overwrite(path, f"{line}\n".encode(errors="backslashreplace"))
 
     @classmethod
     def read(cls, path: Path) -> "Heartbeat":
-        """The newest one; a field of another type counts as left out.
+        """Return the newest heartbeat; fields of the wrong type count as missing.
 
-        Raises OSError, ValueError, TypeError, KeyError or AttributeError when there is none.
+        Raises OSError, ValueError, TypeError, KeyError or AttributeError if there is no valid heartbeat.
         """
         fields = read_json(path, MOST_BYTES)
         loss = fields.get("loss")

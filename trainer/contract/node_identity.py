@@ -1,7 +1,7 @@
 """Identity of nodes and processes: scheduler environment, start time, boot and pid namespace.
 
-Pids come back, so a start time belongs to each one; start times come back after the next boot. Neither containers with
-a pid namespace of their own nor two machines of one name can look at each other's processes.
+Pids are reused, so a pid is stored with its start time; start times repeat after a reboot. Containers with a pid
+namespace of their own cannot see each other's processes, and neither can two machines of the same name.
 """
 
 import hashlib
@@ -14,22 +14,22 @@ from pathlib import Path
 from trainer.contract.config_sections.scheduler_kinds import LOCAL, SLURM
 
 UNKNOWN = "unknown"
-"""Stands for the space of a process whose /proc shows another one: nobody can look at its kind by pid."""
+"""Process space of a process whose /proc belongs to another pid namespace: its peers cannot be looked up by pid."""
 
 
 def start_time(pid: int) -> str | None:
-    """When the process was started, in clock ticks since boot; None when there is none, or only its remains."""
+    """Return the start time of a process in clock ticks since boot; None if it does not exist or is a zombie."""
     fields = _stat(pid)
     return fields[19] if fields and fields[0] not in ("Z", "X") else None
 
 
 def process_state(pid: int) -> str:
-    """One letter of proc(5): T is stopped by a signal, Z a zombie; empty when there is no such process."""
+    """Return the state letter of proc(5): T is stopped by a signal, Z a zombie; empty if there is no such process."""
     return next(iter(_stat(pid)), "")
 
 
 def _stat(pid: int) -> list[str]:
-    """The fields of /proc/PID/stat from the state on; the name before it may hold anything."""
+    """Return the fields of /proc/PID/stat from the state on; the name before it may contain any character."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
@@ -37,17 +37,17 @@ def _stat(pid: int) -> list[str]:
 
 
 def boot_id() -> str:
-    """Names this boot of this machine; raises OSError."""
+    """Return the ID of this boot of this machine; raises OSError."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def process_space() -> str:
-    """A short digest of the calling process's space."""
+    """Return a short digest of the calling process's pid space."""
     return _space(os.getpid())
 
 
 def is_visible(space: str) -> bool:
-    """Whether processes of that space can be looked at by their pids; an older version wrote down none (empty)."""
+    """Return whether processes of that space can be looked up by pid; older versions stored an empty space."""
     own = process_space()
     return own != UNKNOWN and space in ("", own)
 
@@ -55,7 +55,7 @@ def is_visible(space: str) -> bool:
 @cache
 def _space(pid: int) -> str:
     try:
-        # `unshare --pid` without a /proc of its own: the pids that are shown are others.
+        # `unshare --pid` without its own /proc: /proc shows the pids of another namespace.
         if os.readlink("/proc/self") != str(pid):
             return UNKNOWN
         parts = boot_id(), os.readlink("/proc/self/ns/pid")
@@ -66,19 +66,19 @@ def _space(pid: int) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class NodeIdentity:
-    """One agent's place in its job; `node` counts from 0."""
+    """Place of one agent in its job; `node` counts from 0."""
 
-    kind: str  # of scheduler_kinds.KINDS
+    kind: str  # one of scheduler_kinds.KINDS
     job_id: str
     node: int
     nodes: int
     name: str
     restarts: int = 0
-    switches: tuple[str, ...] = ()  # that lead to the node, the top one first, as far as the scheduler tells
+    switches: tuple[str, ...] = ()  # network switches above the node, top one first, if the scheduler reports them
 
 
 def local_job_id(pid: int) -> str:
-    """Identity of a local job: pid and start time (clock ticks since boot), because pids come back."""
+    """Return the ID of a local job: pid and start time (clock ticks since boot), because pids are reused."""
     started = start_time(pid)
     if started is None:
         raise ProcessLookupError(f"there is no process {pid}")
@@ -86,7 +86,7 @@ def local_job_id(pid: int) -> str:
 
 
 def discover(environ: Mapping[str, str] = os.environ) -> NodeIdentity:
-    """The calling agent's place; raises RuntimeError outside a job."""
+    """Return the calling agent's place; raises RuntimeError outside a job."""
     if "SUBMITIT_LOCAL_JOB_ID" in environ:
         node = int(environ["SUBMITIT_LOCAL_GLOBALID"])
         return NodeIdentity(
@@ -110,7 +110,7 @@ def discover(environ: Mapping[str, str] = os.environ) -> NodeIdentity:
 
 
 def _switches(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """`s0.s4.node7` with the pattern `switch.switch.node` are two switches; a node's own name may have dots in it."""
+    """Return the switches: `s0.s4.node7` with the pattern `switch.switch.node` has two; node names may contain dots."""
     address = environ.get("SLURM_TOPOLOGY_ADDR", "")
     levels = environ.get("SLURM_TOPOLOGY_ADDR_PATTERN", "").count(".")
     return tuple(address.split(".", levels)[:levels]) if address.count(".") >= levels else ()

@@ -1,4 +1,4 @@
-"""ranks.json: what every rank is doing, for readers on a login node."""
+"""ranks.json: the current activity of every rank, for readers on a login node."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -12,25 +12,25 @@ _SCHEMA = "orch.ranks/1"
 
 @dataclass(frozen=True, kw_only=True)
 class RankReading:
-    """One rank as its agent saw it; None where that is not known, as of a user's own program."""
+    """One rank as its agent saw it; None for unknown values, for example in a user's own program."""
 
     rank: int
     node: str = ""
     step: int | None = None
     phase: str = ""
-    age: float | None = None  # seconds since the sign of its cell
-    state: str = ""  # of its training thread as /proc says, see RankSample
-    ratio: float | None = None  # its own work's time to that of its peers; None: it is not slow
+    age: float | None = None  # seconds since its progress cell last changed
+    state: str = ""  # of its training thread in /proc, see RankSample
+    ratio: float | None = None  # time of its own work relative to its peers; None: not slow
     ended: bool = False
-    moment: str = ""  # of a pipeline: what it does in its phase, with which micro-batch
+    moment: str = ""  # in a pipeline: the action within its phase and the micro-batch
 
     def to_json(self) -> dict[str, Any]:
-        """One row; `moment` only of a rank that is in one."""
+        """Return one row; `moment` is left out if empty."""
         return {key: value for key, value in asdict(self).items() if key != "moment" or value}
 
     @classmethod
     def from_json(cls, row: object) -> "RankReading | None":
-        """The rank of one row; a field of another type counts as left out, a row that names no rank as none."""
+        """Parse the rank of one row; fields of the wrong type count as missing. None if the row has no rank."""
         if not isinstance(row, dict) or (rank := whole(row.get("rank"))) is None:
             return None
         return cls(
@@ -48,16 +48,16 @@ class RankReadings:
     world: int
     ranks: tuple[RankReading, ...]  # ordered by rank
     time: float = 0.0
-    p99: Mapping[str, float] = field(default_factory=dict)  # seconds of each phase's 99th percentile
+    p99: Mapping[str, float] = field(default_factory=dict)  # 99th percentile of each phase in seconds
 
     def write(self, path: Path) -> None:
-        """Replace the one before; raises OSError."""
+        """Replace the previous readings; raises OSError."""
         line = dump_line({"schema": _SCHEMA, **asdict(self), "ranks": [one.to_json() for one in self.ranks]})
         write_atomically(path, f"{line}\n".encode(errors="backslashreplace"))
 
     @classmethod
     def read(cls, path: Path) -> "RankReadings":
-        """The newest one, as far as it can be understood; raises OSError or ValueError when there is none."""
+        """Parse the newest readings as far as possible; raises OSError or ValueError if there are none."""
         try:
             fields = read_json(path)
         except RecursionError as error:

@@ -1,4 +1,4 @@
-"""Requests: small files with which people and the controller ask something of a live job."""
+"""Requests: small files by which users and the controller send requests to a live job."""
 
 import os
 import secrets
@@ -11,18 +11,18 @@ from checkpointing.storage.durable import dump_line, only_own_files, read_json, 
 
 
 class RequestKind(StrEnum):
-    """What can be asked; agent 0 reads the folder once a second and answers by an event."""
+    """Kinds of request; agent 0 reads the folder once a second and answers with an event."""
 
     STOP = "stop"  # save at the next agreed step boundary, then exit
-    SAVE = "save"  # save at the next agreed step boundary, then go on
+    SAVE = "save"  # save at the next agreed step boundary, then continue
     DEADLINE = "deadline"  # `value` is the job's true end, seconds since the epoch; `detail`: seconds since its start
-    STACKS = "stacks"  # where every thread stands; `value` is one rank, `detail` one node's index, else all
-    DRILL = "drill"  # a fault on purpose; `detail` is its kind, `value` the rank (or the node) that it hits
+    STACKS = "stacks"  # stacks of every thread; `value` is one rank, `detail` one node's index, else all
+    DRILL = "drill"  # injected fault; `detail` is its kind, `value` the affected rank (or node)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """One question to one attempt; `name` is its file name and identity."""
+    """One request to one attempt; `name` is its file name and identity."""
 
     kind: RequestKind
     attempt: int
@@ -32,7 +32,7 @@ class Request:
     name: str = ""
 
     def write(self, folder: Path) -> str:
-        """Put the request into `folder`; returns its name."""
+        """Write the request into `folder`; returns its name."""
         name = f"{self.kind}.{self.attempt:03d}.{secrets.token_hex(4)}.json"
         fields = {key: value for key, value in asdict(self).items() if key != "name"}
         write_durably(folder / name, dump_line(fields).encode(errors="backslashreplace"))
@@ -40,16 +40,16 @@ class Request:
 
 
 MOST_BYTES = 1 << 16
-"""Bytes of a request, at most: a reason is a sentence."""
+"""Maximum size of a request in bytes: a reason is a sentence."""
 LARGEST = float(1 << 40)
-"""The largest value of a request: as a time it lies 30,000 years ahead."""
+"""Largest value of a request: as a time it is 30,000 years ahead."""
 
 REFUSED = "refused: "
-"""How an answer begins that says no."""
+"""Prefix of an answer that refuses a request."""
 
 
 def pending(folder: Path, attempt: int, answered: set[str]) -> list[Request]:
-    """Requests for `attempt` that are not answered yet, oldest first; files that are no request are ignored."""
+    """Return the unanswered requests for `attempt`, oldest first; files that are not requests are ignored."""
     found = []
     for name in _by_age(folder):
         if name in answered or not name.endswith(".json") or name.startswith("."):
@@ -68,21 +68,21 @@ def pending(folder: Path, attempt: int, answered: set[str]) -> list[Request]:
 
 
 def _is_plain_file(path: Path) -> bool:
-    """Whether it was written there: no link to a file that was meant for something else."""
+    """Return whether the file was written here and does not link to another file."""
     status = os.lstat(path)
     return stat.S_ISREG(status.st_mode) and status.st_nlink == 1
 
 
 def _is_sound(request: Request) -> bool:
-    """Whether every field is of its type, and the number one that a time or a rank can be."""
+    """Return whether every field has its type, and the value can be a time or a rank."""
     value = request.value
     if type(request.attempt) is not int or type(request.detail) is not str or type(request.reason) is not str:
         return False
-    return value is None or (type(value) in (int, float) and 0 <= value <= LARGEST)  # NaN is not within
+    return value is None or (type(value) in (int, float) and 0 <= value <= LARGEST)  # excludes NaN
 
 
 def _by_age(folder: Path) -> list[str]:
-    """Names in the folder by the time of their writing: a later request may correct an earlier one."""
+    """Return the names in the folder in order of writing: a later request may correct an earlier one."""
     if not folder.is_dir():
         return []
     with os.scandir(folder) as entries:

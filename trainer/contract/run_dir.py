@@ -1,7 +1,7 @@
-"""The run directory: the only place that knows what its files are called.
+"""The run directory and the names of all its files.
 
-Inode quotas are real: apart from logs, the ranks of a node share their files. Nodes never do: appends of several hosts
-to one file lose lines on NFS.
+Because of inode quotas, the ranks of a node share their files, except for logs. Nodes never share files: appends by
+several hosts to one file lose lines on NFS.
 """
 
 import os
@@ -12,7 +12,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class AttemptDir:
-    """The folder `attempts/NNN` of one attempt (numbers count from 1)."""
+    """Folder `attempts/NNN` of one attempt (numbers count from 1)."""
 
     path: Path
 
@@ -26,17 +26,18 @@ class AttemptDir:
 
     @property
     def config(self) -> Path:
-        """The config of this attempt, where it is not the one that the run was submitted with."""
+        """Return the config of this attempt, present if it differs from the submitted one."""
         return self.path / "config.json"
 
     @property
     def run_config(self) -> Path:
-        """The run's config that this attempt's was derived from, where the attempt is smaller than its run."""
+        """Return the run's config that this attempt's was derived from, present if the attempt is smaller than its
+        run."""
         return self.path / "run-config.json"
 
     @property
     def code(self) -> Path:
-        """The user's code that this attempt imported: `trainer.contract.user_code.code_record`."""
+        """Return the record of the user's code that this attempt imported: `trainer.contract.user_code.code_record`."""
         return self.path / "code.json"
 
     @property
@@ -72,36 +73,36 @@ class AttemptDir:
         return self.path / "evidence"
 
     def incident(self, name: str) -> Path:
-        """The evidence bundle of one incident."""
+        """Return the evidence bundle of one incident."""
         return self.evidence / name
 
     def last_flights(self, node: str, generation: int) -> Path:
-        """The flight records of one node's ranks that an exception ended, one line each."""
+        """Return the flight records of one node's ranks that ended with an exception, one line each."""
         return self.evidence / f"flights-{node}.g{generation:03d}.jsonl"
 
     def all_last_flights(self, generation: int) -> list[Path]:
-        """The files of one generation, those of older versions (one for each rank) included."""
+        """Return the flight record files of one generation, including those of older versions (one per rank)."""
         wanted = (f"flight-rank-*.g{generation:03d}.json", f"flights-*.g{generation:03d}.jsonl")
         return [path for pattern in wanted for path in sorted(self.evidence.glob(pattern))]
 
     def watchdog_flight(self, generation: int) -> Path:
-        """Where NCCL's own watchdog leaves the record of a rank, a pickle: torch adds the rank to the name."""
+        """Return the path prefix of the pickled flight records of NCCL's watchdog; torch appends the rank."""
         return self.evidence / f"nccl.g{generation:03d}.rank-"
 
     def watchdog_flights(self, generation: int) -> list[tuple[int, Path]]:
-        """Those of one generation, with their ranks."""
+        """Return the watchdog's flight records of one generation with their ranks."""
         prefix = self.watchdog_flight(generation).name
         found = ((path.name.removeprefix(prefix), path) for path in sorted(self.evidence.glob(f"{prefix}*")))
         return [(int(rank), path) for rank, path in found if rank.isdecimal()]
 
     @property
     def ranks(self) -> Path:
-        """The progress of every rank while the attempt runs: see `trainer.contract.rank_readings`."""
+        """Return the file with the progress of every rank, see `trainer.contract.rank_readings`."""
         return self.path / "ranks.json"
 
     @property
     def skipped(self) -> Path:
-        """Positions in the data that this attempt's rollbacks skip, with the reasons."""
+        """Return the file with the data positions that this attempt's rollbacks skip, with reasons."""
         return self.path / "skipped.json"
 
     @property
@@ -114,28 +115,29 @@ class AttemptDir:
 
     @property
     def validation(self) -> Path:
-        """One line for every validation, in the order of the steps that were trained."""
+        """Return the file with one line per validation, in the order in which steps were trained."""
         return self.path / "metrics" / "validation.jsonl"
 
     @property
     def final(self) -> Path:
-        """What the finished run ended with: step, loss, digest of the weights."""
+        """Return the summary of the finished run: step, loss, digest of the weights."""
         return self.path / "metrics" / "final.json"
 
     @property
     def restore_verdict(self) -> Path:
-        """What a restore test has found."""
+        """Return the verdict of a restore test."""
         return self.path / "verdict.json"
 
     def rank_log(self, rank: int) -> Path:
         return self.logs / f"rank-{rank:05d}.log"
 
     def work_log(self, node: str) -> Path:
-        """One line per step and rank of this node: the workers' own proof of which rank trained what, when."""
+        """Return the work log of a node: one line per step and rank, written by the workers as proof of their
+        training."""
         return self.path / "metrics" / f"work-{node}.jsonl"
 
     def work_logs(self) -> list[Path]:
-        """The work logs that are there; those of older versions have one rank each."""
+        """Return the existing work logs; those of older versions have one rank each."""
         return sorted((self.path / "metrics").glob("work-*.jsonl"))
 
     def agent_log(self, node: int) -> Path:
@@ -145,36 +147,36 @@ class AttemptDir:
         return self.events / f"{source}.jsonl"
 
     def rank_events(self, node: str) -> Path:
-        """The events of one node's ranks."""
+        """Return the events of one node's ranks."""
         return self.event_file(f"ranks-{node}")
 
     def rank_outcomes(self, node: str) -> Path:
-        """How the ranks of one node ended, one line for each rank and generation."""
+        """Return the outcomes of one node's ranks, one line per rank and generation."""
         return self.outcomes / f"ranks-{node}.jsonl"
 
     def all_rank_outcomes(self) -> list[Path]:
-        """The files that are there; those of older versions have one rank and generation each."""
+        """Return the existing outcome files; those of older versions have one rank and generation each."""
         return [path for pattern in ("rank-*.json", "ranks-*.jsonl") for path in sorted(self.outcomes.glob(pattern))]
 
     @property
     def command_memory(self) -> Path:
-        """What the next attempt must know about a user's own program."""
+        """Return the file with facts about a user's program that the next attempt needs."""
         return self.path / "command.json"
 
     def error_file(self, rank: int, generation: int) -> Path:
-        """Where torch's `@record` writes the exception that ended a command's rank, until its agent has read it."""
+        """Return the file where torch's `@record` writes the exception of a command's rank, for its agent to read."""
         return self.outcomes / f"error-rank-{rank:05d}.g{generation:03d}.json"
 
     def rank_errors(self, node: str) -> Path:
-        """The error files of one node's ranks, one line each."""
+        """Return the collected error files of one node's ranks, one line each."""
         return self.outcomes / f"errors-{node}.jsonl"
 
     def agent_report(self, node: int) -> Path:
-        """Why the agent of a node ended without an order of its coordinator."""
+        """Return the report of an agent that ended without an order of its coordinator."""
         return self.outcomes / f"agent-{node:04d}.json"
 
     def agent_reports(self) -> list[Path]:
-        """Those that are there, by node."""
+        """Return the existing agent reports, by node."""
         return sorted(self.outcomes.glob("agent-*.json"))
 
     def make(self) -> None:
@@ -186,10 +188,10 @@ class AttemptDir:
 
 @dataclass(frozen=True)
 class RunDir:
-    """The folder of one run below `cluster.root`."""
+    """Folder of one run below `cluster.root`."""
 
     path: Path
-    label: str = ""  # the run's name, where the folder is reached under another one (by a descriptor)
+    label: str = ""  # the run's name, if the folder is reached by another path (a descriptor)
 
     @property
     def name(self) -> str:
@@ -201,22 +203,22 @@ class RunDir:
 
     @property
     def config(self) -> Path:
-        """The config that the run was submitted with; an attempt may have another one (`config_of`)."""
+        """Return the config that the run was submitted with; an attempt may have another one (`config_of`)."""
         return self.path / "config.json"
 
     @property
     def secrets(self) -> Path:
-        """The values of `env_from`, and of webhooks: the only file of the run that has secrets."""
+        """Return the file with the values of `env_from` and of webhooks, the only file of the run with secrets."""
         return self.path / "secrets.json"
 
     @property
     def restore_test(self) -> Path:
-        """What this run is to restore, where it is a restore test."""
+        """Return the restore order, present if this run is a restore test."""
         return self.path / "restore_test.json"
 
     @property
     def record(self) -> Path:
-        """What the registry knows of this run, written by the controller side: `orch db rebuild` reads it."""
+        """Return the registry's record of this run, written on the controller side for `orch db rebuild`."""
         return self.path / "record.json"
 
     @property
@@ -231,7 +233,7 @@ class RunDir:
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
-    @cached_property  # a controller asks thousands of times in a pass
+    @cached_property  # a controller reads it thousands of times per pass
     def attempts(self) -> Path:
         return self.path / "attempts"
 
@@ -239,17 +241,17 @@ class RunDir:
         return AttemptDir(self.attempts / f"{number:03d}")
 
     def config_of(self, attempt: int) -> Path:
-        """The config of this attempt: its own, or the one that the run was submitted with."""
+        """Return the config of this attempt: its own if present, else the submitted one."""
         own = self.attempt(attempt).config
         return own if own.exists() else self.config
 
     def run_config_of(self, attempt: int) -> Path:
-        """The config of the run when this attempt was begun: its own, but for an attempt that is smaller."""
+        """Return the run's full-size config at the start of this attempt, before any reduction in nodes."""
         base = self.attempt(attempt).run_config
         return base if base.exists() else self.config_of(attempt)
 
     def all_attempts(self) -> list[AttemptDir]:
-        """Attempts that have a folder, oldest first."""
+        """Return the attempts that have a folder, oldest first."""
         if not self.attempts.is_dir():
             return []
         numbered = [entry for entry in os.listdir(self.attempts) if entry.isdigit()]
@@ -257,11 +259,11 @@ class RunDir:
 
     @property
     def newest_attempt(self) -> int:
-        """The number of the newest attempt that has a folder; 0 without any."""
+        """Return the number of the newest attempt that has a folder; 0 if there is none."""
         return max((attempt.number for attempt in self.all_attempts()), default=0)
 
     def make(self) -> None:
-        """Create the run's folders; those in the run folder must be new (FileExistsError)."""
+        """Create the run's folders; raises FileExistsError if one inside the run folder exists."""
         self.path.mkdir(mode=0o700, exist_ok=True)
         for folder in (self.requests, self.checkpoints, self.attempts):
             folder.mkdir(mode=0o700)

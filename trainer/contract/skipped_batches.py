@@ -1,6 +1,6 @@
-"""Batches that are skipped: found bad by a rollback, skipped by every later generation and attempt.
+"""Skipped batches: found bad by a rollback, and skipped by every later generation and attempt.
 
-The coordinator writes `attempts/NNN/skipped.json` before the generation that has to obey it is started.
+The coordinator writes `attempts/NNN/skipped.json` before it starts the generation that must skip them.
 """
 
 from collections.abc import Iterable
@@ -15,15 +15,15 @@ _SCHEMA = "orch.skipped/1"
 
 @dataclass(frozen=True, kw_only=True)
 class Skip:
-    """One batch that is skipped."""
+    """One skipped batch."""
 
-    step: int  # that went wrong with it
-    position: int  # where it begins: what all ranks together had consumed before it
+    step: int  # step that failed with it
+    position: int  # data position of its start: consumed by all ranks before it
     reason: str
 
 
 def read(attempt: AttemptDir) -> tuple[Skip, ...]:
-    """What this attempt was the first to skip; raises OSError, or ValueError when the file is damaged."""
+    """Return the batches first skipped by this attempt; raises OSError, or ValueError if the file is damaged."""
     try:
         return tuple(Skip(**fields) for fields in read_json(attempt.skipped)["skipped"])
     except FileNotFoundError:
@@ -33,7 +33,7 @@ def read(attempt: AttemptDir) -> tuple[Skip, ...]:
 
 
 def read_all(run: RunDir) -> tuple[Skip, ...]:
-    """What all attempts have skipped, each batch once, the oldest first; raises OSError or ValueError."""
+    """Return the batches skipped by all attempts, each once, oldest first; raises OSError or ValueError."""
     found: dict[int, Skip] = {}
     for attempt in run.all_attempts():
         for skip in read(attempt):
@@ -42,7 +42,7 @@ def read_all(run: RunDir) -> tuple[Skip, ...]:
 
 
 def add(attempt: AttemptDir, skips: Iterable[Skip]) -> None:
-    """Skip these as well from now on; on the disk when this returns, else it raises OSError."""
+    """Add batches to skip from now on, durable on return; raises OSError."""
     found = {skip.position: skip for skip in (*read(attempt), *skips)}
     fields = {"schema": _SCHEMA, "skipped": [asdict(skip) for skip in found.values()]}
     write_durably(attempt.skipped, in_use().record(dump_line(fields)).encode(errors="backslashreplace"))

@@ -9,12 +9,12 @@ _NO_LIMIT = ("unlimited", "infinite", "-1")
 
 
 def is_no_limit(text: str) -> bool:
-    """Whether this says that there is no limit."""
+    """Return whether the text means no limit."""
     return text.strip().lower() in _NO_LIMIT
 
 
 def seconds(text: str) -> int:
-    """`90`, `1:30:00`, `2-12`, `2-12:00:00` in seconds; raises ValueError for anything else."""
+    """Convert `90`, `1:30:00`, `2-12` or `2-12:00:00` to seconds; raises ValueError for anything else."""
     match = _TIME.fullmatch(text)
     if match is None:
         raise ValueError(f"{text}: not in Slurm's notation (minutes, h:mm:ss, d-hh:mm:ss)")
@@ -31,13 +31,13 @@ _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 def parse_span(text: str) -> float | None:
-    """The seconds of a whole number with a unit (s, m, h or d); None for anything else."""
+    """Convert a whole number with a unit (s, m, h or d) to seconds; None for anything else."""
     found = _SPAN.fullmatch(text)
     return float(int(found[1]) * _SECONDS[found[2]]) if found else None
 
 
 def span(seconds: float) -> str:
-    """A duration for people: `45s`, `6m10s`, `7h02m`, `3d04h`."""
+    """Format a duration for display: `45s`, `6m10s`, `7h02m`, `3d04h`."""
     whole = max(0, int(seconds))
     if whole < 60:
         return f"{whole}s"
@@ -52,17 +52,17 @@ _MOMENT = re.compile(r"\b(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)Z(?!\w)", re.ASCII)
 
 
 def stored_moment(at: float) -> str:
-    """Return a moment for a sentence that is stored, in UTC: `2026-11-22 03:41:20Z`."""
+    """Format a time for a stored sentence, in UTC: `2026-11-22 03:41:20Z`."""
     return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%SZ")
 
 
 def show_moments(text: str, show: Callable[[float], str]) -> str:
-    """Return a stored sentence with its moments as a screen shows all others."""
+    """Reformat the times in a stored sentence with `show`."""
 
     def shown(match: re.Match[str]) -> str:
         try:
             return show(datetime.fromisoformat(f"{match[1]}+00:00").timestamp())
-        except ValueError:  # the words of a program that only look like a moment
+        except ValueError:  # text of a program that only looks like a time
             return match[0]
 
     return _MOMENT.sub(shown, text)

@@ -1,7 +1,7 @@
 """Token shards: text files become memory-mapped little-endian uint16 files with an index and a fingerprint.
 
-Byte-level: tokens 0..255 are the bytes of a document, 256 ends it. Standard library only, because the login
-node prepares data too.
+Byte-level: tokens 0..255 are the bytes of a document, 256 ends it. Standard library only, because the login node
+prepares data too.
 """
 
 import hashlib
@@ -28,11 +28,11 @@ _SEPARATOR_BYTES = SEPARATOR.to_bytes(2, "little")
 _STDLIB_LEFT_OUT = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 
 Progress = Callable[[int, int], None]
-"""Called with bytes done and bytes in all."""
+"""Called with the bytes done and the total bytes."""
 
 
 class TokensError(ValueError):
-    """Text that cannot be prepared, or a folder that holds no usable tokens."""
+    """Unusable text, or a folder without usable tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ class Shard:
 
 @dataclass(frozen=True, kw_only=True)
 class Index:
-    """What a folder of shards holds; `fingerprint` names the content and the order of its tokens."""
+    """Content of a folder of shards; `fingerprint` identifies the tokens and their order."""
 
     dtype: str
     tokens: int
@@ -58,7 +58,7 @@ class Index:
 
     @classmethod
     def read(cls, folder: Path) -> "Index":
-        """Parse and check the index of `folder`; raises TokensError with what to do."""
+        """Parse and check the index of `folder`; raises TokensError with a remedy."""
         path = folder / INDEX_NAME
         hint = "make it with `orch data prepare PATHS --out DIR`"
         try:
@@ -73,7 +73,7 @@ class Index:
         return index
 
     def changed_shards(self, folder: Path, reader: int = 0, readers: int = 1) -> list[str]:
-        """Names of shards whose bytes have another digest now; of several readers each reads some. Raises OSError."""
+        """Return the names of shards whose digest has changed; several readers divide the shards. Raises OSError."""
         changed = []
         for shard in self.shards[reader::readers]:
             with (folder / shard.name).open("rb") as stream:
@@ -83,10 +83,10 @@ class Index:
         return changed
 
     def shards_changed_lately(self, folder: Path) -> list[str]:
-        """Return the changed ones of the shards written after the index, the first 2 GiB of them. Raises OSError.
+        """Return the changed shards among those written after the index, checking up to 2 GiB. Raises OSError.
 
-        The index is written last, and no program can set back the time of a change of an inode (ctime), which moves in
-        ticks of the kernel's clock.
+        The index is written last. Programs cannot set back the change time of an inode (ctime), which advances in ticks
+        of the kernel's clock.
         """
         written = (folder / INDEX_NAME).stat().st_ctime_ns
         later, left = [], _CHECKED_BYTES
@@ -120,10 +120,10 @@ def _check_size(path: Path, tokens: int) -> None:
 
 
 def expand_sources(sources: Sequence[str | Path]) -> list[Path]:
-    """The files that `sources` stand for, in a fixed order; raises TokensError for a path that is not there.
+    """Return the files that `sources` stand for, in a fixed order; raises TokensError for a missing path.
 
-    A folder stands for every file below it but hidden ones, `python-stdlib` for the Python source of the
-    standard library without its tests.
+    A folder stands for every file below it except hidden ones, `python-stdlib` for the Python source of the standard
+    library without its tests.
     """
     found: list[Path] = []
     for source in sources:
@@ -149,9 +149,9 @@ def _below(folder: Path, *, suffix: str = "", left_out: frozenset[str] = frozens
 
 
 def prepare(sources: Sequence[str | Path], out: Path, progress: Progress | None = None) -> Index:
-    """Tokenize `sources` into the folder `out`; an `out` that holds the same tokens already is kept.
+    """Tokenize `sources` into the folder `out`; keeps an `out` that already holds the same tokens.
 
-    Raises TokensError when there is nothing to read or `out` holds something else, OSError when it cannot be written.
+    Raises TokensError if there is nothing to read or `out` holds something else, OSError if it cannot be written.
     """
     out.parent.mkdir(parents=True, exist_ok=True)
     temporary = out.with_name(f".{out.name}.{secrets.token_hex(6)}.tmp")
@@ -162,7 +162,7 @@ def prepare(sources: Sequence[str | Path], out: Path, progress: Progress | None 
 
 
 def prepare_under(sources: Sequence[str | Path], folder: Path, progress: Progress | None = None) -> tuple[Path, Index]:
-    """Tokenize `sources` into `folder/<fingerprint>`, so that changed text gets its own folder; raises as prepare."""
+    """Tokenize `sources` into `folder/<fingerprint>`, so that changed text gets its own folder; raises like prepare."""
     folder.mkdir(mode=0o755, parents=True, exist_ok=True)
     temporary = folder / f".{secrets.token_hex(6)}.tmp"
     try:
@@ -187,7 +187,7 @@ def _place(index: Index, temporary: Path, out: Path) -> Index:
 
 
 def _existing(index: Index, out: Path) -> Index:
-    """The index of `out` when it holds the tokens of `index`, written before or by somebody at the same time."""
+    """Return the index of `out` if it holds the tokens of `index`, possibly written concurrently by another process."""
     found = Index.read(out) if (out / INDEX_NAME).exists() else None
     if found is None or found.fingerprint != index.fingerprint:
         raise TokensError(f"{out} exists and holds something else: choose another folder or remove it")
@@ -199,7 +199,7 @@ def _existing(index: Index, out: Path) -> Index:
 def _write(sources: Sequence[str | Path], folder: Path, progress: Progress | None) -> Index:
     files = expand_sources(sources)
     total = sum(_size(path) for path in files)
-    folder.mkdir(mode=0o755)  # a umask of 0002 must not let the group change what is trained on
+    folder.mkdir(mode=0o755)  # with a umask of 0002 the group could otherwise change the training data
     writer = _ShardWriter(folder)
     done = read = 0
     for path in files:
@@ -226,9 +226,9 @@ def _size(path: Path) -> int:
 
 
 def _text(path: Path) -> Iterator[bytes]:
-    """The file's bytes, or nothing when it is unreadable or its first megabyte holds a NUL, as binary files do."""
+    """Yield the file's bytes; nothing if it is unreadable, or binary (a NUL in its first megabyte)."""
     try:
-        if not path.is_file():  # a FIFO would wait for ever
+        if not path.is_file():  # a FIFO would block forever
             return
         with path.open("rb") as stream:
             chunk = stream.read(_CHUNK)
@@ -260,7 +260,7 @@ class _ShardWriter:
         self._append(widened)
 
     def end_document(self) -> int:
-        """Close the current document; 1 when it had content, 0 when there was none."""
+        """Close the current document; returns 1 if it had content, else 0."""
         if not self._document:
             return 0
         self._document = 0

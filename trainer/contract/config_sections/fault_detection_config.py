@@ -5,14 +5,14 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, kw_only=True)
 class HangConfig:
-    """When a rank counts as hung, and what is kept before it is killed."""
+    """When a rank counts as hung, and how evidence is collected before it is killed."""
 
     on: bool = True
     """Watch for hangs."""
     factor: float = 25.0
     """A phase may take this many times its 99th percentile in this run."""
     least: float = 8.0
-    """Seconds that any phase may take at least."""
+    """Minimum timeout of any phase in seconds."""
     slow: float = 120.0
     """Seconds allowed without a sign of life in start, compile, restore, save, evaluation and a first step."""
     most: float = 3600.0
@@ -22,7 +22,7 @@ class HangConfig:
     evidence: float = 10.0
     """Seconds for collecting evidence before the kill."""
     agent: float = 75.0
-    """Seconds that a node's agent may stand still (stopped, or stuck in the kernel) before its watchdog kills it."""
+    """Seconds a node's agent may stand still (stopped, or stuck in the kernel) before its watchdog kills it."""
     heartbeat: float = 900.0
     """Seconds without a heartbeat or a growing file of a running attempt before orch ends its job; 0: never."""
 
@@ -60,9 +60,9 @@ class SpikeConfig:
 
     deviations: float = 20.0
     """A loss this many robust deviations (and half) above the window's median is a spike, if its logarithm is half as
-    many above it; 0: look for NaN only."""
+    many above it; 0: only look for NaN."""
     window: int = 50
-    """Steps for the median and the deviation; nothing is judged before the window is full."""
+    """Steps for the median and the deviation; no loss is judged before the window is full."""
     roll_backs: int = 3
     """Rollbacks allowed in an attempt without a new checkpoint; each skips the batch of its step."""
 
@@ -78,13 +78,16 @@ class PreflightConfig:
     on: bool = True
     """Measure matrix multiplication, memory and network; the quick checks of folders and limits always run."""
     seconds: float = 60.0
-    """Seconds after which network tests end, and missing figures are no longer waited for."""
+    """Seconds after which network tests end and missing results are given up."""
     slowest: float = 0.6
     """A node is suspect if its speed is below this share of its peers' median; in a Slurm job also if it is below this
     share of the median of the run's earlier attempts, if at least two of those agree."""
     skew: float = 30.0
-    """Largest difference between nodes' clocks in seconds. A node further off is suspect: the one far from the median,
-    or, of two, the one that disagrees with the clock of the run folder's file server."""
+    """Largest difference between nodes' clocks in seconds.
+
+    A node further off is suspect: the one far from the median, or, of two nodes, the one that disagrees with the clock
+    of the run folder's file server.
+    """
 
     def __post_init__(self) -> None:
         if not 0 < self.slowest < 1 or self.seconds <= 0 or self.skew <= 0:
@@ -93,7 +96,7 @@ class PreflightConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DetectionConfig:
-    """What counts as a fault of a rank or of a node."""
+    """Settings of fault detection on ranks and nodes."""
 
     hang: HangConfig = field(default_factory=HangConfig)
     straggler: StragglerConfig = field(default_factory=StragglerConfig)
@@ -118,7 +121,7 @@ KINDS = {
     "hang-in-send": "of a pipeline: stands still before it sends another stage what it has computed",
     "skip-send": "of a pipeline: leaves one message to another stage out, and goes on",
 }
-"""Every kind of fault a rank can bring upon itself; cells hold their places, so new ones come last."""
+"""Every kind of fault a rank can inject into itself. Drill cells hold indices into this table, so append new kinds."""
 BETWEEN_STAGES = ("hang-in-send", "skip-send")
 """Kinds that need a pipeline."""
 
@@ -134,9 +137,9 @@ class DrillEvent:
     step: int = 1
     """The step in which it occurs; `kill-rank`, `stop-rank` and `raise` occur after it."""
     attempt: int = 1
-    """Only in this attempt; 0: in every one."""
+    """Attempt in which it occurs; 0: every attempt."""
     generation: int = 1
-    """Only in this generation of the attempt; 0: in every one."""
+    """Generation of the attempt in which it occurs; 0: every generation."""
     value: float = 0.0
     """For `slow-rank`: seconds of work added to every step. For `hang-` kinds and `hold-lock`: seconds; 0: forever. For
     `desync-shape`: elements of the wrong tensor; 0: one."""
@@ -148,7 +151,7 @@ class DrillEvent:
 
 @dataclass(frozen=True, kw_only=True)
 class DrillConfig:
-    """Faults injected on purpose, to see the run recover."""
+    """Faults injected on purpose, to test recovery."""
 
     events: tuple[DrillEvent, ...] = ()
     """The faults; each occurs once."""

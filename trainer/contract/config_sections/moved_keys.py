@@ -1,4 +1,4 @@
-"""Keys of a config that have moved to another section, and configs of older versions under the keys of this one."""
+"""Config keys that moved to another section, and conversion of configs of older versions to the present keys."""
 
 import copy
 from collections.abc import Mapping
@@ -14,11 +14,11 @@ MOVED: Mapping[Path, Path] = {
     **{("train", name): ("optimizer", name) for name in _OPTIMIZER},
     **{("recovery", name): ("detection", name) for name in _DETECTION},
 }
-"""Where a key was -> where it is; keys before the sections that they were in."""
+"""Old path -> present path; keys come before the sections that contained them."""
 
 
 def present_path(path: Path) -> Path:
-    """Where a key is now."""
+    """Return the present path of a key."""
     for old, new in MOVED.items():
         if path[: len(old)] == old:
             return (*new, *path[len(old) :])
@@ -26,12 +26,12 @@ def present_path(path: Path) -> Path:
 
 
 def moved_from(section: Path) -> list[str]:
-    """Names of the keys that were in a section, and are not any more."""
+    """Return the names of the keys that have moved out of a section."""
     return [old[-1] for old in MOVED if old[:-1] == section]
 
 
 def in_present_keys(config: dict[str, Any]) -> dict[str, Any]:
-    """A resolved config of any version as this one would have written it; keys of this version win over moved ones."""
+    """Convert a resolved config of any version to the present keys; present keys win over moved ones."""
     if not any(old[-1] in _section(config, old) for old in MOVED):
         return config
     found = copy.deepcopy(config)
@@ -43,7 +43,10 @@ def in_present_keys(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _fill(section: dict[str, Any], path: Path, value: Any) -> None:
-    """Set a value where none stands; maps are filled key by key. What is no section is left as it is."""
+    """Set a value if none is set, merging maps key by key.
+
+    Leave the config unchanged if the path passes through a non-map.
+    """
     *above, last = path
     for name in above:
         section[name] = {} if section.get(name) is None else section[name]
@@ -58,7 +61,7 @@ def _fill(section: dict[str, Any], path: Path, value: Any) -> None:
 
 
 def _section(config: dict[str, Any], path: Path) -> dict[str, Any]:
-    """The map that the last name of a path stands in; empty where there is none."""
+    """Return the map that contains the last name of a path; empty if there is none."""
     section: Any = config
     for name in path[:-1]:
         section = section.get(name, {}) if isinstance(section, dict) else {}

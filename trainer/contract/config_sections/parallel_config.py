@@ -8,26 +8,24 @@ from typing import NamedTuple
 
 
 class Schedule(StrEnum):
-    """The order in which a stage computes forward and backward passes of the micro-batches of a step."""
+    """Order in which a stage computes the forward and backward passes of a step's micro-batches."""
 
     GPIPE = "gpipe"  # all forward passes, then all backward passes (Huang et al. 2019)
-    ONE_F_ONE_B = "1f1b"  # one forward, one backward: activations of fewer micro-batches (Narayanan et al. 2019)
-    INTERLEAVED = "interleaved_1f1b"  # the same with several stages on each rank (Narayanan et al. 2021)
-    ZERO_BUBBLE = (
-        "interleaved_zero_bubble"  # ZB1P: gradients of weights are computed while others wait (Qi et al. 2023)
-    )
-    ZBV = "zbv"  # the same with two stages on each rank that form a V
+    ONE_F_ONE_B = "1f1b"  # alternating forward and backward: fewer activations (Narayanan et al. 2019)
+    INTERLEAVED = "interleaved_1f1b"  # the same with several stages per rank (Narayanan et al. 2021)
+    ZERO_BUBBLE = "interleaved_zero_bubble"  # ZB1P: weight gradients are computed in idle time (Qi et al. 2023)
+    ZBV = "zbv"  # zero bubble with two stages per rank that form a V
 
 
 ZERO_BUBBLE = (Schedule.ZERO_BUBBLE, Schedule.ZBV)
-"""Schedules that compute the gradients of weights apart from those of activations."""
+"""Schedules that compute weight gradients separately from activation gradients."""
 LARGE_ROUNDS = (Schedule.INTERLEAVED, Schedule.ZERO_BUBBLE)
-"""Schedules that take micro-batches in rounds of the same size, of at least as many as there are ranks."""
+"""Schedules that process micro-batches in rounds of equal size, at least the number of ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineConfig:
-    """How ranks share the layers of the model one after the other."""
+    """Pipeline parallelism: ranks hold consecutive layers of the model."""
 
     stages: int = 1
     """Consecutive parts of the layers, `stages_per_rank` of them on each rank of the pipeline; 1: no pipeline."""
@@ -39,12 +37,12 @@ class PipelineConfig:
     """Stages on each rank; 0: one with `gpipe` and `1f1b`, else two."""
 
     micro_batches: int = 0
-    """Micro-batches of a step on each data-parallel rank; 0: by `train.micro_batch_size`, or at least four times the
-    ranks of the pipeline where the share of a rank can be divided so."""
+    """Micro-batches per step on each data-parallel rank; 0: by `train.micro_batch_size`, or at least four times the
+    ranks of the pipeline if a rank's share divides accordingly."""
 
     layer_seconds: tuple[float, ...] = ()
-    """Measured seconds of the embedding, of each layer, and of the output with its loss, by which layers are split;
-    empty: by modelled FLOPs. Another split changes last bits."""
+    """Measured seconds of the embedding, of each layer, and of the output with its loss, used to split the layers;
+    empty: split by modelled FLOPs. Another split changes last bits."""
 
     def __post_init__(self) -> None:
         if self.schedule not in set(Schedule):
@@ -94,19 +92,19 @@ class PipelineConfig:
 
     @property
     def per_rank(self) -> int:
-        """Stages on each rank, with 0 decided."""
+        """Return the stages on each rank, with 0 resolved."""
         if self.stages == 1:
             return 1
         return self.stages_per_rank or (1 if self.schedule in (Schedule.GPIPE, Schedule.ONE_F_ONE_B) else 2)
 
     @property
     def ranks(self) -> int:
-        """The pipeline dimension of the mesh."""
+        """Return the size of the pipeline dimension of the mesh."""
         return self.stages // self.per_rank
 
     @property
     def splits_backward(self) -> bool:
-        """Whether gradients of weights are computed apart from those of activations."""
+        """Return whether weight gradients are computed separately from activation gradients."""
         return self.stages > 1 and self.schedule in ZERO_BUBBLE
 
 
@@ -122,17 +120,17 @@ _STAGES_PER_RANK = {
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsConfig:
-    """Instead of one feed-forward, every layer has `count` smaller ones, chosen token by token."""
+    """Mixture of experts: instead of one feed-forward, every layer has `count` smaller ones, chosen per token."""
 
     count: int = 0
     """Experts of each layer; 0: every layer has one feed-forward for all tokens (`model.ffn_dim`)."""
     per_token: int = 2
-    """Experts that compute each token; their outputs are added with weights whose sum is 1."""
+    """Experts that compute each token; their outputs are added with weights that sum to 1."""
     ffn_dim: int = 128
     """Inner width of each expert (SwiGLU)."""
     balance_rate: float = 1e-3
-    """By how much an expert's bias moves after each step in which it had more, or fewer, tokens than the mean; the bias
-    chooses experts and weighs nothing. 0: it never moves."""
+    """Change of an expert's bias after each step in which it had more, or fewer, tokens than the mean; the bias
+    affects only the choice of experts, not their weights. 0: no change."""
 
     def __post_init__(self) -> None:
         for name, least in (("count", 0), ("per_token", 1), ("ffn_dim", 1)):
@@ -148,27 +146,27 @@ class ExpertsConfig:
 
 
 class Strategy(StrEnum):
-    """What data-parallel ranks keep whole, and what they share out among them."""
+    """What data-parallel ranks replicate, and what they shard."""
 
-    AUTO = "auto"  # `hsdp` where `dp_replicate` is above 1, else `fsdp`
-    DDP = "ddp"  # nothing is shared: every rank has the whole model, and gradients are averaged
-    ZERO1 = "zero1"  # optimizer state; gradients of all micro-batches are added up before they are reduced
-    ZERO2 = "zero2"  # gradients and optimizer state; parameters are gathered once a step
-    ZERO3 = "zero3"  # parameters, gradients and optimizer state; parameters are gathered layer by layer
-    FSDP = "fsdp"  # the same
-    HSDP = "hsdp"  # the same within each of `dp_replicate` groups, whose gradients are averaged
+    AUTO = "auto"  # `hsdp` if `dp_replicate` is above 1, else `fsdp`
+    DDP = "ddp"  # no sharding: every rank has the whole model, and gradients are averaged
+    ZERO1 = "zero1"  # shards optimizer state; gradients of all micro-batches are accumulated before the reduction
+    ZERO2 = "zero2"  # shards gradients and optimizer state; parameters are gathered once per step
+    ZERO3 = "zero3"  # shards parameters, gradients and optimizer state; parameters are gathered layer by layer
+    FSDP = "fsdp"  # same as zero3
+    HSDP = "hsdp"  # zero3 within each of `dp_replicate` groups, whose gradients are averaged
 
 
 class CpMethod(StrEnum):
-    """How ranks that share each sequence compute its attention."""
+    """How the ranks that share each sequence compute its attention."""
 
-    AUTO = "auto"  # `ulysses` where the heads of a rank can be shared out, else `ring`
-    ULYSSES = "ulysses"  # each rank has all tokens of some heads: exchanged before attention and back after it
+    AUTO = "auto"  # `ulysses` if a rank's heads can be divided, else `ring`
+    ULYSSES = "ulysses"  # each rank has all tokens of some heads: all-to-all before attention and back after it
     RING = "ring"  # each rank has some tokens of all heads: keys and values travel from rank to rank
 
 
 class MeshSizes(NamedTuple):
-    """The dimensions of the mesh, outermost first."""
+    """Dimensions of the mesh, outermost first."""
 
     pp: int
     dp_replicate: int
@@ -178,9 +176,9 @@ class MeshSizes(NamedTuple):
 
 
 def place_words(sizes: MeshSizes, rank: int, ep: int = 1) -> str:
-    """Where `rank` stands in the dimensions that have several ranks; empty where all ranks do the same work.
+    """Return the place of `rank` in the dimensions that have several ranks; empty for plain data parallelism.
 
-    `ep`: ranks that share experts, which are neighbours among the `dp_shard` x `cp` x `tp` ranks.
+    `ep`: number of ranks that share experts; they are neighbours among the `dp_shard` x `cp` x `tp` ranks.
     """
     place = MeshSizes(*place_in(sizes, rank))
     words = [f"{name} {at}" for name, size, at in zip(sizes._fields, sizes, place, strict=True) if size > 1]
@@ -191,7 +189,7 @@ def place_words(sizes: MeshSizes, rank: int, ep: int = 1) -> str:
 
 
 class ParameterSizes(NamedTuple):
-    """The mesh over which parameters lie: ranks of one context-parallel group count among shards, or replicas."""
+    """Mesh over which parameters are placed; the ranks of a context-parallel group count as shards or replicas."""
 
     pp: int
     dp_replicate: int
@@ -200,7 +198,7 @@ class ParameterSizes(NamedTuple):
 
 
 class ExpertSizes(NamedTuple):
-    """The mesh over which experts lie, where ranks share them: `dp_shard` ranks have parts of the same ones."""
+    """Mesh over which shared experts are placed; `dp_shard` ranks hold shards of the same experts."""
 
     pp: int
     dp_replicate: int
@@ -209,7 +207,7 @@ class ExpertSizes(NamedTuple):
 
 
 def place_in(sizes: Sequence[int], rank: int) -> tuple[int, ...]:
-    """Where `rank` stands in each dimension of a mesh, outermost first; the inner ones of a larger mesh will do."""
+    """Return the index of `rank` in each dimension of a mesh, outermost first; the inner dimensions alone also work."""
     place: list[int] = []
     for size in reversed(sizes):
         rank, index = divmod(rank, size)
@@ -218,49 +216,49 @@ def place_in(sizes: Sequence[int], rank: int) -> tuple[int, ...]:
 
 
 class Offload(StrEnum):
-    """What is kept in host memory."""
+    """State kept in host memory."""
 
     NONE = "none"
-    OPTIMIZER = "optimizer"  # optimizer state: gradients are copied to the host, new parameters back
-    ALL = "all"  # shards of parameters and gradients, too
+    OPTIMIZER = "optimizer"  # optimizer state: gradients are copied to the host and new parameters back
+    ALL = "all"  # also shards of parameters and gradients
 
 
 class Reduce(StrEnum):
-    """When gradients of a step with several micro-batches are reduced."""
+    """When the gradients of a step with several micro-batches are reduced."""
 
     AUTO = "auto"  # `last` with `ddp` and `zero1`, else `each`
-    EACH = "each"  # after each micro-batch: ranks keep shards of them
-    LAST = "last"  # after the last micro-batch: ranks keep whole ones until then
+    EACH = "each"  # after each micro-batch: ranks keep gradient shards
+    LAST = "last"  # after the last micro-batch: ranks keep whole gradients until then
 
 
 HOST_COPY_BYTES = 64 << 20
-"""Bytes of parameters that an optimizer in host memory copies together, at least."""
+"""Minimum bytes of parameters that an optimizer in host memory copies together."""
 RESHARD = ("auto", "always", "never")
 
 
 @dataclass(frozen=True, kw_only=True)
 class FsdpConfig:
-    """How FSDP gathers and frees parameters; `reduce` and `wrap` change last bits, the others no number."""
+    """FSDP settings; `reduce` and `wrap` change last bits, the others do not change results."""
 
     reshard_after_forward: str = "auto"
     """`always` frees a layer's gathered parameters after its forward pass, `never` keeps them for the backward pass
     (more memory, one all-gather less); `auto`: `never` with `ddp`, `zero1` and `zero2`, else all but the root."""
 
     prefetch: int = 0
-    """Layers that are gathered ahead of the one that computes; 0: as torch does it, one."""
+    """Layers gathered ahead of the one that computes; 0: torch's default, one."""
 
     reduce: str = Reduce.AUTO
     """Gradients are reduced after `each` micro-batch, which keeps only shards of them, or after the `last` one of a
-    step: less traffic, whole gradients in memory. `auto`: `last` with `ddp` and `zero1`, else `each`; `ddp` in float32
-    always `last`."""
+    step: less traffic, whole gradients in memory. `auto`: `last` with `ddp` and `zero1`, else `each`; `ddp` in
+    float32 always uses `last`."""
 
     offload: str = Offload.NONE
-    """`optimizer` keeps the optimizer's state in host memory, where it then runs; `all` shards of parameters and
-    gradients too: what a layer needs is copied to the GPU for as long as it computes."""
+    """`optimizer` keeps the optimizer's state in host memory, and the optimizer runs there; `all` also keeps shards of
+    parameters and gradients there, and copies a layer's parameters to the GPU only while it computes."""
 
     wrap: str = "auto"
-    """What is gathered and freed together: classes of modules (`Block,FeedForward`), a number (modules with at least so
-    many parameters), or `auto`: each layer."""
+    """Modules gathered and freed together: class names (`Block,FeedForward`), a number (modules with at least so many
+    parameters), or `auto`: each layer."""
 
     def __post_init__(self) -> None:
         if self.offload not in set(Offload):
@@ -283,7 +281,7 @@ class FsdpConfig:
 
     @property
     def on_host(self) -> tuple[str, ...]:
-        """Which states lie in host memory although ranks train on GPUs."""
+        """Return the names of the states kept in host memory while ranks train on GPUs."""
         return _ON_HOST[Offload(self.offload)]
 
 
@@ -299,7 +297,7 @@ class ParallelConfig:
     """How the ranks share the model; the product of the sizes is the world size."""
 
     strategy: str = Strategy.AUTO
-    """`ddp`, `zero1`, `zero2`, `zero3`, `fsdp`, `hsdp`; `auto`: `hsdp` where `dp_replicate` is above 1, else `fsdp`."""
+    """`ddp`, `zero1`, `zero2`, `zero3`, `fsdp`, `hsdp`; `auto`: `hsdp` if `dp_replicate` is above 1, else `fsdp`."""
 
     dp_replicate: int = 1
     """Replicas of the sharded model (HSDP when above 1); `ddp` takes all data-parallel ranks."""
@@ -311,18 +309,18 @@ class ParallelConfig:
     """Ranks that share each layer's matrices (tensor parallelism); they must divide `cluster.ranks_per_node`."""
 
     tp_across_nodes: bool = False
-    """Allow a `tp` that reaches over several nodes: every layer then waits for the network between them."""
+    """Allow a `tp` that spans several nodes: every layer then waits for the network between them."""
 
     cp: int = 1
     """Ranks that share each sequence (context parallelism, built-in model); they read the same batch."""
 
     cp_method: str = CpMethod.AUTO
-    """How `cp` ranks compute attention: `ulysses` exchanges tokens for heads, `ring` sends keys and values from rank to
-    rank; `auto`: `ulysses` where `cp` divides the heads of a rank, else `ring`."""
+    """How `cp` ranks compute attention: `ulysses` exchanges tokens for heads, `ring` sends keys and values from rank
+    to rank; `auto`: `ulysses` if `cp` divides the heads of a rank, else `ring`."""
 
     ep: int = 1
-    """Ranks that share the experts of each layer (expert parallelism, built-in model), some of the `dp_shard` x `cp` x
-    `tp` ranks: each computes its own experts for the tokens of all of them."""
+    """Ranks that share the experts of each layer (expert parallelism, built-in model), a subset of the `dp_shard` x
+    `cp` x `tp` ranks: each computes its own experts for the tokens of all of them."""
 
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     fsdp: FsdpConfig = field(default_factory=FsdpConfig)
@@ -337,7 +335,7 @@ class ParallelConfig:
                 raise ValueError(f"parallel.{name}={size}: must be at least {least}: type parallel.{name}={least}")
 
     def mesh_sizes(self, world_size: int) -> MeshSizes:
-        """All sizes, with what is left open filled in; raises ValueError when they do not multiply to `world_size`."""
+        """Return all sizes with defaults filled in; raises ValueError if their product is not `world_size`."""
         ranks = max(1, world_size // self.ranks_per_share)
         replicas, shards = self.dp_replicate, self.dp_shard or max(1, ranks // self.dp_replicate)
         if self.strategy == Strategy.DDP:
@@ -353,50 +351,51 @@ class ParallelConfig:
         return sizes
 
     def parameter_sizes(self, world_size: int) -> ParameterSizes:
-        """The mesh over which parameters lie: ranks that share a sequence share parameters, or with `ddp` have all."""
+        """Return the mesh of parameters: ranks that share a sequence shard parameters, or replicate them with `ddp`."""
         sizes = self.mesh_sizes(world_size)
         if self.strategy == Strategy.DDP:
             return ParameterSizes(sizes.pp, sizes.dp_replicate * sizes.cp, 1, sizes.tp)
         return ParameterSizes(sizes.pp, sizes.dp_replicate, sizes.dp_shard * sizes.cp, sizes.tp)
 
     def expert_sizes(self, world_size: int) -> ExpertSizes:
-        """The mesh over which stacks of experts lie."""
+        """Return the mesh of expert stacks."""
         sizes = self.parameter_sizes(world_size)
         return ExpertSizes(sizes.pp, sizes.dp_replicate, self.expert_ranks(world_size) // self.ep, self.ep)
 
     def expert_ranks(self, world_size: int) -> int:
-        """Ranks that share experts or parts of them, where `ep` is above 1: for these, those of `tp` are as others."""
+        """Return the number of ranks that share experts, or shards of them, when `ep` is above 1; `tp` ranks count
+        too."""
         sizes = self.parameter_sizes(world_size)
         return sizes.dp_shard * sizes.tp
 
     def place_words(self, world_size: int, rank: int) -> str:
-        """Where `rank` stands in the mesh, in words; empty where all ranks do the same work."""
+        """Describe the place of `rank` in the mesh; empty for plain data parallelism."""
         return place_words(self.mesh_sizes(world_size), rank, self.ep)
 
     @property
     def ranks_per_share(self) -> int:
-        """Ranks that read the same share of every batch."""
+        """Return the number of ranks that read the same share of every batch."""
         return self.pipeline.ranks * self.cp * self.tp
 
     def data_parallel_size(self, world_size: int) -> int:
-        """Ranks that read different data."""
+        """Return the number of ranks that read different data."""
         sizes = self.mesh_sizes(world_size)
         return sizes.dp_replicate * sizes.dp_shard
 
     @property
     def reshard_after_forward(self) -> bool | None:
-        """What `fully_shard` is told; None: all units but the root."""
+        """Return the argument for `fully_shard`; None: all units but the root."""
         if self.fsdp.reshard_after_forward == "auto":
             return False if self.strategy in (Strategy.DDP, Strategy.ZERO1, Strategy.ZERO2) else None
         return self.fsdp.reshard_after_forward == "always"
 
     def has_plain_replicas(self, dtype: str) -> bool:
-        """Whether every rank has the whole model as it is, and no half-precision copy or host memory beside it."""
+        """Return whether every rank holds the plain model, without a half-precision copy or a copy in host memory."""
         return self.strategy == Strategy.DDP and dtype == "float32" and self.fsdp.offload != Offload.ALL
 
     @property
     def reduce(self) -> Reduce:
-        """When gradients are reduced, with `auto` decided."""
+        """Return when gradients are reduced, with `auto` resolved."""
         chosen = Reduce(self.fsdp.reduce)
         if chosen is Reduce.AUTO:
             return Reduce.LAST if self.strategy in (Strategy.DDP, Strategy.ZERO1) else Reduce.EACH

@@ -336,12 +336,12 @@ class JobConfig(RecipeConfig):
 
     @property
     def trains_built_in_workload(self) -> bool:
-        """Whether the built-in model is trained, not a user's own class or program."""
+        """Return whether the run trains the built-in model, not a user's class or program."""
         return not self.command and self.workload.target == WorkloadConfig().target
 
 
 def load(run: RunDir, attempt: int) -> JobConfig:
-    """Read the config of an attempt; 0: the one that the run was submitted with. Raises OSError or ValueError."""
+    """Read the config of an attempt; 0: the submitted one. Raises OSError or ValueError."""
     config = build(JobConfig, in_present_keys(read_json(run.config_of(attempt))))
     assert isinstance(config, JobConfig)
     if not config.workload.snapshot:
@@ -351,12 +351,12 @@ def load(run: RunDir, attempt: int) -> JobConfig:
 
 
 def config_digest(path: Path) -> str:
-    """The digest of a config file; raises as `load`."""
+    """Return the digest of a config file; raises like `load`."""
     return digest_of(read_json(path))
 
 
 def digest_of(config: Any) -> str:
-    """SHA-256 of a resolved config's canonical bytes: the name under which the registry keeps it."""
+    """Return the SHA-256 of a resolved config's canonical bytes, its key in the registry."""
     return hashlib.sha256(canonical(config)).hexdigest()
 
 
@@ -366,7 +366,7 @@ def build(kind: Any, value: Any) -> Any:
         hints = typing.get_type_hints(kind)
         known = [
             item.name for item in fields(kind) if item.name in value
-        ]  # in order: the first error is always the same
+        ]  # in order, so that the first error is always the same
         return typing.cast(Any, kind)(**{name: build(hints[name], value[name]) for name in known})
     origin = typing.get_origin(kind)
     if origin is tuple:

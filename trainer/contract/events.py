@@ -73,7 +73,7 @@ class EventKind(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """One line of an event file; `time` is seconds since the epoch on the writer's clock."""
+    """A line of an event file; `time` is seconds since the epoch on the writer's clock."""
 
     time: float
     source: str

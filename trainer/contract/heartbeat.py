@@ -26,7 +26,7 @@ class Stage(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Heartbeat:
-    """One heartbeat; `time` is seconds since the epoch on the coordinator's node."""
+    """A heartbeat; `time` is seconds since the epoch on the coordinator's node."""
 
     seq: int  # grows with every write
     time: float = 0.0
@@ -51,7 +51,7 @@ class Heartbeat:
     def read(cls, path: Path) -> "Heartbeat":
         """Return the newest heartbeat; fields of the wrong type count as missing.
 
-        Raises OSError, ValueError, TypeError, KeyError or AttributeError if there is no valid heartbeat.
+        Raises OSError, ValueError, TypeError, KeyError or AttributeError for a missing or invalid one.
         """
         fields = read_json(path, MOST_BYTES)
         loss = fields.get("loss")

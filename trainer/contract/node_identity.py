@@ -24,7 +24,7 @@ def start_time(pid: int) -> str | None:
 
 
 def process_state(pid: int) -> str:
-    """Return the state letter of proc(5): T is stopped by a signal, Z a zombie; empty if there is no such process."""
+    """Return the state letter of proc(5): T is stopped by a signal, Z a zombie; empty if the process does not exist."""
     return next(iter(_stat(pid)), "")
 
 

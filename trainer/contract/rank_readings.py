@@ -12,7 +12,7 @@ _SCHEMA = "orch.ranks/1"
 
 @dataclass(frozen=True, kw_only=True)
 class RankReading:
-    """One rank as its agent saw it; None for unknown values, for example in a user's own program."""
+    """State of a rank as its agent saw it; None for unknown values, for example in a user's own program."""
 
     rank: int
     node: str = ""
@@ -20,7 +20,7 @@ class RankReading:
     phase: str = ""
     age: float | None = None  # seconds since its progress cell last changed
     state: str = ""  # of its training thread in /proc, see RankSample
-    ratio: float | None = None  # time of its own work relative to its peers; None: not slow
+    ratio: float | None = None  # time of its work relative to that of its peers; None: not slow
     ended: bool = False
     moment: str = ""  # in a pipeline: the action within its phase and the micro-batch
 
@@ -42,7 +42,7 @@ class RankReading:
 
 @dataclass(frozen=True, kw_only=True)
 class RankReadings:
-    """One reading of some of `world` ranks; `time` is seconds since the epoch on the coordinator's node."""
+    """A reading of some of `world` ranks; `time` is seconds since the epoch on the coordinator's node."""
 
     generation: int
     world: int
@@ -57,7 +57,7 @@ class RankReadings:
 
     @classmethod
     def read(cls, path: Path) -> "RankReadings":
-        """Parse the newest readings as far as possible; raises OSError or ValueError if there are none."""
+        """Parse the newest readings as far as possible; raises OSError or ValueError for an unusable file."""
         try:
             fields = read_json(path)
         except RecursionError as error:

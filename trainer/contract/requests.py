@@ -22,7 +22,7 @@ class RequestKind(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """One request to one attempt; `name` is its file name and identity."""
+    """A request to an attempt; `name` is its file name and identity."""
 
     kind: RequestKind
     attempt: int

@@ -259,7 +259,7 @@ class RunDir:
 
     @property
     def newest_attempt(self) -> int:
-        """Return the number of the newest attempt that has a folder; 0 if there is none."""
+        """Return the number of the newest attempt that has a folder, or 0."""
         return max((attempt.number for attempt in self.all_attempts()), default=0)
 
     def make(self) -> None:

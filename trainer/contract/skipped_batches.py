@@ -15,7 +15,7 @@ _SCHEMA = "orch.skipped/1"
 
 @dataclass(frozen=True, kw_only=True)
 class Skip:
-    """One skipped batch."""
+    """A skipped batch."""
 
     step: int  # step that failed with it
     position: int  # data position of its start: consumed by all ranks before it

@@ -37,7 +37,7 @@ class TokensError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Shard:
-    """One file of tokens; `digest` is BLAKE2b-256 of its bytes."""
+    """A file of tokens; `digest` is BLAKE2b-256 of its bytes."""
 
     name: str
     tokens: int

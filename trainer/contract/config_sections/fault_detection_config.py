@@ -128,7 +128,7 @@ BETWEEN_STAGES = ("hang-in-send", "skip-send")
 
 @dataclass(frozen=True, kw_only=True)
 class DrillEvent:
-    """One injected fault."""
+    """An injected fault."""
 
     kind: str = "kill-rank"
     """The fault; docs/watching.md lists the kinds."""

@@ -61,7 +61,7 @@ def _fill(section: dict[str, Any], path: Path, value: Any) -> None:
 
 
 def _section(config: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Return the map that contains the last name of a path; empty if there is none."""
+    """Return the map that contains the last name of a path, or an empty one."""
     section: Any = config
     for name in path[:-1]:
         section = section.get(name, {}) if isinstance(section, dict) else {}

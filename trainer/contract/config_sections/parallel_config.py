@@ -146,7 +146,7 @@ class ExpertsConfig:
 
 
 class Strategy(StrEnum):
-    """What data-parallel ranks replicate, and what they shard."""
+    """Data-parallel strategies: replicated and sharded states."""
 
     AUTO = "auto"  # `hsdp` if `dp_replicate` is above 1, else `fsdp`
     DDP = "ddp"  # no sharding: every rank has the whole model, and gradients are averaged
@@ -158,7 +158,7 @@ class Strategy(StrEnum):
 
 
 class CpMethod(StrEnum):
-    """How the ranks that share each sequence compute its attention."""
+    """Methods of context parallelism."""
 
     AUTO = "auto"  # `ulysses` if a rank's heads can be divided, else `ring`
     ULYSSES = "ulysses"  # each rank has all tokens of some heads: all-to-all before attention and back after it
@@ -294,7 +294,7 @@ _ON_HOST = {
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """How the ranks share the model; the product of the sizes is the world size."""
+    """Layout of the ranks; the product of the sizes is the world size."""
 
     strategy: str = Strategy.AUTO
     """`ddp`, `zero1`, `zero2`, `zero3`, `fsdp`, `hsdp`; `auto`: `hsdp` if `dp_replicate` is above 1, else `fsdp`."""

@@ -1,1 +1,1 @@
-"""How ranks and attempts end, and what a failure means."""
+"""Outcomes of ranks and attempts, and the meaning of failures."""

@@ -1,6 +1,6 @@
-"""What known sentences in errors and logs mean: the one table; what follows from a meaning is its reader's affair.
+"""The table of known sentences in errors and logs with their meanings; each reader draws its own conclusions.
 
-A match says what was printed: never which node is bad, and no verdict by itself.
+A match reports only what was printed. It does not show which node is bad and is not a verdict by itself.
 """
 
 import re
@@ -10,23 +10,23 @@ from typing import NamedTuple
 
 
 class Meaning(StrEnum):
-    """What a sentence says."""
+    """Meaning of a sentence."""
 
     STORAGE = "storage"  # a disk is full, read-only or broken
-    MEMORY = "memory"  # the host's is used up
+    MEMORY = "memory"  # host memory is used up
     GPU_MEMORY = "gpu_memory"
-    VARIABLE = "variable"  # a variable of the environment that torch, gloo or NCCL cannot use
-    HARDWARE = "hardware"  # a GPU of this node is broken or cannot be had
-    PEER_GONE = "peer_gone"  # so in the words of torch's own collectives; elsewhere they can be a cause
+    VARIABLE = "variable"  # an environment variable that torch, gloo or NCCL cannot use
+    HARDWARE = "hardware"  # a GPU of this node is broken or unavailable
+    PEER_GONE = "peer_gone"  # as worded by torch's own collectives; elsewhere such sentences can be a cause
     NO_RENDEZVOUS = "no_rendezvous"  # ranks did not meet
     MISMATCH = "mismatch"  # ranks called different collectives
-    OUTSIDE = "outside"  # what a program only meets: the network, a file server, the end of a process beside it
-    NO_PROCESSES = "no_processes"  # the node starts no thread or process now
-    UNREADABLE = "unreadable"  # what only the bytes of a file of weights or state cause
-    CUT_OFF = "cut_off"  # what a file that was cut off raises where it is read, and also an answer of a server
-    BROKEN = "broken"  # what the bytes of any file cause, and other things too
-    MISFIT = "misfit"  # what a whole file of weights or state raises in a program that is not made for it
-    MISSING = "missing"  # a file that is not there
+    OUTSIDE = "outside"  # problems outside the program: the network, a file server, the end of another process
+    NO_PROCESSES = "no_processes"  # the node cannot start more threads or processes
+    UNREADABLE = "unreadable"  # caused only by the bytes of a file of weights or state
+    CUT_OFF = "cut_off"  # raised when a truncated file is read, but also by a truncated server response
+    BROKEN = "broken"  # caused by the bytes of any file, and by other things
+    MISFIT = "misfit"  # raised for an intact file of weights or state that does not fit the program
+    MISSING = "missing"  # a missing file
     LOADING = "loading"  # code that loads a checkpoint
     TRAINING_DATA = "training_data"  # code of a data loader
     NO_SECRETS = "no_secrets"  # an agent cannot read the run's secrets
@@ -37,18 +37,18 @@ class Meaning(StrEnum):
     NOT_LAUNCHED = "not_launched"  # the program of a task was not found
     TASK_KILLED = "task_killed"
     CANCELLED = "cancelled"
-    TEARDOWN = "teardown"  # printed while everything is taken down
+    TEARDOWN = "teardown"  # printed during teardown
 
 
 class Place(Flag):
-    """Where a sentence means that."""
+    """Texts in which a sentence has its meaning."""
 
     ERROR = auto()  # the text of an exception, or the last lines of a program
-    JOB_LOG = auto()  # what agents, srun and Slurm write
+    JOB_LOG = auto()  # output of agents, srun and Slurm
 
 
 class FailurePattern(NamedTuple):
-    """One row of the table."""
+    """A row of the table."""
 
     meaning: Meaning
     places: Place
@@ -61,8 +61,8 @@ _SOCKET = r"client socket has (timed out|failed to connect)"
 TABLE = tuple(
     FailurePattern(*row)
     for row in (
-        # Gaps have a bound (`.{0,500}`, never `.*`): a log may be one endless line.
-        # Of a line in a job's log the first row counts: Slurm's cancel names its reason in the same line.
+        # Gaps are bounded (`.{0,500}`, never `.*`) because a log may be one endless line. In a job's log the first
+        # matching row counts: Slurm's cancel message names its reason in the same line.
         (Meaning.NO_SECRETS, _LOG, r"refuses to train: cannot read the run's secrets"),
         (Meaning.TIME_LIMIT, _LOG, r"DUE TO TIME LIMIT"),
         (Meaning.PREEMPTED, _LOG, r"DUE TO PREEMPTION"),
@@ -70,16 +70,16 @@ TABLE = tuple(
         (Meaning.NODE_LOST, _LOG, r"UNCORRECTABLE MEMORY ERROR AT"),
         (Meaning.NODE_LOST, _LOG, r"STEPD TERMINATED ON .{0,500} DUE TO JOB NOT ENDING WITH SIGNALS"),
         (Meaning.STORAGE, _BOTH, r"No space left on device|\[Errno 28\](?! inotify)"),
-        # torch's archive writer on a full disk does not name the errno
+        # torch's archive writer does not name the errno on a full disk
         (Meaning.STORAGE, _BOTH, r"inline_container\.cc.{0,500}unexpected pos"),
         (Meaning.STORAGE, _BOTH, r"Disk quota exceeded|\[Errno 122\]"),
         (Meaning.STORAGE, _BOTH, r"Read-only file system|\[Errno 30\]"),
         (Meaning.STORAGE, _BOTH, r"Input/output error|\[Errno 5\]"),
         (Meaning.STORAGE, _BOTH, r"File too large|\[Errno 27\]|File size limit exceeded"),
-        # In a log the small letters are orch's own, of a save that failed while training went on.
+        # In a log, the lowercase words come from orch itself, for a save that failed while training continued.
         (Meaning.STORAGE, _ERROR, r"(?i:no space left on device|disk quota exceeded)"),
         (Meaning.STORAGE, _ERROR, r"(?i:read-only file system|input/output error)"),
-        # The log is of a job that is over. A program opens its files anew: for it that is nothing of its own.
+        # The log belongs to a finished job. A program may reopen its files, so for it the cause is external.
         (Meaning.STORAGE, _LOG, r"Stale file handle|\[Errno 116\]"),
         (Meaning.OUTSIDE, _ERROR, r"Stale file handle"),
         (Meaning.NOT_LAUNCHED, _LOG, r"execve\(\): .{0,1000}(No such file or directory|Permission denied)"),
@@ -90,10 +90,10 @@ TABLE = tuple(
         (Meaning.MEMORY, _LOG, r"srun: error: \S+: tasks? [\d,-]+: Out Of Memory"),
         (Meaning.TASK_KILLED, _LOG,
          r"srun: error: \S+: tasks? [\d,-]+: (Killed|Segmentation fault|Bus error|Aborted)"),
-        # The kernel's words are above; these are what Python and torch raise where it does not kill.
+        # The kernel's messages are above; these are raised by Python and torch when the kernel does not kill.
         (Meaning.MEMORY, _ERROR, r"^[\w.]*MemoryError\b|Caught \w*MemoryError\b"),
         (Meaning.MEMORY, _ERROR, r"\[Errno 12\]|Cannot allocate memory"),
-        # /dev/shm is memory: torch names its files there so, and what lacks room is no disk.
+        # /dev/shm is memory, not disk; torch gives its files there these names.
         (Meaning.MEMORY, _ERROR, r"unable to (write to|allocate shared memory.{0,20}for) file </torch_"),
         (Meaning.MEMORY, _ERROR, r"DefaultCPUAllocator: (can't allocate|not enough) memory"),
         (Meaning.GPU_MEMORY, _ERROR, r"^OutOfMemoryError\b|CUDA out of memory|CUDA error: out of memory"),
@@ -112,12 +112,12 @@ TABLE = tuple(
         (Meaning.PEER_GONE, _ERROR, r"ncclRemoteError|ncclSystemError|NCCL communicator was aborted"),
         (Meaning.PEER_GONE, _ERROR, r"Some NCCL operations have failed or timed out"),
         (Meaning.PEER_GONE, _ERROR, rf"{_SOCKET}|waiting for clients"),
-        # Words of a lost peer, too: they mean that no rank met another only where no collective of torch raised them.
+        # Also printed for a lost peer. They mean a failed rendezvous only if no collective of torch raised them.
         (Meaning.NO_RENDEZVOUS, _BOTH, _SOCKET),
         (Meaning.NO_RENDEZVOUS, _LOG, r"Timed out after \d+ seconds waiting for clients"),
         (Meaning.NO_RENDEZVOUS, _ERROR, r"DistNetworkError|DistStoreError|Address already in use|clients joined"),
         (Meaning.NO_RENDEZVOUS, _ERROR, r"connectFullMesh|Timed out waiting \d+ms"),
-        # gloo says so before it aborts the process, and torch with TORCH_DISTRIBUTED_DEBUG=DETAIL
+        # printed by gloo before it aborts the process, and by torch with TORCH_DISTRIBUTED_DEBUG=DETAIL
         (Meaning.MISMATCH, _ERROR, r"Is there a distributed collective mismatch"),
         (Meaning.MISMATCH, _ERROR, r"Detected mismatch between collectives on ranks"),
         (Meaning.OUTSIDE, _ERROR, r"name resolution|Name or service not known|Transport endpoint is not connected"),
@@ -127,12 +127,12 @@ TABLE = tuple(
         (Meaning.OUTSIDE, _ERROR, r"\b(429 Client|50[0234] Server) Error\b|HTTP Error (429|50[0234])\b"),
         (Meaning.OUTSIDE, _ERROR, r"Too Many Requests|Bad Gateway|Service (Temporarily )?Unavailable"),
         (Meaning.OUTSIDE, _ERROR, r"DataLoader worker .{0,200}(killed|exited unexpectedly)"),
-        # Network file systems: a client that Lustre has evicted, CIFS, FUSE, an expired key of Kerberos or AFS
+        # Network file systems: a client evicted by Lustre, CIFS, FUSE, an expired Kerberos or AFS key
         (Meaning.OUTSIDE, _ERROR, r"\[Errno (6[47]|7[01]|10[0-478]|11[0-36]|12[16-9])\]"),
         (Meaning.NO_PROCESSES, _ERROR, r"can't start new thread|Resource temporarily unavailable|\[Errno 11\]"),
         (Meaning.NO_PROCESSES, _ERROR, r"pthread_create.{0,40} failed|Thread creation failed"),
         (Meaning.UNREADABLE, _ERROR, r"SafetensorError|deserializing header|central directory"),
-        # but for what the system refused it
+        # except for failures of the system itself
         (Meaning.UNREADABLE, _ERROR, r"PytorchStreamReader(?!.{0,200}: (file \w+|allocation) failed)"),
         (Meaning.UNREADABLE, _ERROR, r"UnpicklingError|invalid load key|unexpected EOF|BadZipFile"),
         (Meaning.UNREADABLE, _ERROR, r"load(ing|ed) state[_ ]dict|storage has wrong byte size"),
@@ -157,12 +157,12 @@ TABLE = tuple(
 
 
 def error_says(text: str, *meanings: Meaning) -> bool:
-    """Whether the text of an error, or a program's last lines, means one of these."""
+    """Return whether the text of an error, or the last lines of a program, has one of these meanings."""
     return any(pattern.search(text) for pattern in _of_errors(meanings))
 
 
 def log_line_says(line: str) -> Meaning | None:
-    """What a line of a job's log means."""
+    """Return the meaning of a line in a job's log."""
     return next((meaning for meaning, pattern in _of_job_logs() if pattern.search(line)), None)
 
 

@@ -10,9 +10,9 @@ from checkpointing.storage.durable import dump_line, read_json, reserve, write_d
 from trainer.contract.secrets.secret_redaction import in_use
 
 MOST_BYTES = 16 << 20
-"""Beyond this nothing is an outcome."""
+"""Maximum size of an outcome file."""
 LOSS_SPIKE = "LossSpike"
-"""The exception of all ranks alike when a loss is far above those before it."""
+"""Exception raised by all ranks when a loss is far above the previous ones."""
 
 
 class ExitCode(IntEnum):
@@ -20,7 +20,7 @@ class ExitCode(IntEnum):
 
     FINISHED = 0
     ERROR = 1
-    STORAGE = 74  # sysexits' EX_IOERR: says what no file could say
+    STORAGE = 74  # sysexits' EX_IOERR: a report that could not be written to a file
     RETRY = 75
     STOPPED_AFTER_SAVE = 76
     NODE_SUSPECT = 77
@@ -28,24 +28,24 @@ class ExitCode(IntEnum):
 
 
 class FailureKind(StrEnum):
-    """What ended an attempt or a generation, kept as it was until `recovery.retry_policy.decide` has seen it."""
+    """Cause of the end of an attempt or a generation, kept unchanged up to `recovery.retry_policy.decide`."""
 
     RANK_KILLED = "rank_killed"  # a rank died of a signal
     OUT_OF_MEMORY = "out_of_memory"  # the kernel killed a rank for lack of memory, or an allocation failed
-    USER_ERROR = "user_error"  # a failure of the training code that recurs: it has, or its exit code declares it
-    EXCEPTION = "exception"  # an exception of the training code, or its exit code, that is not shown to come back
+    USER_ERROR = "user_error"  # a recurring failure of the training code: repeated, or declared by its exit code
+    EXCEPTION = "exception"  # an exception or exit code of the training code that is not known to recur
     NODE_LOST = "node_lost"  # the node or its Slurm daemon died
-    AGENT_LOST = "agent_lost"  # an agent process died or fell silent, its node is not known to be bad
+    AGENT_LOST = "agent_lost"  # an agent process died or fell silent; its node is not known to be bad
     NODE_SUSPECT = "node_suspect"  # preflight or a rank blames its own node
     PREEMPTED = "preempted"
     TIME_LIMIT = "time_limit"
-    CANCELLED = "cancelled"  # by somebody other than orch
+    CANCELLED = "cancelled"  # cancelled from outside orch
     JOB_LOST = "job_lost"  # Slurm no longer knows the job
-    NODES_MISSING = "nodes_missing"  # orch gave up waiting for all nodes: the next job asks for fewer
+    NODES_MISSING = "nodes_missing"  # orch gave up waiting for all nodes; the next job requests fewer
     LAUNCH_FAILED = "launch_failed"  # the job ended before its agents agreed to start
-    SUBMIT_REJECTED = "submit_rejected"  # Slurm answered that it will never take this job
-    SUBMIT_DEFERRED = "submit_deferred"  # Slurm answered that it does not take this job now
-    SUBMISSION_LOST = "submission_lost"  # Slurm acknowledged the job each time, and never listed it
+    SUBMIT_REJECTED = "submit_rejected"  # Slurm rejected the job permanently
+    SUBMIT_DEFERRED = "submit_deferred"  # Slurm rejected the job for now
+    SUBMISSION_LOST = "submission_lost"  # Slurm acknowledged the job each time, but never listed it
     HANG = "hang"  # a rank stopped moving, and its peers wait for it
     DESYNC = "desync"  # ranks called different collectives: a bug of the program
     NUMERIC = "numeric"  # NaN, infinity or a loss spike that a rollback did not fix
@@ -55,24 +55,24 @@ class FailureKind(StrEnum):
 
 
 MORE_MEMORY = "give the job more (cluster.mem), or use less (train.micro_batch_size, train.activation_checkpointing)"
-"""What helps against OUT_OF_MEMORY on a node."""
+"""Remedies for OUT_OF_MEMORY on a node."""
 
 
 class AttemptResult(StrEnum):
-    """How the coordinator saw its attempt end."""
+    """End of an attempt as seen by its coordinator."""
 
     FINISHED = "finished"  # all steps trained, final checkpoint committed
-    STOPPED = "stopped"  # agreed stop with a save; `reason` says what asked for it
+    STOPPED = "stopped"  # agreed stop with a save; `reason` gives its cause
     FAILED = "failed"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Culprit:
-    """One of several roots of a failure."""
+    """One of several root causes of a failure."""
 
     rank: int
     node: str
-    kind: str  # as of an incident
+    kind: str  # as in an incident
     reason: str
 
     @classmethod
@@ -82,7 +82,7 @@ class Culprit:
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """The earliest root cause; the secondary failures of its peers stand elsewhere."""
+    """The earliest root cause of a failure; secondary failures of its peers are recorded elsewhere."""
 
     kind: FailureKind
     reason: str
@@ -93,15 +93,15 @@ class Failure:
     signal: int | None = None
     exception: str | None = None  # class name
     evidence: str | None = None  # path relative to the run directory
-    lines: tuple[str, ...] = ()  # the last ones in the log of a command's rank
-    culprits: tuple[Culprit, ...] = ()  # all roots, where there are several; `rank` and `node` are those of the first
-    room: int = 0  # bytes of the checkpoint that there was no room for, as far as is known
+    lines: tuple[str, ...] = ()  # last log lines of a command's rank
+    culprits: tuple[Culprit, ...] = ()  # all roots if there are several; `rank` and `node` belong to the first
+    room: int = 0  # size in bytes of the checkpoint that did not fit, if known
     script: bool = False  # the batch script exited before any agent started
-    drill: str = ""  # kind of the drill that brought it about on purpose; empty: none
+    drill: str = ""  # kind of the drill that caused it; empty: not a drill
 
     @property
     def nodes(self) -> tuple[str, ...]:
-        """The nodes that it names, each once, that of the first root first."""
+        """Return the nodes it names, each once, beginning with the node of the first root."""
         names = (self.node, *(one.node for one in self.culprits))
         return tuple(dict.fromkeys(name for name in names if name is not None))
 
@@ -117,12 +117,12 @@ class Failure:
 
 
 def legible(text: str) -> str:
-    """`text` with lone surrogates (bytes of a file name that are no UTF-8) spelled out, so that it can be written."""
+    """Return `text` in encodable form: lone surrogates (bytes of a file name that are not UTF-8) are escaped."""
     return text.encode(errors="backslashreplace").decode()
 
 
 def _line(fields: Any) -> bytes:
-    """JSON that every reader can write down again, without secrets."""
+    """Return JSON that can be encoded again, without secrets."""
     return in_use().record(dump_line(_all_legible(fields))).encode()
 
 
@@ -136,7 +136,7 @@ def _all_legible(value: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class RankOutcome:
-    """What a rank wrote about its own end; absent when it was killed."""
+    """A rank's own report of its end; absent if it was killed."""
 
     rank: int
     generation: int
@@ -147,25 +147,25 @@ class RankOutcome:
     exception: str | None = None  # class name
     message: str | None = None
     traceback: str | None = None
-    secondary: bool = False  # the exception only repeats that a peer went away
-    position: int | None = None  # in the data, of the batch of a bad step
+    secondary: bool = False  # the exception only reports that a peer is gone
+    position: int | None = None  # data position of a bad step's batch
 
     def to_line(self) -> str:
         return dump_line(_all_legible(asdict(self)))
 
 
 class AgentEnd(StrEnum):
-    """Why an agent ended without an order of its coordinator."""
+    """Cause of an agent's end without an order of its coordinator."""
 
-    FROZEN = "frozen"  # its own node saw it stand still, and ended it
-    SILENT = "silent"  # no message of the coordinator came for too long
-    GONE = "gone"  # its connection to the coordinator ended
+    FROZEN = "frozen"  # its own node found it frozen and killed it
+    SILENT = "silent"  # no message from the coordinator for too long
+    GONE = "gone"  # its connection to the coordinator closed
     REFUSED = "refused"  # the coordinator speaks another protocol
 
 
 @dataclass(frozen=True, kw_only=True)
 class AgentReport:
-    """`outcomes/agent-NNNN.json`: an end that no coordinator can report."""
+    """`outcomes/agent-NNNN.json`: an end that the coordinator cannot report."""
 
     node: int
     name: str
@@ -185,7 +185,7 @@ class AgentReport:
 
 @dataclass(frozen=True, kw_only=True)
 class AttemptOutcome:
-    """`outcome.json`: how the coordinator saw its attempt end."""
+    """`outcome.json`: the end of an attempt as seen by its coordinator."""
 
     attempt: int
     job_id: str
@@ -200,7 +200,7 @@ class AttemptOutcome:
 
     @staticmethod
     def reserve(path: Path) -> None:
-        """Take the room for an outcome, so that a disk that is full by then cannot keep it away; raises OSError."""
+        """Reserve disk space for the outcome, so that it can be written on a full disk; raises OSError."""
         reserve(path)
 
     def write(self, path: Path) -> None:
@@ -208,7 +208,7 @@ class AttemptOutcome:
 
     @classmethod
     def read(cls, path: Path) -> "AttemptOutcome":
-        """Parse an outcome; raises OSError when there is none, ValueError when it is damaged."""
+        """Parse an outcome; raises OSError if it is missing, ValueError if it is damaged."""
         fields = read_json(path, MOST_BYTES)
         fields.pop("schema")
         failure = fields.pop("failure")
@@ -217,46 +217,46 @@ class AttemptOutcome:
 
 
 class Budget(StrEnum):
-    """What a failure without progress uses up; a new checkpoint gives all of it back."""
+    """Retry budget that a failure without progress uses up; a new checkpoint restores it fully."""
 
-    PERSON = "person"  # comes back until somebody changes something: no retry
-    TRIES = "tries"  # the program or the cluster: `recovery.max_failures`
-    TIME = "time"  # the cluster, which heals: `recovery.no_progress_hours`
-    NOTHING = "nothing"  # orch itself ended it before it began: no pause either
+    PERSON = "person"  # recurs until a user intervenes: no retry
+    TRIES = "tries"  # caused by the program or the cluster: `recovery.max_failures`
+    TIME = "time"  # caused by the cluster, which recovers: `recovery.no_progress_hours`
+    NOTHING = "nothing"  # ended by orch before it began: retried without a pause
 
 
 class Blame(StrEnum):
-    """What a failure that names a node says of it."""
+    """Evidence against the node that a failure names."""
 
     NOTHING = "nothing"
-    WEAK = "weak"  # it happened there: evidence only when it happens more often than elsewhere
-    NODE = "node"  # the node by itself
+    WEAK = "weak"  # it happened on the node: evidence only if more frequent than on other nodes
+    NODE = "node"  # evidence against the node by itself
 
 
 class Losses(StrEnum):
-    """In which rate of failures it counts: whose unsaved steps it may cost again."""
+    """Failure rate in which a failure counts, for estimating the loss of unsaved steps."""
 
     NOBODY = "nobody"
-    RUN = "run"  # a bug, or a need for memory, is its own run's affair
+    RUN = "run"  # a bug or lack of memory affects its own run only
     CLUSTER = "cluster"
 
 
 @dataclass(frozen=True, kw_only=True)
 class FailureTraits:
-    """One row of the table."""
+    """A row of the table."""
 
     budget: Budget
     blame: Blame = Blame.NOTHING
     losses: Losses = Losses.NOBODY
-    restarts_in_place: bool = False  # a new generation on the same nodes mends it
-    comes_back: bool = False  # within a job, until somebody has changed something
+    restarts_in_place: bool = False  # a new generation on the same nodes repairs it
+    comes_back: bool = False  # recurs within a job until a user intervenes
     examined: bool = False  # declared after all ranks were examined: no rank will report anything else
-    of_the_state: bool = False  # what was loaded from a checkpoint can be the cause
-    of_the_program: bool = False  # a program raises it by itself
-    seen_inside: bool = False  # Slurm's word about the end of the job must not cover it
-    asked_to_stop: bool = False  # the job says that it had to stop: no failure of anybody's, and no drill's
-    free: bool = False  # nobody's failure while the run makes progress
-    asked_by_slurm: bool = False  # why Slurm asks a job to stop
+    of_the_state: bool = False  # state loaded from a checkpoint can be the cause
+    of_the_program: bool = False  # raised by a program itself
+    seen_inside: bool = False  # Slurm's status of the job must not replace it
+    asked_to_stop: bool = False  # the job was asked to stop: not a failure, and never the effect of a drill
+    free: bool = False  # not counted as a failure while the run makes progress
+    asked_by_slurm: bool = False  # a reason for Slurm to ask a job to stop
 
 
 TRAITS: dict[FailureKind, FailureTraits] = {
@@ -299,9 +299,9 @@ TRAITS: dict[FailureKind, FailureTraits] = {
     FailureKind.INSTALLATION: FailureTraits(budget=Budget.PERSON, comes_back=True, seen_inside=True),
     FailureKind.UNKNOWN: FailureTraits(budget=Budget.TRIES, losses=Losses.CLUSTER),
 }  # fmt: skip
-"""Every kind; docs/failures.md has it in words, and a test compares the two."""
+"""Traits of every kind; docs/failures.md describes them, and a test compares the two."""
 
 
 def kinds_with(holds: Callable[[FailureTraits], bool]) -> frozenset[FailureKind]:
-    """The kinds of which this is true."""
+    """Return the kinds whose traits satisfy `holds`."""
     return frozenset(kind for kind, traits in TRAITS.items() if holds(traits))

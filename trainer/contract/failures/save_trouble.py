@@ -1,4 +1,4 @@
-"""Saves that fail while training goes on: since which step and why, in one line that travels with the heartbeat."""
+"""Saves that fail while training continues: first failed step and reason, in one line sent with the heartbeat."""
 
 import re
 from pathlib import PurePosixPath
@@ -9,7 +9,7 @@ from checkpointing.storage.storage_errors import disk_words
 from trainer.contract.events import EventKind
 
 SAVES_FAILING = "saves failing"
-"""How the line begins when saves fail, not only copies of them."""
+"""Prefix of the line when saves fail, as opposed to copies of them."""
 _LONGEST = 300
 _OS_ERROR = re.compile(r"\[Errno (\d+)\] [^:']+: '([^']+)'")
 _FAILED = (EventKind.CHECKPOINT_FAILED, EventKind.CHECKPOINT_RETRIED, EventKind.CHECKPOINT_STUCK)
@@ -20,12 +20,12 @@ class SaveTrouble:
     """Follows the events of a checkpointer; `text` is empty while its saves, and copies to further tiers, work."""
 
     def __init__(self) -> None:
-        self._failing: dict[str, tuple[int, str]] = {}  # by tier, the first one's name being empty
+        self._failing: dict[str, tuple[int, str]] = {}  # by tier; the first tier's name is empty
         self.size = 0
-        """Bytes of the checkpoint that could not be saved last, as far as is known."""
+        """Bytes of the checkpoint that last failed to be saved, if known."""
 
     def note(self, kind: str, data: dict[str, Any]) -> bool:
-        """Take in one event; whether it says anything about this."""
+        """Process an event; returns whether it concerns saving."""
         tier = str(data.get("tier") or "")
         if kind in _FAILED:
             since, _ = self._failing.get(tier, (int(data["step"]), ""))
@@ -37,7 +37,7 @@ class SaveTrouble:
 
     @property
     def text(self) -> str:
-        """`saves failing since step 30: disk full (/runs/gpt-1/checkpoints)`."""
+        """Return the line: `saves failing since step 30: disk full (/runs/gpt-1/checkpoints)`."""
         said = [
             f"{f'copies to {tier} failing' if tier else SAVES_FAILING} since step {since}: {reason}"
             for tier, (since, reason) in sorted(self._failing.items())
@@ -46,7 +46,7 @@ class SaveTrouble:
 
 
 def short_reason(reason: str) -> str:
-    """Why a save failed: what the disk said and the folder, where it was the disk; else the reason, cut."""
+    """Return the reason of a failed save: the disk error and the folder, if it was one; else the shortened reason."""
     found = _OS_ERROR.search(reason)
     words = disk_words(int(found[1])) if found else ""
     if found and words:
@@ -56,7 +56,7 @@ def short_reason(reason: str) -> str:
 
 
 def _folder(path: str) -> str:
-    """The folder of checkpoints that a file of one belongs to."""
+    """Return the folder of checkpoints that contains a checkpoint's file."""
     parts = PurePosixPath(path)
     own = next((parent for parent in (parts, *parts.parents) if parse_name(parent.name) is not None), parts)
     return str(own.parent)

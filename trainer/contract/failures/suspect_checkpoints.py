@@ -1,7 +1,7 @@
-"""Checkpoints that failures soon after a load make suspect; drills do not count. Pure.
+"""Checkpoints that are suspect because of failures soon after they were loaded; drills do not count. Pure.
 
-A checkpoint whose bytes verify may still hold a state that cannot go on: saved a moment before the loss exploded, or
-with a fault of the hardware in it. Loading it again for ever would be a loop; its predecessor is tried instead.
+A checkpoint whose bytes verify may still hold an unusable state: saved just before the loss exploded, or corrupted by
+faulty hardware. To avoid loading it forever, its predecessor is tried instead.
 """
 
 import signal
@@ -12,17 +12,17 @@ from trainer.contract.config_sections.fault_detection_config import DrillEvent
 from trainer.contract.failures.outcome import Failure, kinds_with
 
 NOT_BY_A_DRILL = kinds_with(lambda traits: traits.asked_to_stop)
-"""Ends that no drill brings about."""
+"""Failure kinds that drills never cause."""
 HARMLESS = frozenset({"slow-rank"})
-"""Drills after which training goes on: what fails later in that generation has causes of its own."""
+"""Drills that training survives: later failures of the generation have other causes."""
 
 
 def drill_behind(
     failure: Failure, ordered: str, configured: Iterable[DrillEvent], attempt: int, generation: int
 ) -> str:
-    """The kind of the drill that brought `failure` about; empty: none did.
+    """Return the kind of the drill that caused `failure`, or an empty string.
 
-    `ordered` is the drill that was requested of this generation, `configured` are the run's `drill.events`.
+    `ordered` is the drill requested of this generation, `configured` are the run's `drill.events`.
     """
     if failure.kind in NOT_BY_A_DRILL:
         return ""
@@ -35,22 +35,22 @@ def drill_behind(
 
 
 def _fits(event: DrillEvent, failure: Failure) -> bool:
-    """Whether the failure is that of the rank, and of the step or the one before it, in which the event strikes."""
+    """Return whether the failure matches the event's rank, and its step or the step before."""
     blamed = {failure.rank, *(one.rank for one in failure.culprits)} - {None}
     near = failure.step is None or event.step - 1 <= failure.step <= event.step
     return event.kind not in HARMLESS and near and (not blamed or event.rank in blamed)
 
 
 WITHIN = 10
-"""Steps after a restore within which a failure may come from what was loaded."""
+"""Steps after a restore within which a failure may come from the restored state."""
 
 _OF_THE_STATE = kinds_with(lambda traits: traits.of_the_state)
-"""Failures that a loaded state can cause; nodes, storage, agents and stops have causes of their own."""
+"""Failures that a loaded state can cause; nodes, storage, agents and stops fail for other reasons."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FailedGeneration:
-    """A generation that failed: the step of the checkpoint it began from (0: none), its last step, and of what."""
+    """A failed generation: step of the restored checkpoint (0: not restored), last step, and mark of the failure."""
 
     restored: int
     step: int
@@ -58,17 +58,17 @@ class FailedGeneration:
 
 
 def failed_generation(failure: Failure, restored: int | None, step: int | None) -> FailedGeneration | None:
-    """How a generation fell; None when no checkpoint was loaded, or what was loaded cannot be the reason."""
+    """Describe a failed generation; None if no checkpoint was loaded, or the loaded state cannot be the cause."""
     if not restored or failure.drill or failure.kind not in _OF_THE_STATE:
         return None
     if failure.signal is None and failure.exit_code is None and not failure.exception:
-        return None  # no rank's end: a fork server died, which never sees a state
+        return None  # no rank ended: a fork server, which never sees a state, died
     reached = failure.step if failure.step is not None else step
     return FailedGeneration(restored=restored, step=max(restored, reached or restored), mark=_mark(failure))
 
 
 def suspect_steps(failed_generations: Iterable[FailedGeneration], known: Collection[int] = ()) -> dict[int, str]:
-    """Steps to be doubted, but for those that are `known` to be, each with the reason; `falls` are oldest first."""
+    """Return suspect steps with reasons, except those already `known`; `failed_generations` are oldest first."""
     failed_generations = list(failed_generations)
     found = {
         step: _reason([one for one in failed_generations if one.restored == step])
@@ -78,11 +78,11 @@ def suspect_steps(failed_generations: Iterable[FailedGeneration], known: Collect
 
 
 def _reason(failed_generations: Sequence[FailedGeneration]) -> str:
-    """Why the checkpoint from which all of these began is to be doubted; empty when it is not."""
+    """Return why the checkpoint restored by all of these is suspect, or an empty string."""
     seen: dict[str, FailedGeneration] = {}
     for one in failed_generations:
         if one.step - one.restored > WITHIN:
-            # It was loaded and went on well for a while: what came before was not its fault.
+            # It was loaded and trained well for a while, so it did not cause the earlier failures.
             seen.clear()
         elif one.mark in seen:
             first = seen[one.mark]
@@ -93,7 +93,7 @@ def _reason(failed_generations: Sequence[FailedGeneration]) -> str:
 
 
 def _mark(failure: Failure) -> str:
-    """What two failures have in common when they are the same."""
+    """Return the property that makes two failures count as the same."""
     if failure.signal is not None:
         return f"{failure.kind} by {_signal_name(failure.signal)}"
     if failure.exception:

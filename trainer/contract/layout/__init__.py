@@ -1,1 +1,1 @@
-"""How the ranks share a model, a batch and a sequence: what does not fit, and which sizes would."""
+"""Layouts: conflicts between ranks, model, batch and sequence, and sizes that fit."""

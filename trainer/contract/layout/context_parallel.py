@@ -1,4 +1,4 @@
-"""PURE: how ranks that share each sequence do it: which method, and the length to which a sequence is padded."""
+"""PURE: context parallelism: its method, and the padded length of sequences."""
 
 import math
 
@@ -6,12 +6,12 @@ from trainer.contract.config_sections.parallel_config import CpMethod, ParallelC
 
 
 def can_exchange_heads(heads: int, parallel: ParallelConfig) -> bool:
-    """Whether every rank can have all tokens of the same number of heads; keys and values are repeated if need be."""
+    """Return whether the heads divide evenly among the ranks; keys and values are repeated if necessary."""
     return heads % (parallel.cp * parallel.tp) == 0
 
 
 def cp_method(heads: int, parallel: ParallelConfig) -> CpMethod:
-    """`parallel.cp_method` with `auto` decided, for a model with so many query heads."""
+    """Return `parallel.cp_method` with `auto` resolved for a model with `heads` query heads."""
     chosen = CpMethod(parallel.cp_method)
     if chosen is not CpMethod.AUTO:
         return chosen
@@ -19,11 +19,11 @@ def cp_method(heads: int, parallel: ParallelConfig) -> CpMethod:
 
 
 def chunks_per_rank(method: CpMethod) -> int:
-    """Chunks of a sequence that each rank has: in a ring one of the head and one of the tail, so that work is equal."""
+    """Return the chunks of a sequence per rank: in a ring one from each end, so that ranks do equal work."""
     return 2 if method is CpMethod.RING else 1
 
 
 def padded_length(length: int, parallel: ParallelConfig, method: CpMethod) -> int:
-    """The length of a sequence that divides into equal chunks, of which tensor-parallel ranks share each rank's."""
+    """Return the sequence length padded to equal chunks per rank, whose parts tensor-parallel ranks can share."""
     unit = parallel.cp * math.lcm(chunks_per_rank(method), parallel.tp)
     return -(-length // unit) * unit

@@ -1,4 +1,4 @@
-"""PURE: how ranks that share experts do it: what does not fit, and which sizes of `parallel.ep` would."""
+"""PURE: expert parallelism: problems of `parallel.ep`, and sizes that fit."""
 
 from collections.abc import Iterator
 
@@ -7,12 +7,12 @@ from trainer.contract.config_sections.parallel_config import ParallelConfig, Str
 
 
 def has_experts(config: JobConfig) -> bool:
-    """Whether layers of the built-in model have them."""
+    """Return whether layers of the built-in model have experts."""
     return config.trains_built_in_workload and config.model.experts.count > 0
 
 
 def ep_problems(config: JobConfig, sharding: int) -> Iterator[str]:
-    """What of `parallel.ep` does not fit; `sharding`: ranks that share experts or parts of them."""
+    """Yield the problems of `parallel.ep`; `sharding`: number of ranks that share experts or shards of them."""
     parallel, experts = config.parallel, config.model.experts
     ep = parallel.ep
     if ep == 1:
@@ -35,19 +35,19 @@ def ep_problems(config: JobConfig, sharding: int) -> Iterator[str]:
 
 
 def expert_problems(config: JobConfig) -> Iterator[str]:
-    """What cannot be done with a model that has experts, however many ranks share them."""
+    """Yield the settings that models with experts do not support, however many ranks share them."""
     if not has_experts(config):
         return
     count = config.model.experts.count
     if config.parallel.ep > 1 and _keeps_products(config):
-        # Hooks of FSDP around experts run within what is recomputed, and torch 2.13 takes them for operations of it.
+        # FSDP's hooks around experts run inside the recomputed region, and torch 2.13 mistakes them for its operations.
         yield f"parallel.ep={config.parallel.ep} with train.recompute.keep=products: only keep=nothing goes with it"
     if config.train.compile:
         yield f"train.compile=true with model.experts.count={count}: each step gives experts other numbers of tokens"
 
 
 def nearest_ep(config: JobConfig, parallel: ParallelConfig) -> int:
-    """The size of `ep` nearest to `parallel.ep` that fits all its other sizes; the larger one of two."""
+    """Return the `ep` nearest to `parallel.ep` that fits all other sizes; the larger of two."""
     sharding = parallel.expert_ranks(config.cluster.world_size)
     dense = config.trains_built_in_workload and not config.model.experts.count
     if parallel.ep == 1 or parallel.strategy == Strategy.DDP or dense:
@@ -59,7 +59,7 @@ def nearest_ep(config: JobConfig, parallel: ParallelConfig) -> int:
 
 
 def can_share(config: JobConfig, sharding: int, ep: int) -> bool:
-    """Whether `ep` of the `sharding` ranks that share layers can share experts, and the others parts of these."""
+    """Return whether `ep` of the `sharding` ranks can share the experts, and the others shards of these."""
     if ep == 1 or sharding % ep:
         return ep == 1
     experts = config.model.experts

@@ -21,14 +21,14 @@ from trainer.contract.pipeline.micro_batches import MicroBatchError, micro_batch
 from trainer.contract.pipeline.stage_split import measured, problems
 
 Fix = dict[str, Any]
-"""Keys and their values, to be typed together."""
+"""Config keys and values to set together."""
 PIPELINE = "parallel.pipeline."
 
 
 def other_stages(config: JobConfig) -> Iterator[Fix]:
-    """Keys with which the ranks divide into pipelines and the model into stages; empty where these fit as they are.
+    """Yield fixes that divide the ranks into pipelines and the model into stages; an empty fix if they already do.
 
-    One stage is always among them. Micro-batches depend on the other sizes: `fitting_batch`.
+    A single stage is always included. Micro-batches depend on the other sizes, see `fitting_batch`.
     """
     pipeline, world = config.parallel.pipeline, config.cluster.world_size
     if pipeline.stages == 1:
@@ -46,7 +46,7 @@ def other_stages(config: JobConfig) -> Iterator[Fix]:
 
 
 def _of_model(config: JobConfig, pipeline: PipelineConfig) -> Fix:
-    """What does not go with several stages, with gradients of weights that are computed apart, or with the layers."""
+    """Return changes of settings incompatible with several stages, with split backward passes, or with the layers."""
     fix: Fix = {"model.tie_embeddings": False} if config.model.tie_embeddings else {}
     if pipeline.splits_backward:
         keys = ("activation_checkpointing", "compile")
@@ -57,7 +57,7 @@ def _of_model(config: JobConfig, pipeline: PipelineConfig) -> Fix:
 
 
 def _are_of(seconds: tuple[float, ...], config: JobConfig) -> bool:
-    """Whether they can be those of the layers of the model."""
+    """Return whether the measured seconds match the layers of the model."""
     try:
         measured(seconds, config.model)
     except ValueError:
@@ -66,7 +66,7 @@ def _are_of(seconds: tuple[float, ...], config: JobConfig) -> bool:
 
 
 def with_fix(config: JobConfig, fix: Fix) -> JobConfig:
-    """The config with what `other_stages` has found."""
+    """Apply a fix found by `other_stages`."""
     of = {
         section: {key.removeprefix(section): value for key, value in fix.items() if key.startswith(section)}
         for section in (PIPELINE, "model.", "train.")
@@ -81,9 +81,9 @@ def with_fix(config: JobConfig, fix: Fix) -> JobConfig:
 
 
 def fitting_batch(pipeline: PipelineConfig, train: TrainConfig, ranks: int, batch: int) -> Fix:
-    """Keys with which `ranks` data-parallel ranks divide each batch into micro-batches; `batch` sequences if it can be.
+    """Return keys with which `ranks` data-parallel ranks can divide each batch into micro-batches.
 
-    The fewest keys, and of these the nearest batch.
+    Prefers the fewest keys, then the batch size nearest to `batch`.
     """
     options = []
     for size in _batches(pipeline, train, ranks, batch):
@@ -99,14 +99,14 @@ def fitting_batch(pipeline: PipelineConfig, train: TrainConfig, ranks: int, batc
 
 
 def _batches(pipeline: PipelineConfig, train: TrainConfig, ranks: int, batch: int) -> set[int]:
-    """Multiples of the data-parallel ranks: `batch`, and those nearest to it of which each stage has a micro-batch."""
+    """Return multiples of the data-parallel ranks: `batch`, and the nearest sizes with a micro-batch for each stage."""
     units = (ranks * pipeline.stages, ranks * max(1, pipeline.micro_batches) * max(1, train.micro_batch_size))
     return {batch, *(max(unit, round(batch / unit) * unit) for unit in units)}
 
 
 def _nearest(pipeline: PipelineConfig, share: int) -> list[int]:
     fitting = [count for count in range(1, share + 1) if share % count == 0 and takes(pipeline, count)]
-    return sorted(fitting, key=lambda count: (abs(count - pipeline.micro_batches), -count))[:1]  # less waiting
+    return sorted(fitting, key=lambda count: (abs(count - pipeline.micro_batches), -count))[:1]  # fewer idle ranks
 
 
 def _can_count(pipeline: PipelineConfig, train: TrainConfig, ranks: int) -> bool:
@@ -124,24 +124,24 @@ def _rank(fix: Fix, pipeline: PipelineConfig, train: TrainConfig) -> tuple[int, 
 
 
 MayChange = Callable[[str], bool]
-"""Whether a key may have another value: a run that has trained keeps its sizes."""
+"""Whether the value of a key may change: a run that has trained keeps its sizes."""
 
 _PARALLEL, _MODEL, _TRAIN = "parallel.", "model.", "train."
 _SPLIT = (_MODEL, "train.seq_len", "train.compile")
 _MODEL_WEIGHT = 3.0
-"""Another model is another experiment; another layout is not."""
+"""A different model is a different experiment, unlike a different layout."""
 _ACROSS = "parallel.tp_across_nodes"
 _ACROSS_COST = 3.0
-"""Of steps that wait for the network in every layer."""
+"""Cost of waiting for the network in every layer."""
 _WHOLE_COST = 4.0
-"""Of a model in one stage where several were asked for: it may be too large."""
+"""Cost of reducing several stages to one: the model may be too large for it."""
 
 
 def fixes(config: JobConfig, may_change: MayChange, *, second: bool) -> list[Fix]:
-    """Ways to make the config fit, the best one first; each is enough alone. Empty: none is known.
+    """Return alternative ways to make the config fit, best first; empty if none is known.
 
-    `second`: also the best one that changes other keys. Where the sizes of model and batch may not change, only other
-    numbers of nodes may be left.
+    `second`: also return the best one that changes other keys. If the sizes of model and batch may not change, only
+    other numbers of nodes may be left.
     """
     found = _ranked(config, may_change)
     if not found:
@@ -151,7 +151,7 @@ def fixes(config: JobConfig, may_change: MayChange, *, second: bool) -> list[Fix
 
 
 def workable_tp(config: JobConfig) -> list[int]:
-    """Sizes of `parallel.tp` for which neither the model nor the sequence has to change."""
+    """Return the sizes of `parallel.tp` that require no change of model or sequence."""
     world, cp = _ranks_of_stage(config), config.parallel.cp
     if config.cluster.world_size % config.parallel.pipeline.ranks:
         return []
@@ -166,14 +166,14 @@ def _ranked(config: JobConfig, may_change: MayChange) -> list[Fix]:
 
 
 def _candidates(config: JobConfig) -> Iterator[Fix]:
-    """Of each number of stages that the ranks can have."""
+    """Yield fixes for each possible number of stages."""
     for fix in other_stages(config):
         for other in _meshes(with_fix(config, fix)):
             yield {**fix, **other}
 
 
 def _meshes(config: JobConfig) -> Iterator[Fix]:
-    """One for each size of `tp` and of `cp` that divide the ranks: all other sizes follow from them."""
+    """Yield one fix for each `tp` and `cp` that divide the ranks; all other sizes follow from them."""
     layout, world = config.parallel, _ranks_of_stage(config)
     for tp in _divisors(world):
         across = {} if _within_node(config, tp) else {_ACROSS: True}
@@ -188,7 +188,7 @@ def _meshes(config: JobConfig) -> Iterator[Fix]:
 
 
 def _experts(config: JobConfig, mesh: Fix) -> Fix:
-    """Another `ep` where the ranks of this mesh cannot share experts as was asked for."""
+    """Return a change of `ep` if the ranks of this mesh cannot share experts as requested."""
     if config.command:
         return {}
     sizes = {key.removeprefix(_PARALLEL): value for key, value in mesh.items()}
@@ -197,7 +197,7 @@ def _experts(config: JobConfig, mesh: Fix) -> Fix:
 
 
 def _other_nodes(config: JobConfig, may_change: MayChange) -> list[Fix]:
-    """The next smaller and the next larger number of nodes on which the sizes fit."""
+    """Return fixes with the next smaller and the next larger number of nodes on which the sizes fit."""
     cluster = config.cluster
     least = 2 if cluster.spare_nodes else 1  # the node that leads the job has no spare
     ways = []
@@ -210,17 +210,17 @@ def _other_nodes(config: JobConfig, may_change: MayChange) -> list[Fix]:
 
 
 def _ranks_of_stage(config: JobConfig) -> int:
-    """Those that have the same layers."""
+    """Return the number of ranks that hold the same layers."""
     return config.cluster.world_size // config.parallel.pipeline.ranks
 
 
 def _within_node(config: JobConfig, tp: int) -> bool:
-    """Whether the ranks of a tensor-parallel group are on one node, or need not be."""
+    """Return whether the ranks of a tensor-parallel group are on one node or may span several."""
     return bool(config.command) or config.parallel.tp_across_nodes or config.cluster.ranks_per_node % tp == 0
 
 
 def _replicas_and_shards(layout: ParallelConfig, ranks: int) -> Fix:
-    """What of strategy, replicas and shards must change for so many data-parallel ranks."""
+    """Return the changes of strategy, replicas and shards for `ranks` data-parallel ranks."""
     strategy = layout.strategy
     if strategy == Strategy.HSDP and ranks == 1:
         strategy = Strategy.FSDP
@@ -239,7 +239,7 @@ def _replicas_and_shards(layout: ParallelConfig, ranks: int) -> Fix:
 
 
 def _multiply(strategy: str, replicas: int, shards: int, ranks: int) -> bool:
-    """Whether replicas x shards are so many ranks, in a way that the strategy can have; 0 shards: all that are left."""
+    """Return whether replicas x shards equals `ranks` and suits the strategy; 0 shards: all remaining ranks."""
     if strategy == Strategy.DDP:
         return shards <= 1 and replicas in (1, ranks)
     if (strategy in ONE_GROUP and replicas > 1) or (strategy == Strategy.HSDP and replicas == 1):
@@ -248,7 +248,7 @@ def _multiply(strategy: str, replicas: int, shards: int, ranks: int) -> bool:
 
 
 def _sizes(config: JobConfig, cp: int, tp: int) -> Fix:
-    """What of model, batch and sequence must change for these sizes of `cp` and `tp`."""
+    """Return the changes of model, batch and sequence for these sizes of `cp` and `tp`."""
     if config.command:
         return {}
     split = tp if config.trains_built_in_workload else 1
@@ -266,7 +266,7 @@ def _sizes(config: JobConfig, cp: int, tp: int) -> Fix:
 
 
 def _method(config: JobConfig, heads: int, cp: int, tp: int) -> Fix:
-    """Another `cp_method` where so many heads cannot be shared out."""
+    """Return a change of `cp_method` if it cannot divide `heads`."""
     method = config.parallel.cp_method
     fits = method != CpMethod.ULYSSES or can_exchange_heads(heads, replace(config.parallel, cp=cp, tp=tp))
     return _changed(_PARALLEL, cp_method=(method, method if fits else str(CpMethod.AUTO)))
@@ -295,7 +295,7 @@ def _sequence(train: TrainConfig, split: int) -> Fix:
 
 
 def _heads(model: ModelConfig, split: int) -> Fix:
-    """Heads that `split` ranks can share; among them the fewest changes of heads, key and value heads, and width."""
+    """Return heads that `split` ranks can share, with the fewest changes of heads, key and value heads, and width."""
     kv_heads, width = model.kv_heads, model.dim
     if not (kv_heads % split or model.heads % kv_heads or width % (2 * model.heads)):
         return {}
@@ -316,7 +316,7 @@ def _heads(model: ModelConfig, split: int) -> Fix:
 
 
 def _widths(model: ModelConfig, split: int) -> Fix:
-    """The feed-forward's width, and a vocabulary that is never smaller: the data has its tokens."""
+    """Return the feed-forward's width and a vocabulary that is never smaller, because the data contains its tokens."""
     fits = model.experts.count or model.ffn_dim % split == 0
     ffn_dim = model.ffn_dim if fits else _nearest_multiple(model.ffn_dim, split)
     vocabulary = model.vocab_size
@@ -327,7 +327,7 @@ def _widths(model: ModelConfig, split: int) -> Fix:
 
 
 def _changed(section: str, **values: tuple[Any, Any]) -> Fix:
-    """Of names with their values before and now, those that differ."""
+    """Return the names whose values differ, with their new values."""
     return {f"{section}{name}": now for name, (before, now) in values.items() if before != now}
 
 
@@ -339,7 +339,7 @@ def _cost(fix: Fix, config: JobConfig) -> float:
 
 
 def _distance(fix: Fix, before: Mapping[str, Any], section: str) -> float:
-    """One for each key of this section, and how far its number is from what was asked for, in octaves."""
+    """Return the cost of a section's changes: one per key, plus its distance from the requested value in octaves."""
     names = [key.removeprefix(section) for key in fix if key.startswith(section)]
     names = [name for name in names if "." not in name]
     return sum(1.0 + _octaves(before[name], fix[f"{section}{name}"]) for name in names)
@@ -355,7 +355,7 @@ def _near(wanted: int) -> Callable[[int], float]:
 
 
 def _nearest_multiple(number: int, unit: int) -> int:
-    """The nearest one that is not 0; the smaller one of two."""
+    """Return the nearest multiple that is not 0; the smaller of two."""
     return max(unit, (number + (unit - 1) // 2) // unit * unit)
 
 
@@ -370,7 +370,7 @@ def _divisors(whole: int) -> tuple[int, ...]:
 
 
 def typed(fix: Fix) -> str:
-    """As a user types it."""
+    """Format a fix for the command line."""
     return " ".join(f"{key}={_typed(value)}" for key, value in fix.items())
 
 

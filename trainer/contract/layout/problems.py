@@ -15,17 +15,17 @@ from trainer.contract.pipeline.stage_split import problems as pipeline_problems
 
 
 class Problem(NamedTuple):
-    """One thing that does not fit; `what` begins with the key and the value that it is about."""
+    """A size that does not fit; `what` begins with its key and value."""
 
     what: str
     of_tp: bool = False
-    """Whether another `parallel.tp` would do as well as other sizes."""
+    """Whether another `parallel.tp` would solve the problem as well as other sizes."""
 
 
 def problems(config: JobConfig) -> list[Problem]:
-    """Everything that does not fit; empty: ranks can be started.
+    """Return all problems of the layout; empty if ranks can start.
 
-    A program of the user's own takes neither batches nor a model from orch, and a workload of his own splits it itself.
+    A user's own program takes neither batches nor a model from orch, and a user's workload divides its own model.
     """
     layout, world = config.parallel, config.cluster.world_size
     found = [*_strategy(layout), *_product(layout, world)]
@@ -41,7 +41,7 @@ def problems(config: JobConfig) -> list[Problem]:
 
 
 def batch_problems(train: TrainConfig, ranks: int) -> list[Problem]:
-    """Whether every one of so many data-parallel ranks can have the same share of each batch."""
+    """Check that each of `ranks` data-parallel ranks gets an equal share of every batch."""
     if train.batch_size % ranks:
         return [
             Problem(
@@ -80,7 +80,7 @@ def _product(layout: ParallelConfig, world: int) -> Iterator[Problem]:
 
 
 def _pipeline(config: JobConfig) -> list[Problem]:
-    """What of model and batch cannot be computed in stages, where there are several."""
+    """Return problems of splitting model and batch into several stages."""
     pipeline = config.parallel.pipeline
     if pipeline.stages == 1:
         return []
@@ -90,12 +90,12 @@ def _pipeline(config: JobConfig) -> list[Problem]:
             micro_batch_size(pipeline, config.train, config.parallel.data_parallel_size(config.cluster.world_size))
         except MicroBatchError as error:
             found = [str(error)]
-    # What they say to type is enough for one of them alone.
+    # Their advice is sufficient only for a single problem.
     return [Problem(what.partition(": type ")[0]) for what in found]
 
 
 def _nodes(config: JobConfig) -> Iterator[Problem]:
-    """The ranks of one tensor-parallel group exchange activations several times in every layer."""
+    """Check that tensor-parallel groups, which exchange activations several times per layer, stay within a node."""
     tp, ranks = config.parallel.tp, config.cluster.ranks_per_node
     if ranks % tp and config.cluster.world_size % tp == 0 and not config.parallel.tp_across_nodes:
         what = f"parallel.tp={tp} reaches across nodes of cluster.ranks_per_node={ranks}, over a network that slows it"
@@ -117,9 +117,9 @@ def _heads(model: ModelConfig) -> Iterator[Problem]:
 
 
 def _split(config: JobConfig) -> Iterator[Problem]:
-    """Tensor parallelism splits heads, the feed-forward and the vocabulary; norms between them split the sequence.
+    """Check the sizes that tensor parallelism splits: heads, feed-forward and vocabulary, and the sequence in norms.
 
-    Nothing is said of a `tp` that cannot be had at all.
+    Impossible sizes of `tp` are reported elsewhere.
     """
     model, tp = config.model, config.parallel.tp
     if config.cluster.world_size % tp:
@@ -128,7 +128,7 @@ def _split(config: JobConfig) -> Iterator[Problem]:
         "model.heads": model.heads,
         "model.kv_heads": model.kv_heads,
         "model.dim": model.dim,
-        **({} if model.experts.count else {"model.ffn_dim": model.ffn_dim}),  # which experts have none of
+        **({} if model.experts.count else {"model.ffn_dim": model.ffn_dim}),  # absent in experts
         "train.seq_len": config.train.seq_len,
     }
     for key, size in sizes.items():
@@ -138,13 +138,13 @@ def _split(config: JobConfig) -> Iterator[Problem]:
         what = f"model.vocab_size={model.vocab_size}: its {rows} rows must be a multiple of parallel.tp={tp}"
         yield Problem(what, of_tp=True)
     if config.train.compile and tp > 1:
-        # Losses were off by 6e-3 after 8 steps, with the same weights and data.
+        # Losses differed by 6e-3 after 8 steps with the same weights and data.
         what = f"train.compile=true with parallel.tp={tp}: torch 2.13 computes other gradients for compiled layers"
         yield Problem(what, of_tp=True)
 
 
 def _shared_sequences(config: JobConfig) -> Iterator[Problem]:
-    """Context parallelism takes any length; one of its methods needs heads to share out."""
+    """Check that the heads can be divided if the method requires it; context parallelism takes any sequence length."""
     heads, parallel = config.model.heads, config.parallel
     if config.cluster.world_size % parallel.ranks_per_share:
         return
@@ -157,19 +157,19 @@ def _shared_sequences(config: JobConfig) -> Iterator[Problem]:
 
 
 SHOWN = 3
-"""Problems that a message spells out; the keys to type mend all of them."""
+"""Maximum number of problems in a message; the suggested keys solve all problems."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Refusal:
-    """Why ranks could not be started, and ways to make the config fit, each of which is enough alone."""
+    """Why ranks cannot start, and alternative fixes, each sufficient alone."""
 
     what: str
     fixes: tuple[Fix, ...]
 
     @property
     def hint(self) -> str:
-        """What to type; empty where no other sizes are known to fit."""
+        """Return the keys to type; empty if no fitting sizes are known."""
         return f"type {', or '.join(map(typed, self.fixes))}" if self.fixes else ""
 
     def __str__(self) -> str:
@@ -177,7 +177,7 @@ class Refusal:
 
 
 def refusal(config: JobConfig, may_change: MayChange = lambda key: True) -> Refusal | None:
-    """None for a config whose ranks can share model, batch and sequence; only keys that `may_change` are offered."""
+    """Return why the config does not fit, or None; only keys that `may_change` are offered as fixes."""
     found = problems(config)
     if not found:
         return None
@@ -193,7 +193,7 @@ def refusal(config: JobConfig, may_change: MayChange = lambda key: True) -> Refu
 
 
 def _then(config: JobConfig, ways: list[Fix]) -> list[Problem]:
-    """What of the batch does not fit the data-parallel ranks that the first way leads to."""
+    """Return the batch problems that remain after the first fix."""
     if config.command or not ways or "cluster.nodes" in ways[0]:
         return []
     sizes = (ways[0].get(f"parallel.{name}", getattr(config.parallel, name)) for name in ("cp", "tp"))

@@ -1,1 +1,1 @@
-"""Files of lines: logs, and who may append."""
+"""Line files and logs, and the processes that append to them."""

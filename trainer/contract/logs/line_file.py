@@ -12,7 +12,7 @@ from trainer.contract.secrets.secret_redaction import in_use
 
 
 class Lines(Protocol):
-    """Where whole lines go, in order."""
+    """Ordered sink of whole lines."""
 
     def append(self, line: str, /) -> None: ...
 
@@ -20,10 +20,10 @@ class Lines(Protocol):
 
 
 class LineFile:
-    """Appends whole lines, each in one O_APPEND write: processes of one host may share the file.
+    """Appends whole lines, each in one O_APPEND write, so that processes of one host may share the file.
 
-    No value of a secret gets into the file.
-    A line that a full disk or a kill has cut short never takes the next one with it, whichever process writes that.
+    Secret values never reach the file. A line truncated by a full disk or a kill does not corrupt the next line,
+    whichever process writes it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -31,7 +31,7 @@ class LineFile:
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
 
     def append(self, line: str) -> None:
-        """Write `line` and a newline; raises OSError when not all of it arrived."""
+        """Write `line` and a newline; raises OSError if it was not written in full."""
         shown = in_use().record(line).encode(errors="backslashreplace")
         data = (b"\n" if self._is_torn() else b"") + shown + b"\n"
         written = os.write(self._descriptor, data)
@@ -39,12 +39,12 @@ class LineFile:
             raise OSError(errno.ENOSPC, f"only {written} of {len(data)} bytes arrived")
 
     def _is_torn(self) -> bool:
-        # While another process is writing this may see its unfinished line: then an empty line follows, which is none.
+        # This may see another process's unfinished line, which adds only an empty line. Readers skip it.
         size = os.fstat(self._descriptor).st_size
         return size > 0 and os.pread(self._descriptor, 1, size - 1) != b"\n"
 
     def sync(self) -> None:
-        """Make what was appended durable."""
+        """Make appended lines durable."""
         os.fsync(self._descriptor)
 
     def close(self) -> None:
@@ -52,13 +52,13 @@ class LineFile:
 
 
 MAX_READ_BYTES = 64 << 20
-"""Bytes of a file of lines that are read at once; the rest is left for the next call."""
+"""Maximum bytes read per call; the rest is left for the next one."""
 
 
 def read_new_lines(path: Path, offset: int) -> tuple[list[bytes], int]:
-    """Whole lines from byte `offset` on, and where to read on; a torn last line is left for the next call.
+    """Return whole lines from byte `offset` on, and the next offset; a torn last line is left for the next call.
 
-    Raises OSError, for what is no regular file, too.
+    Raises OSError, also for a file that is not regular.
     """
     try:
         with open_regular(path) as stream:
@@ -68,12 +68,12 @@ def read_new_lines(path: Path, offset: int) -> tuple[list[bytes], int]:
         return [], offset
     end = block.rfind(b"\n") + 1
     if not end and len(block) == MAX_READ_BYTES:
-        return [], offset + len(block)  # a line of that length is none of ours
+        return [], offset + len(block)  # orch never writes a line of that length
     return block[:end].splitlines(), offset + end
 
 
 def work_lines(attempt: AttemptDir) -> list[dict[str, Any]]:
-    """Every whole line of every rank, each rank's in the order of its steps; what is torn is skipped."""
+    """Return every whole line of every rank, each rank's in step order; torn lines are skipped."""
     found = []
     for path in attempt.work_logs():
         for line in read_new_lines(path, 0)[0]:

@@ -1,7 +1,7 @@
-"""Logs that end: a full log file is rotated, and only the newest files of a log are kept.
+"""Log rotation: a full log file is rotated, and only the newest files of a log are kept.
 
-`rank-00003.log` is the file that is written. When it is full it becomes `rank-00003.log.1`, the next one
-`rank-00003.log.2`, and so on: a rotated file is never renamed again, and the oldest ones are deleted.
+`rank-00003.log` is the current file. When it is full it becomes `rank-00003.log.1`, the next one `rank-00003.log.2`,
+and so on: a rotated file is never renamed again, and the oldest ones are deleted.
 """
 
 import math
@@ -20,14 +20,14 @@ from trainer.contract.time_spans import parse_span
 
 @dataclass(frozen=True, kw_only=True)
 class LogsConfig:
-    """How much of each log of a rank, agent or controller is kept, at most `max_mib` x `keep`, and what rank 0 logs."""
+    """Log retention for each rank, agent and controller, at most `max_mib` x `keep`, and rank 0's progress lines."""
 
     max_mib: float = 16.0
     """Largest log file in MiB; orch rotates a full one."""
     keep: int = 4
-    """Files kept of each log, including the one being written."""
+    """Files kept of each log, including the current one."""
     every: int | str = "10s"
-    """Progress in rank 0's log: a line each `10s`, `1m`, or after every this many steps; 0: none."""
+    """Progress in rank 0's log: a line every `10s`, `1m`, or this many steps; 0: none."""
 
     def __post_init__(self) -> None:
         seconds = parse_span(self.every) if isinstance(self.every, str) else float(self.every)
@@ -44,7 +44,7 @@ class LogsConfig:
 
 
 def rotated_files(path: Path) -> dict[int, Path]:
-    """The rotated files of a log by number, oldest first."""
+    """Return the rotated files of a log by number, oldest first."""
     pattern = re.compile(re.escape(path.name) + r"\.(\d+)")
     try:
         found = {int(match[1]): path.parent / match[0] for name in os.listdir(path.parent)
@@ -55,18 +55,18 @@ def rotated_files(path: Path) -> dict[int, Path]:
 
 
 def log_files(path: Path) -> list[Path]:
-    """All files of a log, oldest first."""
+    """Return all files of a log, oldest first."""
     return [*rotated_files(path).values(), *([path] if path.exists() else [])]
 
 
 def read_tail(path: Path, nbytes: int) -> bytes:
-    """The last bytes of a log, over all of its files; raises FileNotFoundError when there is no such log."""
+    """Return the last bytes of a log, across its files; raises FileNotFoundError if there is no log."""
     parts: list[bytes] = []
     seen: set[int] = set()
     for file in _opened_newest_first(path):
         with file:
             status = os.fstat(file.fileno())
-            if status.st_ino in seen:  # it was rotated after it had been opened
+            if status.st_ino in seen:  # rotated after it was opened
                 continue
             seen.add(status.st_ino)
             file.seek(max(0, status.st_size - nbytes))
@@ -80,7 +80,7 @@ def read_tail(path: Path, nbytes: int) -> bytes:
 
 
 def _opened_newest_first(path: Path) -> Iterator[BinaryIO]:
-    # The one that is written first: when it is rotated meanwhile, it is found twice, and not missed.
+    # The current file first: if it is rotated meanwhile it is found twice instead of missed.
     with suppress(FileNotFoundError):
         yield open_regular(path)
     for old in reversed(rotated_files(path).values()):
@@ -89,7 +89,7 @@ def _opened_newest_first(path: Path) -> Iterator[BinaryIO]:
 
 
 def read_files(path: Path) -> Iterator[bytes]:
-    """What is in each file of a log, oldest first; one that is rotated meanwhile is neither missed nor read twice."""
+    """Yield the content of each file of a log, oldest first; concurrent rotation neither skips nor repeats a file."""
     last = 0
     while True:
         rotated = {number: file for number, file in rotated_files(path).items() if number > last}
@@ -107,18 +107,18 @@ class LogFile:
     """Appends to a log and rotates it; its directory must exist."""
 
     def __init__(self, path: Path, limits: LogsConfig) -> None:
-        """Raises OSError."""
+        """Open the log; raises OSError."""
         self.path, self.limits = path, limits
         self._open()
 
     def _open(self) -> None:
-        # Without O_NONBLOCK the opening of a FIFO waits for a reader.
+        # Without O_NONBLOCK, opening a FIFO waits for a reader.
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK
         self._descriptor = os.open(self.path, flags, 0o600)
         self._size = os.fstat(self._descriptor).st_size
 
     def write(self, data: bytes) -> None:
-        """Append; a file ends with a whole line where it can. Raises OSError; some of `data` may be written then."""
+        """Append `data`, ending files with whole lines if possible. Raises OSError, possibly after a partial write."""
         while data:
             part = self._fitting(data)
             written = os.write(self._descriptor, part) if part else 0
@@ -137,11 +137,11 @@ class LogFile:
     def _rotate(self) -> None:
         numbers = list(rotated_files(self.path))
         number = max(numbers, default=0) + 1
-        with suppress(FileNotFoundError):  # somebody has deleted it
+        with suppress(FileNotFoundError):  # deleted from outside
             os.rename(self.path, self.path.with_name(f"{self.path.name}.{number}"))
         full = self._descriptor
         self._open()
-        # WARNING: only now. Had there been no new file, the next write would go wherever its number leads by then.
+        # WARNING: close it only now. Without a new file, the next write would go to whatever reuses the descriptor.
         os.close(full)
         for old in [*numbers, number]:
             if old <= number - (self.limits.keep - 1):
@@ -152,28 +152,28 @@ class LogFile:
 
 
 class LogReader:
-    """Reads what is appended to a log, across rotations."""
+    """Reads appended data from a log, across rotations."""
 
     def __init__(self, path: Path, lines: int | None) -> None:
-        """Begins `lines` lines before the end, None with the oldest line that is kept; raises OSError."""
+        """Begin `lines` lines before the end, or at the oldest line kept if None; raises OSError."""
         self._path = path
         self._file = FileIO(path)
         rotated, mine = rotated_files(path), os.fstat(self._file.fileno()).st_ino
         just_now = [number for number, file in rotated.items() if _inode(file) == mine]
-        self._number = just_now[0] if just_now else max(rotated, default=0) + 1  # which it gets when it is rotated
+        self._number = just_now[0] if just_now else max(rotated, default=0) + 1  # its number once it is rotated
         old = [file for number, file in rotated.items() if number < self._number]
         self._found = self._file.read() or b""
-        # What went before is read only as far as it is asked for.
+        # Older files are read only as far as needed.
         while old and (lines is None or self._found.count(b"\n") <= lines):
             self._found = _read(old.pop()) + self._found
         if lines is not None:
             self._found = _last(self._found, lines)
 
     def read(self) -> bytes:
-        """What was appended since the last read, as far as it is still there."""
+        """Return the data appended since the last read, as far as it still exists."""
         found, self._found = self._found + (self._file.read() or b""), b""
         while not self._is_current():
-            # WARNING: nothing is appended any more only now, and something may have been since the last read.
+            # WARNING: appending ends only with the rotation, so data may have arrived since the last read.
             found += self._file.read() or b""
             if not self._advance():
                 break
@@ -181,17 +181,17 @@ class LogReader:
         return found
 
     def _newer(self) -> dict[int, Path]:
-        """The rotated files after this one."""
+        """Return the rotated files after this one."""
         return {number: file for number, file in rotated_files(self._path).items() if number > self._number}
 
     def _is_current(self) -> bool:
         try:
             return os.stat(self._path).st_ino == os.fstat(self._file.fileno()).st_ino
-        except FileNotFoundError:  # in the middle of a rotation
+        except FileNotFoundError:  # rotation in progress
             return True
 
     def _advance(self) -> bool:
-        """Go on to the next file; False when it was deleted in the meantime."""
+        """Advance to the next file; returns False if it was deleted in the meantime."""
         while True:
             newer = self._newer()
             number = min(newer, default=max(rotated_files(self._path), default=self._number) + 1)
@@ -201,7 +201,7 @@ class LogReader:
                 return False
             if newer or not self._newer():
                 break
-            successor.close()  # of the two files that were rotated meanwhile the first one is next
+            successor.close()  # two files were rotated meanwhile: continue with the first
         self._gap = b"[orch: lines are missing here: they were deleted before they were read]\n"
         self._gap = self._gap if number > self._number + 1 else b""
         self._file.close()
@@ -221,7 +221,7 @@ def _read(path: Path) -> bytes:
 
 
 def _last(text: bytes, lines: int) -> bytes:
-    """Its last whole lines, and what stands after them."""
+    """Return the last whole lines and any partial line after them."""
     whole, mark, rest = text.rpartition(b"\n")
     kept = whole.split(b"\n")[-lines:] if lines and mark else []
     return b"".join(line + b"\n" for line in kept) + rest

@@ -1,1 +1,1 @@
-"""What processes say to each other: one frozen dataclass for each message, and one codec for all of them."""
+"""Messages between processes: a frozen dataclass per message, and their codec."""

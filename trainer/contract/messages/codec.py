@@ -1,7 +1,7 @@
-"""PURE: messages as lines of JSON. What is read has the types that its dataclass declares, or is refused.
+"""PURE: messages as lines of JSON. Decoding checks every value against the type declared in its dataclass.
 
-A line is one object: `say` names the message, the other keys are its fields; those that stand at their default are
-left out. Keys that are not known are ignored: a newer process may say more.
+A line is an object: `say` names the message, the other keys are its fields; fields with their default value are left
+out. Unknown keys are ignored, because newer processes may add some.
 """
 
 import json
@@ -18,37 +18,37 @@ from checkpointing.storage.durable import dump_line
 
 KEY = "say"
 LONGEST_ROWS = 4096
-"""Rows, or names, in one field: a few for each rank of a node. `Annotated` with a number allows others."""
+"""Maximum rows or names in a field: a few per rank of a node. `Annotated` with a number sets another limit."""
 _DIGITS, _LONG, _EXPONENT = bytes.maketrans(b"123456789E", b"000000000e"), b"0" * 19, b"e000"
 _SHOWN = 60
-"""Characters of a value that a refusal shows."""
+"""Maximum characters of a value shown in an error."""
 
 M_co = TypeVar("M_co", covariant=True)
 Read = Callable[[Any], Any]
-"""The value of a field, from JSON; raises _Unfit."""
+"""Decoder of a field's value from JSON; raises _Unfit."""
 
 
 class MessageError(ValueError):
-    """What was received is no message that may be said there; the text names the field."""
+    """The received data is not a message of this direction; the text names the field."""
 
 
 class _Unfit(Exception):  # noqa: N818  # never leaves this file
-    """A value is not of the type that its field declares."""
+    """A value does not have the type that its field declares."""
 
 
 class Direction(Generic[M_co]):
-    """The messages that one end of a link may say to the other."""
+    """The messages that one end of a link may send to the other."""
 
     def __init__(self, *classes: type[M_co]) -> None:
         self.classes = classes
         self._by_name = {_shape(one).name: one for one in classes}
 
     def read(self, line: bytes | bytearray) -> M_co:
-        """The message in one line; raises MessageError."""
+        """Parse the message in a line; raises MessageError."""
         return self.decode(parse(line))
 
     def decode(self, said: Mapping[str, Any]) -> M_co:
-        """The message with these fields; raises MessageError."""
+        """Build the message with these fields; raises MessageError."""
         name = said.get(KEY)
         if not isinstance(name, str):
             raise MessageError(f"no message: {_short(said)}")
@@ -59,12 +59,12 @@ class Direction(Generic[M_co]):
 
 
 def name_of(message: type) -> str:
-    """The name on the wire: that of `RankExit` is `rank_exit`."""
+    """Return the name on the wire, such as `rank_exit` for `RankExit`."""
     return _shape(message).name
 
 
 def encode(message: object) -> str:
-    """The message as one line of JSON."""
+    """Encode the message as a line of JSON."""
     return dump_line({KEY: name_of(type(message)), **_said(message)})
 
 
@@ -72,9 +72,9 @@ def encode(message: object) -> str:
 
 
 def parse(line: bytes | bytearray) -> dict[str, Any]:
-    """The object in one line; its numbers fit into 64 bits and are finite. Raises MessageError."""
+    """Parse the object in a line; its numbers must fit into 64 bits and be finite. Raises MessageError."""
     try:
-        # Checking every number costs as much as all the rest, so it is done only where one could be too large.
+        # Checking every number doubles the cost, so it is done only for lines with a possibly large number.
         said = (_CAREFUL if _is_doubtful(line) else _QUICK).decode(line.decode())
     except (ValueError, RecursionError) as error:  # deep nesting exhausts the parser's stack
         raise MessageError(f"no JSON: {bytes(line[:40])!r}") from error
@@ -84,7 +84,7 @@ def parse(line: bytes | bytearray) -> dict[str, Any]:
 
 
 def _is_doubtful(line: bytes | bytearray) -> bool:
-    """Whether a number in it may be out of range, by 19 digits in a row or an exponent of three."""
+    """Return whether a number may be out of range: 19 digits in a row or a three-digit exponent."""
     shapes = line.translate(_DIGITS, b"+")
     return _LONG in shapes or _EXPONENT in shapes
 
@@ -114,17 +114,17 @@ _CAREFUL = json.JSONDecoder(parse_constant=_refuse, parse_int=_integer, parse_fl
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Entry:
-    """One field of a message."""
+    """A field of a message."""
 
     name: str
     read: Read
     default: Any
-    nested: bool  # it holds dataclasses
+    nested: bool  # it contains dataclasses
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Shape:
-    """A dataclass: its name on the wire, and its fields."""
+    """Name on the wire and fields of a dataclass."""
 
     name: str
     entries: tuple[_Entry, ...]
@@ -152,7 +152,7 @@ def _default(field: "Field[Any]") -> Any:
 
 
 def _said(message: object) -> dict[str, Any]:
-    """The fields that do not stand at their default."""
+    """Return the fields that differ from their defaults."""
     found = {}
     for entry in _shape(type(message)).entries:
         value = getattr(message, entry.name)
@@ -188,7 +188,7 @@ def _short(value: Any) -> str:
 # -- values of one type ------------------------------------------------------------------------------------------------
 
 _SCALARS = {int: (int,), float: (float, int), str: (str,), bool: (bool,), NoneType: (NoneType,)}
-"""By annotation the types that fit: True is no number, and a float may be a whole one."""
+"""Accepted types by annotation: bool is not a number, and a float may be an int."""
 
 
 def _reader(annotation: Any) -> Read:
@@ -223,7 +223,7 @@ def _is_nested(annotation: Any) -> bool:
 
 
 def _scalar_types(annotation: Any) -> frozenset[type]:
-    """The types of JSON that fit, if all are scalars; else none."""
+    """Return the accepted JSON types if all are scalars, else an empty set."""
     union = get_origin(annotation) in (Union, UnionType)
     found = [_SCALARS.get(one, ()) for one in (get_args(annotation) if union else (annotation,))]
     return frozenset(one for types in found for one in types) if all(found) else frozenset()
@@ -243,7 +243,7 @@ def _optional(inner: Read) -> Read:
 
 
 def _row(annotations: tuple[Any, ...]) -> Read:
-    # One look-up for a row: a large job reports thousands a second.
+    # A single lookup per row: a large job reports thousands per second.
     allowed = frozenset(product(*map(_scalar_types, annotations)))
 
     def read(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What an agent and its fork server say to each other."""
+"""Messages between an agent and its fork server."""
 
 from dataclasses import dataclass, field
 from typing import Annotated, get_args
@@ -7,20 +7,20 @@ from trainer.contract.messages.codec import Direction
 from trainer.contract.ranks.rank_messages import RankSpec
 
 _MOST_WORDS = 1 << 22
-"""Arguments, or variables, of a program: Linux has no room for more in the 6 MiB that it allows."""
+"""Maximum arguments or variables of a program: the 6 MiB that Linux allows cannot hold more."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StartRank:
-    """Start one rank; beside it come the descriptor of its log and those of its `spec`."""
+    """Start a rank; the descriptors of its log and of its `spec` are sent along."""
 
     rank: int
     generation: int
-    cores: tuple[int, ...] = ()  # that it is bound to; none: not bound
+    cores: tuple[int, ...] = ()  # CPU cores to bind to; empty: not bound
     env: Annotated[dict[str, str], _MOST_WORDS]
-    command: Annotated[tuple[str, ...], _MOST_WORDS] = ()  # of a user's own program
-    folder: str = ""  # in which the command runs
-    spec: RankSpec | None = None  # of a rank of ours
+    command: Annotated[tuple[str, ...], _MOST_WORDS] = ()  # a user's own program
+    folder: str = ""  # working folder of the command
+    spec: RankSpec | None = None  # for a rank of orch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,7 +36,7 @@ TO_FORK_SERVER = Direction[ToForkServer](*get_args(ToForkServer))
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ForkServerReady:
-    """The fork server can start ranks; `warm`: it has imported the workload, else `reason` has the cause.
+    """The fork server can start ranks; `warm`: it has imported the workload, else `reason` gives the cause.
 
     `code`: digest of the user's code, on the first node; `code_changes`: description of its changes; `code_files`: the
     digests of the changed files; `code_packages`: the versions of changed packages.
@@ -62,7 +62,7 @@ class ImportFailed:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankSpawned:
-    """A rank was started; its pidfd comes beside it."""
+    """A rank was started; its pidfd is sent along."""
 
     rank: int
     pid: int
@@ -87,7 +87,7 @@ class RankEnded:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankGone:
-    """Nothing is left of a rank, its own children included."""
+    """No process of a rank is left, including its children."""
 
     rank: int
 

@@ -1,4 +1,4 @@
-"""What an agent and a rank say to each other, over the rank's control socket."""
+"""Messages between an agent and a rank, over the rank's control socket."""
 
 from dataclasses import dataclass
 from typing import get_args
@@ -8,20 +8,20 @@ from trainer.contract.messages.codec import Direction
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Store:
-    """Where the ranks of a generation meet; rank 0 says it, and agents pass it on to every other rank."""
+    """Rendezvous store of a generation, sent by rank 0 and passed on by agents to every other rank."""
 
     host: str
     port: int
-    key: str  # of the generation, in hex
+    key: str  # key of the generation, in hex
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Speeds:
-    """What a rank has measured before its first step; more is better."""
+    """Measurements of a rank before its first step; higher is better."""
 
-    matmul: float  # floating-point operations a second
-    memory: float  # bytes a second
-    pairs: tuple[tuple[int, float], ...]  # rank it exchanged data with, seconds
+    matmul: float  # floating-point operations per second
+    memory: float  # bytes per second
+    pairs: tuple[tuple[int, float], ...]  # peer rank, seconds of the exchange
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,7 +34,7 @@ class Saves:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReportedEnd:
-    """How a rank ends, by its own report; it reaches the agent when no file can be written."""
+    """A rank's own report of its end; it reaches the agent even if no file can be written."""
 
     exit_code: int
     step: int

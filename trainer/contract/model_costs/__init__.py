@@ -1,1 +1,1 @@
-"""PURE: what the built-in model costs: parameters, floating-point operations, bytes."""
+"""PURE: costs of the built-in model: parameters, floating-point operations, bytes."""

@@ -10,13 +10,13 @@ from trainer.contract.config import ModelConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Parameter:
-    """One parameter: its shape, and the dimension that tensor-parallel ranks share; None: each has all of it."""
+    """A parameter: its shape, and the dimension that tensor-parallel ranks share; None: replicated."""
 
     name: str
     shape: tuple[int, ...]
     tp_dim: int | None = None
     is_expert: bool = False
-    """Whether it is a stack of experts' matrices, the first dimension of which expert-parallel ranks share."""
+    """Whether it is a stack of expert matrices, whose first dimension expert-parallel ranks share."""
 
     @property
     def elements(self) -> int:
@@ -24,7 +24,7 @@ class Parameter:
 
 
 def parameters(config: ModelConfig) -> Iterator[Parameter]:
-    """Of the whole model, in the order of `named_parameters`."""
+    """Yield the parameters of the whole model in the order of `named_parameters`."""
     rows = config.embedding_rows
     yield Parameter(name="embedding.weight", shape=(rows, config.dim), tp_dim=0)
     for layer in range(config.layers):
@@ -80,14 +80,15 @@ _TENSOR_CORES: tuple[tuple[str, float, float], ...] = (
     ("MI250X", 191.5, 23.9),
 )
 """Part of the device's name, then dense TFLOP/s in 16 bits (without sparsity) and in float32 (without TF32), from the
-vendors' data sheets; of MI250X those of one of its two dies, which is a device of its own. More special names first."""
+vendors' data sheets; for MI250X per die, because each die is a device. More specific names come first."""
 
 
 def flops_per_token(model: ModelConfig, seq_len: int) -> float:
-    """Forward and backward pass, counted as in PaLM (Chowdhery et al. 2022, appendix B): 6 per weight of a product,
-    and attention without the discount of a causal mask; what is recomputed does not count.
+    """Return the FLOPs of forward and backward pass per token, counted as in PaLM.
 
-    Queries have `heads` heads, keys and values `kv_heads`; norms, rotary embedding and the embedding's lookup are none.
+    Chowdhery et al. 2022, appendix B: 6 per weight of a matrix product, and attention without the discount of a causal
+    mask; recomputation does not count. Queries have `heads` heads, keys and values `kv_heads`; norms, rotary embedding
+    and the embedding lookup count as zero.
     """
     width = model.dim // model.heads
     attention = 2 * model.dim * model.heads * width + 2 * model.dim * model.kv_heads * width
@@ -96,7 +97,7 @@ def flops_per_token(model: ModelConfig, seq_len: int) -> float:
 
 
 def feed_forward_weights(model: ModelConfig) -> int:
-    """Weights that compute each token; of experts, those that it is given to and the router."""
+    """Return the weights that compute each token; of experts, those of the chosen ones and of the router."""
     experts = model.experts
     if not experts.count:
         return 3 * model.dim * model.ffn_dim
@@ -106,7 +107,7 @@ def feed_forward_weights(model: ModelConfig) -> int:
 def peak_flops(device_name: str, dtype: str) -> float | None:
     """Return the peak FLOP/s of a device in this precision.
 
-    None for a device that the table lacks, and for a slice of a GPU (MIG), which is slower than the whole.
+    None for a device that is not in the table, and for a slice of a GPU (MIG), which is slower than the whole GPU.
     """
     if _has_words(device_name, "MIG"):
         return None
@@ -117,5 +118,5 @@ def peak_flops(device_name: str, dtype: str) -> float | None:
 
 
 def _has_words(device_name: str, words: str) -> bool:
-    """Whether a device's name contains `words` as whole words: `A100` does not match an RTX A1000."""
+    """Return whether a device's name contains `words` as whole words: `A100` does not match an RTX A1000."""
     return re.search(rf"(?<![a-z0-9]){re.escape(words)}(?![a-z0-9])", device_name, re.IGNORECASE) is not None

@@ -1,13 +1,13 @@
 """Bytes of model states per rank, gradient buckets, and the peak of a step. Pure.
 
-Weights, gradients and both moments of Adam are float32, 16 bytes for each parameter that a rank has a shard of, and the
-step count of each parameter 4 more (Rajbhandari et al. 2020, section 3, count 16 with half-precision weights beside
-float32 ones; here the half-precision ones exist only while a layer computes).
+Weights, gradients and both moments of Adam are float32: 16 bytes per parameter in a rank's shard, plus 4 for the step
+count of each parameter tensor (Rajbhandari et al. 2020, section 3, count 16 with half-precision weights beside float32
+ones; here half-precision weights exist only while a layer computes).
 
 Follows FSDP2 (torch 2.13, `torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py`) through one micro-batch: which
-layers are gathered, which buffers of an all-gather or a reduce-scatter still exist, and whose gradients are there; with
-plain replicas, which buckets of gradients. What a backend copies for itself is not in it, as gloo does and NCCL does
-not; nor is the memory of saves. Experts that ranks share (`parallel.ep`) are gathered while their layer is.
+layers are gathered, which buffers of an all-gather or a reduce-scatter still exist, and which gradients exist; with
+plain replicas, which gradient buckets. Internal copies of a backend (gloo makes some, NCCL does not) and the memory of
+saves are not included. Shared experts (`parallel.ep`) are gathered while their layer is.
 """
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
@@ -18,11 +18,11 @@ from trainer.contract.config_sections.parallel_config import HOST_COPY_BYTES, Pa
 from trainer.contract.model_costs.model_flops import Parameter
 
 BUCKET_BYTES = 25 << 20
-"""Gradients that travel together, at most; a larger one travels alone (the default of torch's DDP)."""
+"""Maximum bytes of a gradient bucket, the default of torch's DDP; a larger gradient has its own bucket."""
 
 
 def packed(gradients: Iterable[tuple[Hashable, int]]) -> Iterator[list[int]]:
-    """Positions of neighbours of one kind that fit into a bucket; each gradient is its kind and its bytes."""
+    """Yield buckets of positions of adjacent gradients of the same kind; each gradient is its kind and its bytes."""
     bucket: list[int] = []
     size, last = 0, None
     for position, (kind, nbytes) in enumerate(gradients):
@@ -40,13 +40,13 @@ _FLOAT32 = 4
 
 @dataclass(frozen=True, kw_only=True)
 class StateBytes:
-    """Bytes on one rank; `gradients` from the backward pass until the optimizer has stepped."""
+    """Bytes on one rank; `gradients` exist from the backward pass until the optimizer has stepped."""
 
     parameters: int
     gradients: int
     optimizer: int
     on_host: tuple[str, ...] = ()
-    """Which of them lie in host memory although the rank trains on a GPU."""
+    """States kept in host memory while the rank trains on a GPU."""
 
     @property
     def total(self) -> int:
@@ -56,7 +56,7 @@ class StateBytes:
 def state_bytes(
     parameters: Iterable[Parameter], parallel: ParallelConfig, world_size: int, rank: int = 0
 ) -> StateBytes:
-    """What `rank` holds; with FSDP2 the last shards of a dimension that does not divide are smaller, or empty."""
+    """Return the states on `rank`; with FSDP2 the last shards of an unevenly divided dimension are smaller or empty."""
     sizes = parallel.parameter_sizes(world_size)
     known = list(parameters)
     elements = sum(prod(local_shape(parameter, sizes, rank, parallel.ep)) for parameter in known)
@@ -69,10 +69,10 @@ def state_bytes(
 
 
 def local_shape(parameter: Parameter, sizes: ParameterSizes, rank: int, ep: int = 1) -> tuple[int, ...]:
-    """The part of a parameter that `rank` keeps: its share of `tp_dim`, then of the first dimension.
+    """Return the shape of the parameter's shard on `rank`: split along `tp_dim`, then along the first dimension.
 
-    Of experts that `ep` ranks share: some experts, and of these its share of the second dimension; for them ranks of
-    `tp` are as any others.
+    Experts shared by `ep` ranks are split into groups of experts, and these along the second dimension; `tp` ranks
+    count like any others.
     """
     shape = list(parameter.shape)
     *_, shard, part = place_in(sizes, rank)
@@ -85,46 +85,47 @@ def local_shape(parameter: Parameter, sizes: ParameterSizes, rank: int, ep: int 
 
 
 def _chunk(length: int, parts: int, index: int) -> int:
-    """As torch.chunk: all chunks but the last ones have the length that is rounded up."""
+    """Return a chunk's length as in torch.chunk: all chunks but the last ones have the rounded-up length."""
     each = -(-length // parts)
     return max(0, min(each, length - index * each))
 
 
 @dataclass(frozen=True)
 class _Unit:
-    """Bytes of what is gathered and freed together."""
+    """Bytes of a unit, whose parameters are gathered and freed together."""
 
     gathered: int
     shard: int
-    """Of this rank."""
+    """Bytes of this rank's shard."""
     buffer: int
-    """Of its all-gather; 0 where it comes from no other rank."""
+    """Buffer of its all-gather; 0 if it receives data from no other rank."""
     is_inner: bool = False
-    """Whether it computes while the unit before it is gathered: the experts of a layer, where ranks share these."""
+    """Whether it computes while the preceding unit is gathered: experts of a layer that ranks share."""
 
     @property
     def gathering(self) -> int:
-        """With its buffer; experts, which are shared along their second dimension, are put in order in another one."""
+        """Return the bytes with the all-gather buffer; experts, sharded along dimension 2, are reordered in another
+        one."""
         return self.gathered + self.buffer * (2 if self.is_inner else 1)
 
     @property
     def reducing(self) -> int:
-        """Of gradients, while experts are reduced: put in order, packed, and with one shard divided apart."""
+        """Return the bytes of expert gradients during their reduction: reordered, packed, and one divided shard."""
         return 3 * self.gathered if self.is_inner else 0
 
 
 @dataclass(frozen=True)
 class _Units:
-    """The layers in the order in which they compute, and the rest."""
+    """The layers in order of computation, and the root unit with all other parameters."""
 
     inside: Sequence[_Unit]
     root: _Unit
 
 
 def peak_bytes(parameters: Iterable[Parameter], parallel: ParallelConfig, world_size: int) -> int:
-    """The peak of a step in float32 on rank 0, from the second step on, when the optimizer's state exists.
+    """Return the peak bytes of a float32 step on rank 0, from the second step on, with the optimizer's state.
 
-    Without a pipeline: of stages `pipeline_peak_bytes` tells it.
+    Without a pipeline; for pipelines see `pipeline_peak_bytes`.
     """
     known = list(parameters)
     held = state_bytes(known, parallel, world_size)
@@ -137,7 +138,7 @@ def peak_bytes(parameters: Iterable[Parameter], parallel: ParallelConfig, world_
 
 
 def _averaged(parameters: Sequence[Parameter], parallel: ParallelConfig, world_size: int) -> Iterator[int]:
-    """Gradients of plain replicas when a bucket is filled: those that have come, and the bucket."""
+    """Yield the bytes of plain replicas' gradients whenever a bucket is full: computed gradients and the bucket."""
     sizes = parallel.parameter_sizes(world_size)
     gradients = [_FLOAT32 * prod(local_shape(parameter, sizes, 0, parallel.ep)) for parameter in reversed(parameters)]
     done = 0
@@ -167,12 +168,12 @@ def _unit(parameters: Sequence[Parameter], sizes: ParameterSizes, ep: int, *, is
 
 
 def _around(units: Sequence[_Unit], number: int) -> int:
-    """The number of the layer that a unit is, or is in."""
+    """Return the number of the layer that is, or contains, a unit."""
     return number - 1 if units[number].is_inner else number
 
 
 def _freed(units: _Units) -> Iterator[int]:
-    """Each unit is gathered for its forward pass, freed, and gathered again for its backward pass."""
+    """Yield memory if each unit is gathered for its forward pass, freed, and gathered again for its backward pass."""
     inside, root = units.inside, units.root.gathered
     for number, unit in enumerate(inside):
         layer = inside[_around(inside, number)].gathered if unit.is_inner else 0
@@ -184,7 +185,7 @@ def _freed(units: _Units) -> Iterator[int]:
         layer = inside[own].gathered if unit.is_inner else 0
         ahead = inside[_around(inside, own - 1)].buffer if own else 0
         behind = inside[number + 1].gathered if number + 1 < len(inside) else 0
-        # Its weights and its gradients, the next layer's gathered buffer, the last unit's input of a reduce-scatter.
+        # Weights and gradients, the next layer's gathered buffer, and the last unit's input of a reduce-scatter.
         yield root + layer + 2 * unit.gathered + ahead + behind + done
         if unit.is_inner:
             yield root + layer + max(unit.gathering + behind, unit.reducing) + done
@@ -192,7 +193,7 @@ def _freed(units: _Units) -> Iterator[int]:
 
 
 def _kept(units: _Units) -> Iterator[int]:
-    """Each unit is gathered for its forward pass and stays until its backward pass is over."""
+    """Yield memory if each unit is gathered for its forward pass and stays until the end of its backward pass."""
     inside, gathered = units.inside, units.root.gathered
     for number, unit in enumerate(inside):
         yield gathered + unit.gathering + (inside[number - 1].buffer if number else 0)
@@ -208,16 +209,16 @@ def _kept(units: _Units) -> Iterator[int]:
 
 
 def _of_root(units: _Units) -> int:
-    """The end of the backward pass: weights and gradients of the rest, and a layer's input of a reduce-scatter."""
+    """Return memory at the end of the backward pass: the root's weights and gradients, and a reduce-scatter input."""
     return 2 * units.root.gathered + units.inside[0].gathered + sum(unit.shard for unit in units.inside)
 
 
 def _host_copies(parameters: Sequence[Parameter], parallel: ParallelConfig, world_size: int) -> int:
-    """Weights and gradients that an optimizer in host memory copies together, at most."""
+    """Return the maximum weights and gradients that an optimizer in host memory copies together."""
     sizes = parallel.parameter_sizes(world_size)
     together = most = 0
     for parameter in parameters:
-        if len(parameter.shape) > 1:  # the others are a group of their own, and small
+        if len(parameter.shape) > 1:  # the others form a small group of their own
             together += _FLOAT32 * prod(local_shape(parameter, sizes, 0, parallel.ep))
             most = max(most, together)
             together = 0 if together >= HOST_COPY_BYTES else together

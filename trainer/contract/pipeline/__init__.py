@@ -1,1 +1,1 @@
-"""PURE: pipeline parallelism as numbers: which stage has which layers, what runs when, and how long ranks wait."""
+"""PURE: pipeline parallelism: layers of stages, order of computation, and idle time of ranks."""

@@ -1,30 +1,30 @@
-"""PURE: how many micro-batches a step has, and whether the schedule can take so many."""
+"""PURE: number of micro-batches per step, and whether the schedule supports it."""
 
 from trainer.contract.config import TrainConfig
 from trainer.contract.config_sections.parallel_config import LARGE_ROUNDS, PipelineConfig, Schedule
 from trainer.contract.pipeline.simulation import formula
 
 SHOWN = 3
-"""Counts that a message offers at most."""
+"""Maximum number of counts that a message suggests."""
 ENOUGH = 4
-"""Micro-batches for each rank of the pipeline, from which on ranks wait for less than a fifth of a step."""
+"""Micro-batches per pipeline rank from which on ranks wait for less than a fifth of a step."""
 
 
 class MicroBatchError(ValueError):
-    """No such number of micro-batches can be had; the text says which can."""
+    """The requested number of micro-batches is impossible; the text suggests possible ones."""
 
 
 def micro_batch_count(pipeline: PipelineConfig, train: TrainConfig, dp_size: int) -> int:
-    """Micro-batches of a step on each of `dp_size` data-parallel ranks; raises MicroBatchError with counts that work.
+    """Return the micro-batches per step on each of `dp_size` data-parallel ranks.
 
-    `train.batch_size` is a multiple of `dp_size`.
+    Raises MicroBatchError with counts that work. `train.batch_size` is a multiple of `dp_size`.
     """
     share = train.batch_size // dp_size
     fitting = _fitting(pipeline, share)
     key, count = _wanted(pipeline, train, share, fitting)
     if count in fitting:
         return count
-    if not fitting:  # of 1f1b alone: the others take one micro-batch
+    if not fitting:  # only for 1f1b: the others accept one micro-batch
         raise MicroBatchError(
             f"train.batch_size={train.batch_size}: each data-parallel rank has {share} sequences of a step, but "
             f"schedule {pipeline.schedule} needs one micro-batch or more for each of {pipeline.stages} stages: "
@@ -39,7 +39,7 @@ def micro_batch_count(pipeline: PipelineConfig, train: TrainConfig, dp_size: int
 
 
 def micro_batch_size(pipeline: PipelineConfig, train: TrainConfig, dp_size: int) -> int:
-    """Sequences of a forward pass; raises MicroBatchError."""
+    """Return the sequences of a forward pass; raises MicroBatchError."""
     share = train.batch_size // dp_size
     if pipeline.stages == 1:
         return train.micro_batch_size or share
@@ -47,12 +47,12 @@ def micro_batch_size(pipeline: PipelineConfig, train: TrainConfig, dp_size: int)
 
 
 def _fitting(pipeline: PipelineConfig, share: int) -> list[int]:
-    """The counts into which so many sequences can be divided, and which the schedule takes; from the least."""
+    """Return the counts that divide `share` and suit the schedule, in ascending order."""
     return [count for count in range(1, share + 1) if share % count == 0 and takes(pipeline, count)]
 
 
 def _wanted(pipeline: PipelineConfig, train: TrainConfig, share: int, fitting: list[int]) -> tuple[str, int]:
-    """The key that decides, with its value, and the count that it asks for; 0 for a size that divides nothing."""
+    """Return the deciding key with its value, and the requested count; 0 for a size that does not divide the share."""
     count, size = pipeline.micro_batches, train.micro_batch_size
     if count:
         if size and size * count != share:
@@ -80,7 +80,7 @@ def _why_not(pipeline: PipelineConfig, share: int, count: int) -> str:
 
 
 def takes(pipeline: PipelineConfig, count: int) -> bool:
-    """Whether the schedule, as torch has it, can run `count` micro-batches."""
+    """Return whether torch's implementation of the schedule can run `count` micro-batches."""
     if pipeline.schedule == Schedule.ONE_F_ONE_B:
         return count >= pipeline.stages
     if pipeline.schedule in LARGE_ROUNDS:
@@ -93,10 +93,10 @@ def nearest(counts: list[int], wanted: int, shown: int) -> list[int]:
 
 
 def too_few(pipeline: PipelineConfig, train: TrainConfig, dp_size: int) -> str | None:
-    """A warning where ranks wait for a fifth of each step or more, with what to type so that they do not.
+    """Return a warning with a fix if ranks wait for a fifth of each step or more, else None.
 
-    Of `gpipe` and `1f1b` ranks are stages. The zero-bubble schedules need as many to fill the waiting with work. Raises
-    MicroBatchError as `micro_batch_count` does.
+    With `gpipe` and `1f1b` each rank is a stage. The zero-bubble schedules need as many micro-batches to fill idle
+    time. Raises MicroBatchError like `micro_batch_count`.
     """
     count, enough = micro_batch_count(pipeline, train, dp_size), ENOUGH * pipeline.ranks
     if pipeline.ranks == 1 or count >= enough:

@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 
 class Kind(StrEnum):
-    """What an action does, with the letters of torch's tables."""
+    """Kinds of action, with the letters of torch's tables."""
 
     FORWARD = "F"
-    BACKWARD = "B"  # gradients of activations and of weights
+    BACKWARD = "B"  # gradients of activations and weights
     INPUT_GRADIENT = "I"
     WEIGHT_GRADIENT = "W"
     SEND_ACTIVATION = "SEND_F"
@@ -26,7 +26,7 @@ COMPUTES = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIE
 
 
 class Action(NamedTuple):
-    """One entry; `micro_batch` is -1 for what is done once for a stage."""
+    """An entry of a table; `micro_batch` is -1 for an action that a stage performs once."""
 
     stage: int
     kind: Kind
@@ -37,13 +37,13 @@ class Action(NamedTuple):
 
 
 Table = Sequence[Sequence[Action]]
-"""By rank of the pipeline."""
+"""Actions by rank of the pipeline."""
 
 
 def activations_held(table: Table) -> list[int]:
-    """The most pairs of a stage and a micro-batch for which each rank keeps activations at a time.
+    """Return each rank's maximum number of (stage, micro-batch) pairs with live activations.
 
-    They are kept from the forward pass to the last gradient that is computed from them.
+    Activations live from the forward pass to the last gradient that is computed from them.
     """
     most = []
     for actions in table:
@@ -56,32 +56,33 @@ def activations_held(table: Table) -> list[int]:
 
 
 def formula(ranks: int, micro_batches: int, stages_per_rank: int = 1) -> float:
-    """(p - 1) / (m + p - 1) of `gpipe` and `1f1b` with equal stages; with v stages on each rank, v x m for m.
+    """Return the bubble (p - 1) / (m + p - 1) of `gpipe` and `1f1b` with equal stages.
 
-    Huang et al. 2019, section 2.1; Narayanan et al. 2021, section 2.2, which gives it as a share of the work.
+    With v stages per rank, m is replaced by v x m. Huang et al. 2019, section 2.1; Narayanan et al. 2021, section 2.2,
+    which gives it as a share of the work.
     """
     return (ranks - 1) / (stages_per_rank * micro_batches + ranks - 1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankSeconds:
-    """What one rank of a pipeline did in one step, in seconds; the mappings are by stage."""
+    """Times of one pipeline rank in one step, in seconds; the mappings are by stage."""
 
     span: float
-    """From the begin of the step to the end of the rank's last computation."""
+    """From the start of the step to the end of the rank's last computation."""
     computed: Mapping[int, float]
     waited: Mapping[int, float]
-    """Waiting for activations or gradients that this stage needs."""
+    """Time spent waiting for activations or gradients that this stage needs."""
     sends: float = 0.0
-    """Waiting at the end of the step until other stages had taken what was sent."""
+    """Time at the end of the step until other stages had received all messages."""
     reductions: float = 0.0
-    """In the reduction of gradients over the data-parallel ranks of a stage."""
+    """Time in the reduction of gradients over the data-parallel ranks of a stage."""
 
 
 def bubbles(ranks: Sequence[RankSeconds]) -> list[float]:
-    """The bubble of each rank of a pipeline.
+    """Return the bubble of each rank of a pipeline.
 
-    A rank waits in receives, and after its last computation for the rank that ends last: all begin a step together.
+    A rank waits in receives, and after its last computation for the last rank to finish: all begin a step together.
     """
     longest = max((rank.span for rank in ranks), default=0.0)
     if not longest:
@@ -90,14 +91,14 @@ def bubbles(ranks: Sequence[RankSeconds]) -> list[float]:
 
 
 def bubbles_of_stages(ranks: Sequence[RankSeconds]) -> dict[int, float]:
-    """The share of the step that each stage made its rank wait in receives; without the end of the step."""
+    """Return the share of the step that each stage's receives made its rank wait; excludes the end of the step."""
     longest = max((rank.span for rank in ranks), default=0.0)
     return {stage: seconds / longest for rank in ranks for stage, seconds in rank.waited.items() if longest}
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageSeconds:
-    """What one micro-batch takes in a stage; `send` passes between its end and its arrival in another rank."""
+    """Times of one micro-batch in a stage; `send` is the delay until its result reaches another rank."""
 
     forward: float
     input_gradient: float
@@ -107,7 +108,7 @@ class StageSeconds:
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """One computation; `ready` is when what it needs was there."""
+    """A computation; `ready` is the time at which its inputs were available."""
 
     rank: int
     action: Action
@@ -118,28 +119,28 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
-    """All computations of a step, those of each rank in their order."""
+    """All computations of a step, in order on each rank."""
 
     spans: tuple[tuple[Span, ...], ...]
 
     @property
     def seconds(self) -> float:
-        """Of the whole step."""
+        """Return the duration of the whole step."""
         return max((spans[-1].end for spans in self.spans if spans), default=0.0)
 
     def ranks(self) -> list[RankSeconds]:
-        """As they are measured in a step that trains."""
+        """Return the times per rank, in the form measured in a training step."""
         return [_rank_seconds(spans) for spans in self.spans]
 
 
 class DeadlockError(ValueError):
-    """The ranks of a table wait for each other; the text names what each waits for."""
+    """The ranks of a table wait for each other; the text lists each rank's pending action."""
 
 
 def simulate(table: Table, stages: Sequence[StageSeconds]) -> Timeline:
-    """Begin every action as soon as its rank is free and its input is there; raises DeadlockError.
+    """Start every action as soon as its rank is free and its input has arrived; raises DeadlockError.
 
-    Sends take none of their rank's time, and do not slow each other down.
+    Sends take no time on their rank and do not slow each other down.
     """
     arrivals: dict[Action, float] = {}
     clocks, places = [0.0 for _ in table], [0 for _ in table]
@@ -169,7 +170,7 @@ def simulate(table: Table, stages: Sequence[StageSeconds]) -> Timeline:
 
 
 def seconds_of(action: Action, stages: Sequence[StageSeconds]) -> float:
-    """torch 2.13 computes the whole backward pass of the first stage with its weights: nothing is sent from there."""
+    """Return the duration of an action. torch 2.13 computes the first stage's whole backward pass with its weights."""
     stage = stages[action.stage]
     backward = stage.input_gradient + stage.weight_gradient
     if action.kind is Kind.INPUT_GRADIENT:
@@ -180,7 +181,7 @@ def seconds_of(action: Action, stages: Sequence[StageSeconds]) -> float:
 
 
 def _ready(action: Action, stages: int, arrivals: Mapping[Action, float]) -> float | None:
-    """When the input of an action is there; None: not yet known."""
+    """Return when the input of an action arrives; None: not yet known."""
     stage, kind, micro_batch = action
     if kind is Kind.FORWARD and stage > 0:
         return arrivals.get(Action(stage, Kind.RECEIVE_ACTIVATION, micro_batch))
@@ -192,7 +193,7 @@ def _ready(action: Action, stages: int, arrivals: Mapping[Action, float]) -> flo
 def _deliver(
     action: Action, now: float, stages: Sequence[StageSeconds], own: set[int], arrivals: dict[Action, float]
 ) -> None:
-    """Note when the result of an action is where it is needed: in the same rank at once."""
+    """Record when the result of an action arrives where it is needed; within a rank at once."""
     stage, kind, micro_batch = action
     if kind in (Kind.FORWARD, Kind.SEND_ACTIVATION):
         to = Action(stage + 1, Kind.RECEIVE_ACTIVATION, micro_batch)

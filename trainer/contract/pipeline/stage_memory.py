@@ -1,11 +1,12 @@
-"""Peak bytes of a step on a rank of a pipeline, activations included. Pure.
+"""Peak bytes of a step on a pipeline rank, including activations. Pure.
 
-In float32. A mixture is counted with the same tokens for each expert: with `parallel.ep` a rank computes what others
-send it, and one with popular experts needs more.
+Covers the built-in model in float32, without recomputation, context parallelism and loss chunks. A mixture of experts
+is modelled with equally loaded experts; with `parallel.ep` a rank computes tokens sent by others, so a rank with
+popular experts needs more.
 
-Follows the table of a schedule action by action: what a stage keeps of each micro-batch from its forward pass to its
-last gradient, what travels between stages, gathered parameters, and gradients, which are whole until the reduction at
-the end of the step. Of the built-in model in float32, without recomputing, context parallelism and chunks of the loss.
+Follows the schedule's table action by action: activations of each micro-batch from its forward pass to its last
+gradient, messages between stages, gathered parameters, and gradients, which are whole until the reduction at the end of
+the step.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,23 +26,23 @@ _FLOAT32 = 4
 
 @dataclass(frozen=True, kw_only=True)
 class FeedForwardMemory:
-    """Of one layer."""
+    """Memory of the feed-forward of one layer."""
 
     kept: int
-    """Floats that autograd keeps of each token, with its input."""
+    """Floats per token that autograd keeps, including its input."""
 
     split: int
-    """Floats of each token that wait for the gradients of weights, where these are computed apart."""
+    """Floats per token kept for weight gradients, if these are computed separately."""
 
     during: int
-    """Bytes of gradients within it, beside all that is kept, when its backward pass needs most."""
+    """Peak bytes of gradients inside its backward pass, in addition to all kept activations."""
 
     weight: int
-    """Bytes that the gradient of one of its matrices takes before it is added up."""
+    """Bytes of the gradient of one of its matrices before it is accumulated."""
 
 
 def feed_forward_memory(model: ModelConfig, tokens: int, tp: int, ep: int) -> FeedForwardMemory:
-    """For so many tokens of a micro-batch."""
+    """Return the memory for `tokens` tokens of a micro-batch."""
     if model.experts.count:
         return _of_experts(model, tokens, tp, ep)
     matrix = _FLOAT32 * model.ffn_dim * model.dim // tp
@@ -54,18 +55,18 @@ def feed_forward_memory(model: ModelConfig, tokens: int, tp: int, ep: int) -> Fe
 
 
 def _of_experts(model: ModelConfig, tokens: int, tp: int, ep: int) -> FeedForwardMemory:
-    """Each token is copied for its experts, whose results are kept to weigh them; orders of rows are int64.
+    """Return the memory of a layer's experts.
 
-    All matrices of a kind are one stack, whose gradient is put together of those of the experts: when the last expert
-    has its gradients, those of all exist, and what the experts have kept is gone. Each of `tp` ranks has its own
-    tokens.
+    Each token is copied for its experts, whose results are kept for weighting; row orders are int64. All matrices of a
+    kind form one stack, whose gradient is assembled from those of the experts: when the last expert has its gradients,
+    the gradients of all exist, and the experts' activations are freed. Each of `tp` ranks has its own tokens.
     """
     experts, copies = model.experts, model.experts.per_token
     inner, rows = copies * experts.ffn_dim, copies * model.dim
     orders = copies * (3 if ep == 1 else 5) * 2
     here, own = experts.count // ep, _FLOAT32 * tokens // tp
     stack = _FLOAT32 * here * experts.ffn_dim * model.dim
-    of_one = (2 * own * inner + stack) // here  # gradients within one expert, the first one or the last one
+    of_one = (2 * own * inner + stack) // here  # gradients within one expert, the first or the last
     return FeedForwardMemory(
         kept=(4 * inner + 2 * rows + experts.count + orders + 2 * copies + 1 + model.dim) // tp,
         split=(2 * inner + rows + experts.count) // tp,
@@ -81,41 +82,41 @@ def _of_experts(model: ModelConfig, tokens: int, tp: int, ep: int) -> FeedForwar
 
 @dataclass(frozen=True, kw_only=True)
 class _StageBytes:
-    """What one stage needs for one micro-batch, and of its weights."""
+    """Bytes of one stage: per micro-batch, and of its weights."""
 
     part: StagePart
     boundary: int
-    """What travels to another stage, and back as its gradient."""
+    """A tensor sent to another stage; its gradient has the same size."""
     saved: int
-    """By autograd, until the last gradient has been computed."""
+    """Kept by autograd until the last gradient has been computed."""
     behind: int
-    """Of that, and of what the loss needs, freed before the last layer's feed-forward computes its gradients."""
+    """The part of it, and of the loss, freed before the last layer's feed-forward computes its gradients."""
     within: int
-    """Gradients within a feed-forward, when these need most."""
+    """Peak of gradients within a feed-forward."""
     split: int
-    """Gradients of activations that wait for those of weights, where these are computed apart."""
+    """Activation gradients kept for weight gradients, if these are computed separately."""
     result: int
-    """Of the forward pass: activations, or logits."""
+    """Result of the forward pass: activations or logits."""
     weights: int
-    """Gathered parameters of this stage; as many bytes of gradients."""
+    """Gathered parameters of this stage; its gradients have the same size."""
     matrix: int
-    """The gradient of one of a feed-forward's, which exists by itself before it is added up."""
+    """Gradient of one feed-forward matrix, which exists separately before it is accumulated."""
     output: int
-    """The projection to the vocabulary, in the last stage."""
+    """Projection to the vocabulary, in the last stage."""
 
     @property
     def backward(self) -> int:
-        """More than what is kept when the last layer's feed-forward has its gradients."""
+        """Return the peak over the kept bytes while the last layer's feed-forward computes its gradients."""
         return self.within - self.behind
 
     @property
     def loss(self) -> int:
-        """The same when the logits, of which there are two more then, and later the output have theirs."""
+        """Return the peak while the gradients of the logits (two more copies) and later of the output are computed."""
         return max(2 * self.result, self.output + self.boundary) if self.part.is_last else 0
 
 
 def pipeline_peak_bytes(config: JobConfig, table: Table, rank: int = 0) -> int:
-    """The peak of a step on `rank`, from the second step on, when the optimizer's state exists; `table` with sends."""
+    """Return the peak bytes of a step on `rank` from the second step on; `table` includes sends."""
     parallel, world = config.parallel, config.cluster.world_size
     own = parameters_of_rank(config, rank)
     held = state_bytes(own, parallel, world, rank)
@@ -129,7 +130,7 @@ def pipeline_peak_bytes(config: JobConfig, table: Table, rank: int = 0) -> int:
 
 
 def _stages(config: JobConfig, rank: int) -> Iterator[_StageBytes]:
-    """Norms are computed in two products, of which both are kept; inputs of matrices are whole on every rank of tp."""
+    """Yield stages. A norm keeps both of its products; every rank of tp has the whole inputs of matrices."""
     model, parallel, tp = config.model, config.parallel, config.parallel.tp
     world = config.cluster.world_size
     tokens = config.train.seq_len * micro_batch_size(
@@ -146,7 +147,7 @@ def _stages(config: JobConfig, rank: int) -> Iterator[_StageBytes]:
         yield _StageBytes(
             part=part,
             boundary=_FLOAT32 * tokens * width // tp,
-            # What the last layer returns is sent on; in the last stage only norms need it.
+            # The last layer's output is sent on; in the last stage only norms need it.
             saved=_FLOAT32 * tokens * (layers * layer + part.is_first * (width // tp) + behind)
             - part.is_last * (_FLOAT32 * tokens * width // tp),
             behind=_FLOAT32 * tokens * behind,
@@ -160,7 +161,7 @@ def _stages(config: JobConfig, rank: int) -> Iterator[_StageBytes]:
 
 
 def _gathered(parameters: Sequence[Parameter], config: JobConfig, rank: int) -> int:
-    """Of experts that ranks share, this rank's ones."""
+    """Return the bytes of gathered parameters; of shared experts, only this rank's."""
     sizes, ep = config.parallel.parameter_sizes(config.cluster.world_size), config.parallel.ep
     whole, of_experts = sizes._replace(dp_shard=1), sizes._replace(dp_shard=ep, tp=1)
     shapes = (local_shape(one, of_experts if one.is_expert and ep > 1 else whole, rank, ep) for one in parameters)
@@ -168,7 +169,7 @@ def _gathered(parameters: Sequence[Parameter], config: JobConfig, rank: int) -> 
 
 
 def _bucket(config: JobConfig, parameters: Sequence[Parameter], rank: int) -> int:
-    """The largest bucket in which plain replicas average; nothing where there is nobody to average with."""
+    """Return the largest bucket in which plain replicas average; 0 for a single replica."""
     sizes = config.parallel.parameter_sizes(config.cluster.world_size)
     if sizes.dp_replicate == 1:
         return 0
@@ -177,7 +178,7 @@ def _bucket(config: JobConfig, parameters: Sequence[Parameter], rank: int) -> in
 
 
 class _Step:
-    """One step of a rank: bytes that exist beside its states and its gathered parameters, after each action."""
+    """A step of a rank: bytes in addition to its states and gathered parameters, after each action."""
 
     def __init__(self, stages: Mapping[int, _StageBytes]) -> None:
         self._stages = stages
@@ -199,7 +200,7 @@ class _Step:
         return self._most
 
     def _needs(self, more: int) -> None:
-        """So many bytes more for a moment."""
+        """Record a temporary need of `more` bytes."""
         self._most = max(self._most, self._bytes + more)
 
     def _receive(self, stage: _StageBytes) -> None:
@@ -211,7 +212,7 @@ class _Step:
 
     def _backward(self, stage: _StageBytes) -> None:
         number = stage.part.stage
-        # A gradient that comes from another rank was received into a buffer, which has been counted.
+        # A gradient from another rank was received into a buffer that is already counted.
         own = stage.boundary if stage.part.is_last or number + 1 in self._stages else 0
         self._needs(stage.backward + own)
         self._needs(stage.loss)
@@ -219,7 +220,7 @@ class _Step:
         self._forget(stage)
 
     def _input_gradient(self, stage: _StageBytes) -> None:
-        """torch 2.13 computes nothing here in the first stage, and all of it with the weights."""
+        """torch 2.13 computes nothing here in the first stage, and everything with the weights."""
         if not stage.part.is_first:
             self._bytes += stage.split + stage.boundary
             self._needs(stage.boundary if stage.part.is_last or stage.part.stage + 1 in self._stages else 0)
@@ -239,9 +240,10 @@ class _Step:
             self._bytes += stage.weights
 
     def _forget(self, stage: _StageBytes) -> None:
-        """What was sent is kept to the end of the step, as torch keeps its sends; a loss keeps what its stage received.
+        """Free the micro-batch's activations at its last gradient.
 
-        So a stage in the midst has sent two tensors, and has dropped two that it has received.
+        Sent tensors are kept to the end of the step, because torch keeps its sends; a loss keeps its stage's input. A
+        middle stage has therefore sent two tensors and freed two that it received.
         """
         self._bytes -= stage.saved
         self._bytes += stage.boundary if stage.part.is_last else 0

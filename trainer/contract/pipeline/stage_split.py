@@ -10,7 +10,7 @@ from trainer.contract.model_costs.model_flops import Parameter, feed_forward_wei
 
 
 def rank_of_stage(config: PipelineConfig, stage: int) -> int:
-    """The rank within the pipeline: stages go round the ranks, with `zbv` forward and then back."""
+    """Return the rank within the pipeline: stages cycle through the ranks; with `zbv`, forward and then back."""
     turn, place = divmod(stage, config.ranks)
     if config.schedule == Schedule.ZBV and turn % 2:
         return config.ranks - 1 - place
@@ -18,22 +18,23 @@ def rank_of_stage(config: PipelineConfig, stage: int) -> int:
 
 
 def stages_of_rank(config: PipelineConfig, rank: int) -> list[int]:
-    """In the order of the model."""
+    """Return the stages of a rank in model order."""
     return [stage for stage in range(config.stages) if rank_of_stage(config, stage) == rank]
 
 
 FORWARD_SHARE = 1 / 3
-"""Of forward and backward pass: gradients of inputs and of weights are a product each, as the forward pass is."""
+"""Share of the forward pass in forward and backward: the gradients of inputs and of weights are one product each, like
+the forward pass."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerCosts:
-    """Forward and backward pass of one sequence; FLOPs or seconds, which only compare with each other."""
+    """Costs of forward and backward pass of one sequence; FLOPs or seconds, used only for comparison."""
 
     embedding: float
     layers: tuple[float, ...]
     output: float
-    """The last norm, the projection to the vocabulary, and the loss."""
+    """Cost of the last norm, the projection to the vocabulary, and the loss."""
 
     @property
     def total(self) -> float:
@@ -41,7 +42,7 @@ class LayerCosts:
 
 
 def modelled(model: ModelConfig, train: TrainConfig) -> LayerCosts:
-    """FLOPs counted as `flops_per_token` does, and the forward pass of layers that are recomputed a second time."""
+    """Return costs in FLOPs as in `flops_per_token`, plus a second forward pass for recomputed layers."""
     width = model.dim // model.heads
     attention = 2 * model.dim * model.heads * width + 2 * model.dim * model.kv_heads * width
     layer = 6.0 * (attention + feed_forward_weights(model)) + 12.0 * model.heads * width * train.seq_len
@@ -60,7 +61,8 @@ def modelled(model: ModelConfig, train: TrainConfig) -> LayerCosts:
 
 
 def measured(seconds: tuple[float, ...], model: ModelConfig) -> LayerCosts:
-    """Of `parallel.pipeline.layer_seconds`; raises ValueError unless they are as many as the model has parts."""
+    """Return costs from `parallel.pipeline.layer_seconds`; raises ValueError unless there is one per part of the
+    model."""
     if len(seconds) != model.layers + 2:
         raise ValueError(
             f"parallel.pipeline.layer_seconds has {len(seconds)} numbers: must have {model.layers + 2}, for the "
@@ -77,12 +79,12 @@ def _is_recomputed(number: int, train: TrainConfig) -> bool:
 
 
 StageCost = Callable[[int, int, int], float]
-"""Of a stage with the layers from one number to before another."""
+"""Cost of a stage from its number, first layer and end layer (exclusive)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StagePart:
-    """Layers `first` to `end` - 1 of the model; the first stage has the embedding too, the last one the output."""
+    """Layers `first` to `end` - 1 of the model; the first stage includes the embedding, the last one the output."""
 
     stage: int
     stages: int
@@ -105,28 +107,28 @@ class StagePart:
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """All stages of a model, in its order."""
+    """All stages of a model, in order."""
 
     parts: tuple[StagePart, ...]
 
     @property
     def imbalance(self) -> float:
-        """The most that a stage costs over the mean: the rate of a pipeline is that of its slowest stage."""
+        """Return the highest stage cost over the mean: a pipeline runs at the rate of its slowest stage."""
         costs = [part.cost for part in self.parts]
         return max(costs) * len(costs) / sum(costs)
 
     @property
     def words(self) -> str:
-        """For a log: `4 stages of layers 0-2, 3-5, 6-8, 9-10; the slowest costs 1.08 times the mean`."""
+        """Describe the split for a log: `4 stages of layers 0-2, 3-5, 6-8, 9-10; the slowest costs 1.08 times the
+        mean`."""
         ranges = ", ".join(_range(part) for part in self.parts)
         return f"{len(self.parts)} stages of layers {ranges}; the slowest costs {self.imbalance:.2f} times the mean"
 
 
 def split(costs: LayerCosts, stages: int) -> Split:
-    """Every stage has one layer or more; raises ValueError for more stages than layers.
+    """Split the layers into stages with at least one layer each; raises ValueError for more stages than layers.
 
-    Of all splits with the least cost of the slowest stage, the one with the least sum of squares; of several of these
-    the one whose early stages have more layers.
+    Minimizes the cost of the slowest stage, then the sum of squares, and then puts more layers into early stages.
     """
     count = len(costs.layers)
     if stages > count:
@@ -141,7 +143,7 @@ def split(costs: LayerCosts, stages: int) -> Split:
         return sums[end] - sums[first] + more
 
     limit = _least(stages, count, cost, max, float("inf"))[0]
-    # Sums of floats in another order differ in their last bits.
+    # Floating-point sums in another order differ in their last bits.
     _, ends = _least(stages, count, cost, lambda total, one: total + one * one, limit * (1 + 1e-9))
     firsts = [0, *ends[:-1]]
     return Split(
@@ -155,9 +157,9 @@ def split(costs: LayerCosts, stages: int) -> Split:
 def _least(
     stages: int, count: int, cost: StageCost, join: Callable[[float, float], float], limit: float
 ) -> tuple[float, list[int]]:
-    """The least total of all splits whose stages cost at most `limit`, and where their stages end.
+    """Return the least total over splits whose stages cost at most `limit`, and the ends of its stages.
 
-    By stage and end: the best split of the layers before it into the stages up to this one.
+    Dynamic programming over stage and end: the best split of the preceding layers into the stages so far.
     """
     best: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}
     for stage in range(stages):
@@ -180,7 +182,7 @@ def _range(part: StagePart) -> str:
 
 
 def problems(pipeline: PipelineConfig, config: JobConfig) -> Iterator[str]:
-    """Everything that is refused, with what to type; nothing for a model in one stage."""
+    """Yield every reason for refusal, with a fix; nothing for a model in one stage."""
     if pipeline.stages == 1:
         return
     if not config.trains_built_in_workload:
@@ -203,11 +205,11 @@ def problems(pipeline: PipelineConfig, config: JobConfig) -> Iterator[str]:
 
 
 def _of_split_backward(pipeline: PipelineConfig, config: JobConfig) -> Iterator[str]:
-    """What torch 2.13 cannot do, or not well, where gradients of weights are computed apart."""
+    """Yield features that torch 2.13 lacks, or runs badly, with separately computed weight gradients."""
     other = "type parallel.pipeline.schedule=1f1b parallel.pipeline.stages_per_rank=1"
     key = f"parallel.pipeline.schedule={pipeline.schedule}"
     if config.train.activation_checkpointing:
-        # 11 times for a layer of the built-in model, and with `keep: products` it raises.
+        # 11 times for a layer of the built-in model; with `keep: products` it raises.
         yield (
             f"{key} with train.activation_checkpointing=true: torch 2.13 computes a layer again for each of its "
             f"weights: {other}, or train.activation_checkpointing=false"
@@ -217,7 +219,7 @@ def _of_split_backward(pipeline: PipelineConfig, config: JobConfig) -> Iterator[
 
 
 def split_of(pipeline: PipelineConfig, config: JobConfig) -> Split:
-    """The stages by measured seconds where there are some, else by modelled FLOPs; raises ValueError."""
+    """Return the stages, split by measured seconds if given, else by modelled FLOPs; raises ValueError."""
     seconds = pipeline.layer_seconds
     costs = measured(seconds, config.model) if seconds else modelled(config.model, config.train)
     return split(costs, pipeline.stages)
@@ -227,7 +229,7 @@ _OF_FIRST, _OF_LAST = "embedding.", ("norm.", "output.")
 
 
 def parameters_of_rank(config: JobConfig, rank: int) -> list[Parameter]:
-    """Of all stages that `rank` has, in the order of the model; without a pipeline all of the model's."""
+    """Return the parameters of all stages on `rank` in model order; without a pipeline, of the whole model."""
     known = list(parameters(config.model))
     if config.parallel.pipeline.stages == 1:
         return known
@@ -236,7 +238,7 @@ def parameters_of_rank(config: JobConfig, rank: int) -> list[Parameter]:
 
 
 def parts_of_rank(config: JobConfig, rank: int) -> list[StagePart]:
-    """The stages of `rank`; raises ValueError for a model that cannot be split so."""
+    """Return the stages of `rank`; raises ValueError for a model that cannot be split that way."""
     pipeline = config.parallel.pipeline
     place, *_ = place_in(config.parallel.mesh_sizes(config.cluster.world_size), rank)
     parts = split_of(pipeline, config).parts
@@ -244,7 +246,7 @@ def parts_of_rank(config: JobConfig, rank: int) -> list[StagePart]:
 
 
 def has(part: StagePart, parameter: Parameter) -> bool:
-    """Whether a parameter lies in this stage."""
+    """Return whether a parameter belongs to this stage."""
     if parameter.name.startswith(_OF_FIRST):
         return part.is_first
     if parameter.name.startswith(_OF_LAST):

@@ -1,1 +1,1 @@
-"""What an agent and its ranks agree on."""
+"""Contract between an agent and its ranks."""

@@ -1,4 +1,4 @@
-"""Durations counted in buckets: small enough for a page of shared memory, good enough for a 99th percentile."""
+"""Histograms of durations: small enough for a page of shared memory, precise enough for a 99th percentile."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -10,19 +10,19 @@ _SCALE = 1.0 / math.log(_GROWTH)
 
 
 def bucket(seconds: float) -> int:
-    """The bucket of a duration: the first one ends at 1 ms, each further one lasts 1.41 times longer, to 740 s."""
+    """Return the bucket of a duration: the first ends at 1 ms, each further one is 1.41 times longer, up to 740 s."""
     if seconds <= _SHORTEST:
         return 0
     return min(BUCKETS - 1, math.ceil(math.log(seconds / _SHORTEST) * _SCALE - 1e-9))
 
 
 def longest(index: int) -> float:
-    """Seconds at which a bucket ends; the last one has no end, and is given this one."""
+    """Return the seconds at which a bucket ends; the last one has no end and gets this value."""
     return _SHORTEST * _GROWTH**index
 
 
 def quantile(counts: Sequence[int], share: float) -> float:
-    """Seconds that at least this share of the durations did not exceed, at most 1.41 times too large; 0 of none."""
+    """Return the quantile in seconds, at most 1.41 times too large; 0 without durations."""
     total = sum(counts)
     if not total:
         return 0.0
@@ -35,5 +35,5 @@ def quantile(counts: Sequence[int], share: float) -> float:
 
 
 def sum_counts(rows: Iterable[Sequence[int]]) -> tuple[int, ...]:
-    """The counts of several ranks together."""
+    """Return the summed counts of several ranks."""
     return tuple(map(sum, zip(*rows, strict=True)))

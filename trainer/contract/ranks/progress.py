@@ -1,7 +1,7 @@
-"""The progress cell that a rank writes and its agent reads, and the signals that ranks outlive.
+"""The progress cell that a rank writes and its agent reads, and the signals that ranks ignore.
 
-Only agents act on them. An ignored signal would stay ignored in every program that a rank starts, and a blocked one
-blocked, so a process outlives them by handlers that do nothing: `exec` resets those, and hooks reset them in forks.
+Only agents act on these signals. An ignored or blocked signal would stay so in every program that a rank starts, so
+ranks install handlers that do nothing: `exec` resets those, and hooks reset them in forks.
 """
 
 import mmap
@@ -21,14 +21,14 @@ from trainer.contract.ranks.duration_histogram import BUCKETS, bucket
 from trainer.contract.ranks.stage_activity import CODES, Moment, SentMessages, moment_of
 
 STEP_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
-"""Warnings before a time limit (orch asks for USR2, other tools for USR1), the end of a step, and `scancel -s INT`."""
+"""Warnings before a time limit (orch requests USR2, other tools USR1), the end of a step, and `scancel -s INT`."""
 
 WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)
 
 
 @contextmanager
 def block_step_signals() -> Iterator[None]:
-    """Hold the signals back while a child is started: it inherits the mask."""
+    """Block the signals while a child is started, which inherits the mask."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STEP_SIGNALS)
     try:
         yield
@@ -37,26 +37,26 @@ def block_step_signals() -> Iterator[None]:
 
 
 def unblock_step_signals() -> None:
-    """End what `block_step_signals` began, in the child."""
+    """Undo `block_step_signals` in the child."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STEP_SIGNALS)
 
 
 def outlive_step_signals() -> None:
-    """Do nothing on these signals from now on, in this process only: its children have the defaults."""
+    """Ignore these signals from now on, in this process only; its children have the defaults."""
     _reset_in_children()
     for number in STEP_SIGNALS:
         signal.signal(number, _do_nothing)
-        signal.siginterrupt(number, False)  # libraries that do not expect EINTR
+        signal.siginterrupt(number, False)  # for libraries that do not handle EINTR
     unblock_step_signals()
 
 
 def _do_nothing(number: int, frame: FrameType | None) -> None:
-    """The handler of a process that outlives the signal."""
+    """Handle the signal by doing nothing."""
 
 
 @cache
 def _reset_in_children() -> None:
-    """Have every fork begin with the defaults; a signal that comes in between waits for them."""
+    """Make every fork start with the default handlers; signals are blocked meanwhile."""
     own = threading.local()
 
     def hold() -> None:
@@ -86,15 +86,15 @@ _BODY = struct.Struct("<qIIqqqqqddqqqddIii")
 _STOP = struct.Struct("<IId")
 _DRILL = struct.Struct("<Id")
 _COUNT = struct.Struct("<I")
-_SENT = struct.Struct("<qI")  # 1 + the step before, stages of this rank; then two counts for each of them
+_SENT = struct.Struct("<qI")  # 1 + the previous step, stages of this rank; then two counts per stage
 _SENT_COUNT = struct.Struct("<H")
 _MOST_STAGES = 16
-"""Of one rank, whose messages are counted."""
-_DRILL_FIELDS = 8  # behind the serial number
+"""Maximum stages of a rank whose messages are counted."""
+_DRILL_FIELDS = 8  # after the serial number
 
 
 class Phase(IntEnum):
-    """What a rank is doing."""
+    """Current phase of a rank."""
 
     INIT = 0
     COMPILE = 1
@@ -116,7 +116,7 @@ _ROW = struct.Struct(f"<{BUCKETS}I")
 
 
 class StopReason(IntEnum):
-    """Why the agent asks its rank to stop; the highest one wins when ranks got different ones."""
+    """Why the agent asks its rank to stop; if ranks have different reasons, the highest applies."""
 
     NONE = 0
     SAVE_AND_GO_ON = 1
@@ -127,13 +127,13 @@ class StopReason(IntEnum):
 
 @dataclass(kw_only=True, slots=True)
 class Progress:
-    """One consistent reading of a cell; times are nanoseconds of CLOCK_MONOTONIC on the node."""
+    """A consistent reading of a cell; times are nanoseconds of CLOCK_MONOTONIC on the node."""
 
     step: int = 0
     phase: Phase = Phase.INIT
     generation: int = 0
-    collective: int = 0  # collectives, and messages of a ring, begun by this rank in all its groups, as of `moved_at`
-    io_bytes: int = 0  # of training data that this rank has taken
+    collective: int = 0  # collectives and ring messages begun by this rank in all its groups, as of `moved_at`
+    io_bytes: int = 0  # training data read by this rank
     step_at: int = 0
     phase_at: int = 0
     moved_at: int = 0  # newest write of any kind: the rank's own sign of life
@@ -141,22 +141,22 @@ class Progress:
     grad_norm: float = 0.0
     saved_step: int = 0
     total_steps: int = 0
-    restored_step: int = 0  # where this generation began: 0 from scratch
-    save_seconds: float = 0.0  # 99th percentile of what saves have taken, known to rank 0
+    restored_step: int = 0  # restored step of this generation: 0 from scratch
+    save_seconds: float = 0.0  # 99th percentile of save durations, known to rank 0
     step_seconds: float = 0.0  # of the newest step
-    activity: int = 0  # of a pipeline: as `moment_of` reads it; 0: none
+    activity: int = 0  # in a pipeline: read by `moment_of`; 0: no activity
     stage: int = 0
     micro_batch: int = 0
 
     @property
     def moment(self) -> Moment | None:
-        """What this rank of a pipeline does, with which micro-batch; None outside the passes of a step."""
+        """Return the activity and micro-batch of this pipeline rank; None outside the passes of a step."""
         return moment_of(self.activity, self.stage, self.micro_batch)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """A rank's own work since its generation began: nanoseconds in each of `SECTIONS` up to the run's step `steps`."""
+    """A rank's own work in its generation: nanoseconds in each of `SECTIONS` up to the run's step `steps`."""
 
     steps: int = 0
     sections: tuple[int, ...] = (0,) * len(SECTIONS)
@@ -168,14 +168,14 @@ _NAMES = tuple(item.name for item in fields(Progress))
 class ProgressCell:
     """A seqlock over shared memory: one writer (the rank), any number of readers, no locks.
 
-    The agent makes the memfd; the rank inherits its descriptor, so nothing is left in /dev/shm and the
-    last reading survives a held interpreter lock, a stopped process and a kill.
+    The agent makes the memfd and the rank inherits its descriptor, so nothing is left in /dev/shm, and the last reading
+    survives a held interpreter lock, a stopped process and a kill.
     """
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
         self._map = mmap.mmap(descriptor, SIZE)
-        # `struct` writes zeros, then byte by byte: numbers that are read meanwhile are stored in one piece.
+        # `struct` writes zeros, then byte by byte, so numbers that are read concurrently are stored by memoryview.
         self._words, self._floats = memoryview(self._map).cast("Q"), memoryview(self._map).cast("d")
         self._now = Progress()
         self._sequence = 0
@@ -190,7 +190,7 @@ class ProgressCell:
     # -- the rank's side
 
     def update(self, **changes: float) -> None:
-        """Change some fields of the reading; `step` and `phase` stamp their times."""
+        """Change some fields of the reading; `step` and `phase` set their timestamps."""
         now, at = self._now, time.monotonic_ns()
         for name, value in changes.items():
             setattr(now, name, value)
@@ -201,11 +201,10 @@ class ProgressCell:
         self._publish(at)
 
     def enter(self, phase: Phase, collective: int = 0, moment: Moment | None = None) -> None:
-        """The rank goes on to another phase; the one it leaves is counted with the time it took.
+        """Enter another phase and record the duration of the previous one.
 
-        `moment`: what it does in that phase, in a pipeline.
-
-        Nothing is counted before `warmed`: a first step compiles and allocates, and is no measure of the others.
+        `moment`: pipeline activity in that phase. Nothing is recorded before `start_timing`, because a first step
+        compiles and allocates and does not represent the others.
         """
         now, at = self._now, time.monotonic_ns()
         if self._warm and now.phase != phase:
@@ -221,7 +220,7 @@ class ProgressCell:
         self._publish(at)
 
     def begin_moment(self, moment: Moment | None) -> None:
-        """A rank goes on to something else within its phase, as to wait for another stage."""
+        """Record another activity within the phase, such as waiting for another stage."""
         now = self._now
         if moment is not None:
             now.activity, now.stage, now.micro_batch = CODES[moment.activity], moment.stage, moment.micro_batch
@@ -230,31 +229,32 @@ class ProgressCell:
         self._publish(time.monotonic_ns())
 
     def begin_passes(self, stages: int) -> None:
-        """The passes of a step begin, on a rank with so many stages of a pipeline."""
+        """Reset the message counts at the start of the passes of a step; `stages`: number of pipeline stages on this
+        rank."""
         size = _SENT_COUNT.size * 2 * min(stages, _MOST_STAGES)
         self._map[_SENT_AT + _SENT.size : _SENT_AT + _SENT.size + size] = bytes(size)
         _SENT.pack_into(self._map, _SENT_AT, self._now.step + 1, min(stages, _MOST_STAGES))
 
     def record_sent(self, place: int, is_gradient: bool, micro_batch: int) -> None:
-        """The stage at this place among those of this rank has the sending of a micro-batch behind it."""
+        """Record that a stage has sent a micro-batch; `place` is its index among this rank's stages."""
         if place < _MOST_STAGES:
             at = _SENT_AT + _SENT.size + _SENT_COUNT.size * (2 * place + is_gradient)
             _SENT_COUNT.pack_into(self._map, at, min(micro_batch + 1, 65535))
 
     def add_input_bytes(self, size: int) -> None:
-        """So many bytes of training data were taken; visible with the next change of anything."""
+        """Count bytes of training data read; they become visible with the next update."""
         self._now.io_bytes += size
 
     def start_timing(self) -> None:
-        """The first step of this generation is over: from now on times count."""
+        """Start recording durations, after the first step of this generation."""
         self._warm = True
 
     def record_work(self, steps: int, sections: list[int]) -> None:
-        """This rank's own work so far, as `Work` describes it."""
+        """Record this rank's own work so far (`Work`)."""
         _WORK.pack_into(self._map, _WORK_AT, steps, *sections)
 
     def tick(self) -> None:
-        """Called now and then by a thread that does nothing else: it can only run while Python's lock is to be had."""
+        """Record a tick, called regularly by a dedicated thread, which only runs while Python's lock is available."""
         self._words[_TICK_AT // 8] = time.monotonic_ns()
 
     def _publish(self, at: int) -> None:
@@ -271,16 +271,16 @@ class ProgressCell:
         self._sequence = sequence + 2
 
     def read_stop_request(self) -> tuple[StopReason, float]:
-        """What the agent asks for, read at a step boundary."""
+        """Return the agent's stop request, read at a step boundary."""
         reason, _, deadline = _STOP.unpack_from(self._map, _STOP_AT)
         return StopReason(reason), deadline
 
     def read_expected_stop(self) -> float:
-        """When a stop is expected, in seconds of CLOCK_MONOTONIC; 0 when nothing is known."""
+        """Return when a stop is expected, in seconds of CLOCK_MONOTONIC; 0: unknown."""
         return self._floats[_DUE_AT // 8]
 
     def read_drill_order(self) -> tuple[int, int, float]:
-        """The newest fault to be brought about: serial number (0: none so far), place in `drills.KINDS`, value."""
+        """Return the newest drill: serial number (0: none so far), index in `KINDS`, value."""
         (serial,) = _COUNT.unpack_from(self._map, _DRILL_AT)
         kind, value = _DRILL.unpack_from(self._map, _DRILL_AT + _DRILL_FIELDS)
         return serial, kind, value
@@ -288,7 +288,7 @@ class ProgressCell:
     # -- the agent's side
 
     def read(self, tries: int = 1000) -> Progress | None:
-        """A consistent reading, or None when the writer died in the middle of an update."""
+        """Return a consistent reading, or None if the writer died in the middle of an update."""
         for _ in range(tries):
             before = self._words[0]
             body = _BODY.unpack_from(self._map, 8)
@@ -299,12 +299,12 @@ class ProgressCell:
         return None
 
     def work(self) -> Work:
-        """The rank's own work; sections of one step may be torn apart, sums over steps are not."""
+        """Return the rank's own work; sections of a single step may be inconsistent, sums over steps are not."""
         steps, *sections = _WORK.unpack_from(self._map, _WORK_AT)
         return Work(steps=steps, sections=tuple(sections))
 
     def sent(self) -> SentMessages | None:
-        """How far the rank has come with sending in its newest passes; None where there were none."""
+        """Return the rank's sent messages in its newest passes; None before the first passes."""
         step, stages = _SENT.unpack_from(self._map, _SENT_AT)
         if not step or not 0 < stages <= _MOST_STAGES:
             return None
@@ -312,18 +312,18 @@ class ProgressCell:
         return SentMessages(after_step=step - 1, activations=counts[::2], gradients=counts[1::2])
 
     def last_tick_ns(self) -> int:
-        """When `tick` was called last, in nanoseconds of CLOCK_MONOTONIC; 0: never."""
+        """Return the time of the last `tick` in nanoseconds of CLOCK_MONOTONIC; 0: never."""
         return self._words[_TICK_AT // 8]
 
     def times(self) -> dict[Phase, tuple[int, ...]]:
-        """How often each phase took how long: counts in the buckets of `trainer.contract.ranks.stage_activity`."""
+        """Return the durations of each phase as counts in the buckets of `contract.ranks.duration_histogram`."""
         rows = {phase: _ROW.unpack_from(self._map, _TIMES_AT + _ROW.size * phase) for phase in Phase}
         return {phase: row for phase, row in rows.items() if any(row)}
 
     def ask_stop(self, reason: StopReason, deadline: float = 0.0) -> None:
-        """Ask the rank to stop; `deadline` is in seconds of CLOCK_MONOTONIC, 0 for none.
+        """Ask the rank to stop; `deadline` is in seconds of CLOCK_MONOTONIC, 0: no deadline.
 
-        There is one slot, and a stop that stands in it is never taken back: a lesser wish is dropped.
+        There is one slot. A stop in it is never withdrawn: a request of lower rank is dropped.
         """
         standing, _ = self.read_stop_request()
         if standing > StopReason.SAVE_AND_GO_ON and reason < standing:
@@ -331,13 +331,13 @@ class ProgressCell:
         _STOP.pack_into(self._map, _STOP_AT, int(reason), 0, deadline)
 
     def expect_stop(self, at: float) -> None:
-        """A stop will be asked for at this time, in seconds of CLOCK_MONOTONIC; 0 when none is planned."""
+        """Announce a stop at this time, in seconds of CLOCK_MONOTONIC; 0: no stop is planned."""
         self._floats[_DUE_AT // 8] = at
 
     def order_drill(self, kind: int, serial: int, value: float = 0.0) -> None:
-        """Have the rank bring a fault upon itself at its next step boundary; `serial` counts up from 1."""
+        """Order the rank to inject a fault into itself at its next step boundary; `serial` counts up from 1."""
         _DRILL.pack_into(self._map, _DRILL_AT + _DRILL_FIELDS, kind, value)
-        # Last: a reader that sees the new number finds what belongs to it.
+        # Last, so that a reader of the new number finds its data.
         _COUNT.pack_into(self._map, _DRILL_AT, serial)
 
     def close(self) -> None:

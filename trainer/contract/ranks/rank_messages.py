@@ -1,4 +1,4 @@
-"""Data that an agent and its ranks exchange: start order, variables, messages and outcome files."""
+"""Data exchanged by an agent and its ranks: start order, variables, messages and outcome files."""
 
 import contextlib
 import json
@@ -18,26 +18,26 @@ from trainer.contract.messages.ranks import Saves
 from trainer.contract.run_dir import AttemptDir
 
 STACKS = signal.SIGRTMIN + 6
-"""The signal on which a rank writes the stacks of all its threads; NCCL and users take SIGUSR1."""
+"""Signal on which a rank writes the stacks of all its threads; NCCL and users take SIGUSR1."""
 
 _MAX_PACKET = 1 << 18
-"""Bytes of a message: more than the kernel takes in one packet."""
+"""Size of the receive buffer in bytes: more than the kernel accepts in a packet."""
 
 SPEC_VARIABLE = "ORCH_RANK_SPEC"
-"""Environment variable with the RankSpec of a rank that was started cold (exec instead of fork)."""
+"""Environment variable with the RankSpec of a cold-started rank (exec instead of fork)."""
 
 
 M = TypeVar("M")
 
 
 def generation_mark(generation: int) -> str:
-    """The line that opens a generation's part of a rank's log, which goes on over generations."""
+    """Return the line that opens a generation's part of a rank's log, which continues over generations."""
     return f"--- generation {generation} ---"
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankSpec:
-    """One rank of one generation. Descriptors are those of the started process."""
+    """One rank of one generation. Descriptors belong to the started process."""
 
     run_dir: str
     attempt: int
@@ -51,15 +51,15 @@ class RankSpec:
     cell_fd: int  # progress cell (memfd)
     control_fd: int  # SOCK_SEQPACKET pair to the agent
     host: str  # address of this node that peers can reach
-    stacks_fd: int = -1  # where faulthandler writes stacks on STACKS (memfd of the agent); -1: nowhere
-    flight: str = ""  # path of the Unix socket on which torch's worker server answers; empty: none
+    stacks_fd: int = -1  # memfd of the agent for faulthandler's stacks on STACKS; -1: no stacks
+    flight: str = ""  # path of the Unix socket of torch's worker server; empty: no server
     arena_fd: int = -1  # memory of the checkpoints' copies (memfd); -1: the rank makes its own
     writer_fd: int = -1  # stream socket to the checkpoint writer that the agent owns; -1: the rank starts its own
-    suspects: tuple[int, ...] = ()  # steps whose checkpoints must not be loaded
-    skip: tuple[int, ...] = ()  # positions in the data that are skipped
+    suspects: tuple[int, ...] = ()  # steps of checkpoints that must not be loaded
+    skip: tuple[int, ...] = ()  # data positions to skip
     fit: bool = True  # whether ranks measure their nodes before they train
     env: dict[str, str] = field(default_factory=dict)
-    run: str = ""  # its name, where `run_dir` does not end with it
+    run: str = ""  # the run's name, if `run_dir` does not end with it
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -71,47 +71,47 @@ class RankSpec:
 
 
 def send_message(control: socket.socket, message: object, flags: int = 0) -> None:
-    """Send one message to the other end of a control socket; what is no Unicode in it arrives as it was."""
+    """Send a message to the other end of a control socket; text that is not valid Unicode arrives unchanged."""
     control.send(encode(message).encode(errors="backslashreplace"), flags)
 
 
 def report_saves(control: socket.socket, trouble: str, size: int) -> None:
-    """Say why saves of so many bytes fail, or, with an empty text, that they work.
+    """Report why saves of `size` bytes fail, or, with an empty text, that they work.
 
-    An agent that is too busy misses it.
+    A busy agent may miss the message.
     """
     with contextlib.suppress(OSError):
         send_message(control, Saves(reason=trouble, size=size), socket.MSG_DONTWAIT)
 
 
 def receive_message(control: socket.socket, direction: Direction[M]) -> M | None:
-    """The next message; None when the other side has closed. Raises MessageError."""
+    """Receive the next message; None after the other side has closed. Raises MessageError."""
     packet = control.recv(_MAX_PACKET)
     return direction.read(packet) if packet else None
 
 
 _MAX_TEXT = 1 << 16
-"""Characters of one text in an error file that are kept."""
+"""Maximum characters of a text kept from an error file."""
 
 
 def append_outcome(attempt: AttemptDir, outcome: RankOutcome) -> None:
-    """Keep how a rank ended, durably; raises OSError."""
+    """Write a rank's outcome durably; raises OSError."""
     _append(attempt.rank_outcomes(outcome.node), outcome.to_line())
 
 
 def all_outcomes(attempt: AttemptDir) -> list[tuple[RankOutcome, Path]]:
-    """Every outcome with its file, those of older versions (a file for each) included; what is torn is skipped."""
+    """Return every outcome with its file, including those of older versions (a file each); torn lines are skipped."""
     return [(outcome, path) for path in attempt.all_rank_outcomes() for outcome in _read(path)]
 
 
 def find_outcome(attempt: AttemptDir, node: str, rank: int, generation: int) -> RankOutcome | None:
-    """What a rank of this node kept of its end; None when it was killed. Reads the file of its node only."""
+    """Return a rank's last outcome from its node's file; None if it was killed."""
     found = [one for one in _read(attempt.rank_outcomes(node)) if (one.rank, one.generation) == (rank, generation)]
     return found[-1] if found else None
 
 
 def pack_error_file(attempt: AttemptDir, node: str, rank: int, generation: int) -> None:
-    """Move the error file of a command's rank, where it left one, into the file of its node; raises OSError."""
+    """Append the error file of a command's rank, if there is one, to the file of its node; raises OSError."""
     path = attempt.error_file(rank, generation)
     try:
         with open_regular(path) as stream:
@@ -124,7 +124,7 @@ def pack_error_file(attempt: AttemptDir, node: str, rank: int, generation: int) 
 
 
 def _shorten_texts(value: Any) -> Any:
-    """Keep the beginning of each text that torch's `@record` wrote: a message may hold a whole data set."""
+    """Truncate each text that torch's `@record` wrote: a message may contain a whole data set."""
     if isinstance(value, dict):
         return {key: _shorten_texts(item) for key, item in value.items()}
     return value[:_MAX_TEXT] if isinstance(value, str) else value
@@ -157,21 +157,21 @@ def _read(path: Path) -> Iterator[RankOutcome]:
 
 
 def _renamed(fields: Any) -> dict[str, Any]:
-    """Run directories from before the field was renamed have `echo` for `secondary`."""
+    """Rename `echo` of older run directories to `secondary`."""
     return {("secondary" if key == "echo" else key): value for key, value in dict(fields).items()}
 
 
 MOST = 1_000_000
-"""Ranks of one group that are believed."""
+"""Maximum number of ranks accepted in a group."""
 
 
 def groups_file(socket: str) -> str:
-    """JSON {name: {"name", "desc", "runs"}} of the rank that listens on `socket`."""
+    """Return the path of the JSON {name: {"name", "desc", "runs"}} of the rank that listens on `socket`."""
     return f"{socket}.groups"
 
 
 def encode_runs(ranks: Iterable[int]) -> list[list[int]]:
-    """Ranks in ascending order as runs [first, last, step]: ten thousand of them in a few bytes."""
+    """Encode ranks in ascending order as runs [first, last, step]: ten thousand ranks take a few bytes."""
     found: list[list[int]] = []
     for rank in sorted(ranks):
         if found and (found[-1][0] == found[-1][1] or rank - found[-1][1] == found[-1][2]):
@@ -183,9 +183,9 @@ def encode_runs(ranks: Iterable[int]) -> list[list[int]]:
 
 
 def decode_runs(encoded: Iterable[Iterable[int]]) -> tuple[int, ...]:
-    """The ranks that `runs` was given; equal ones are one object, for ten thousand ranks name the same groups.
+    """Decode ranks from runs. Equal results share one object, because ten thousand ranks list the same groups.
 
-    Raises ValueError when it is no list of runs, or one of more than `MOST` ranks.
+    Raises ValueError for malformed runs, or more than `MOST` ranks.
     """
     return _decode_runs(tuple(tuple(run) for run in encoded))
 
@@ -201,7 +201,7 @@ def _decode_runs(encoded: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
 def place_variables(
     *, rank: int, local_rank: int, world_size: int, local_world_size: int, node_rank: int, generation: int, run_id: str
 ) -> dict[str, str]:
-    """All of them but where the store is and what the launcher sets for itself."""
+    """Return torchrun's variables, except the store's address and those that the launcher sets for itself."""
     variables = {
         "RANK": rank,
         "LOCAL_RANK": local_rank,

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Activity(StrEnum):
-    """One thing at a time; a progress cell holds its place in this order, from 1 on."""
+    """Activities of a rank, one at a time; a progress cell stores the index in this order, from 1 on."""
 
     WAIT_FOR_ACTIVATION = "waits for the activation of"
     WAIT_FOR_GRADIENT = "waits for the gradient of"
@@ -19,24 +19,24 @@ class Activity(StrEnum):
     SEND_GRADIENT = "sends the gradient of"
     WAIT_FOR_SENT_ACTIVATION = "waits for a stage to take the activation of"
     WAIT_FOR_SENT_GRADIENT = "waits for a stage to take the gradient of"
-    REDUCE = "reduces gradients"  # over data-parallel ranks, once a step
+    REDUCE = "reduces gradients"  # over data-parallel ranks, once per step
     WAIT_IN_RING = "waits for keys and values of"
 
 
 _ALL = tuple(Activity)
 CODES = {activity: code for code, activity in enumerate(_ALL, 1)}
 _PASSES = (Activity.FORWARD, Activity.BACKWARD)
-"""Their phases have the same names."""
+"""Activities with phases of the same names."""
 RECEIVES = (Activity.WAIT_FOR_ACTIVATION, Activity.WAIT_FOR_GRADIENT)
 AWAITED_SENDS = (Activity.WAIT_FOR_SENT_ACTIVATION, Activity.WAIT_FOR_SENT_GRADIENT)
 OF_ACTIVATIONS = (Activity.WAIT_FOR_ACTIVATION, Activity.SEND_ACTIVATION, Activity.WAIT_FOR_SENT_ACTIVATION)
-"""Activations go to the next stage, gradients to the one before."""
+"""Activities about activations, which go to the next stage; gradients go to the previous one."""
 
 
 class Moment(NamedTuple):
-    """An activity of a stage with one micro-batch; -1 for the reduction, which is of all.
+    """An activity of a stage with a micro-batch; -1 for the reduction, which covers all.
 
-    Of a wait in a ring, `stage` is the rank of the world that is waited for.
+    For a wait in a ring, `stage` is the global rank that this rank waits for.
     """
 
     activity: Activity
@@ -45,7 +45,7 @@ class Moment(NamedTuple):
 
     @property
     def code(self) -> int:
-        """The number that stands for its activity, from 1 on."""
+        """Return the number of its activity, from 1 on."""
         return CODES[self.activity]
 
     def __str__(self) -> str:
@@ -62,19 +62,19 @@ class Moment(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SentMessages:
-    """How far a rank of a pipeline has come with sending: the numbers count micro-batches, of each of its stages."""
+    """Sending progress of a pipeline rank: counts of micro-batches for each of its stages."""
 
-    after_step: int  # the last step that it had finished when it began these passes
+    after_step: int  # last step finished before these passes
     activations: tuple[int, ...]
     gradients: tuple[int, ...]
 
     def to_row(self) -> tuple[int, ...]:
-        """As numbers, for the wire."""
+        """Return the counts as numbers for the wire."""
         return (self.after_step, *self.activations, *self.gradients)
 
     @classmethod
     def from_row(cls, row: Sequence[int]) -> "SentMessages | None":
-        """None for a row that is none."""
+        """Parse a row; None if it is invalid."""
         if len(row) < 3 or not len(row) % 2:
             return None
         half = len(row) // 2
@@ -82,5 +82,5 @@ class SentMessages:
 
 
 def moment_of(code: int, stage: int, micro_batch: int) -> Moment | None:
-    """The moment of these numbers; None for 0, where a rank is in none, and for a number that means nothing here."""
+    """Return the moment for these numbers; None for 0 (no activity) and for unknown codes."""
     return Moment(_ALL[code - 1], stage, micro_batch) if 0 < code <= len(_ALL) else None

@@ -1,1 +1,1 @@
-"""Secrets of a run, and how they are kept out of what it writes."""
+"""Secrets of a run, and their redaction from its output."""

@@ -1,7 +1,7 @@
-"""Secrets of a run: their values stand in one private file and in the environment of the run's processes, only there.
+"""Secrets of a run: their values are only in one private file and in the environment of the run's processes.
 
-`env_from` names variables whose values `orch submit` takes from its shell and keeps in the run's own file;
-`secrets_file` is a file of the user's, read anew whenever agents start.
+`env_from` names variables whose values `orch submit` takes from its shell and stores in the run's private file;
+`secrets_file` is a file of the user's, read again whenever agents start.
 """
 
 import errno
@@ -24,11 +24,11 @@ from trainer.contract.secrets.secret_redaction import LISTED
 _SCHEMA = "orch.secrets/1"
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 _MOST = 1 << 20
-"""Bytes of a file of secrets."""
+"""Maximum size of a file of secrets in bytes."""
 
 
 class SecretsRefused(Exception):  # noqa: N818  # it says what is refused
-    """Secrets that cannot be had, or lie where others can read them; never with a value."""
+    """Secrets are unavailable, or readable by other users; the message never contains a value."""
 
     def __init__(self, what: str, hint: str) -> None:
         super().__init__(f"{what}; {hint}")
@@ -37,7 +37,7 @@ class SecretsRefused(Exception):  # noqa: N818  # it says what is refused
 
 @dataclass(frozen=True, kw_only=True)
 class RunSecrets:
-    """What the run's own file holds: values by variable, and the URLs of webhooks by what the config shows of them."""
+    """Content of the run's private file: values by variable, and webhook URLs by their redacted form in the config."""
 
     values: dict[str, str] = field(default_factory=dict, repr=False)
     webhooks: dict[str, str] = field(default_factory=dict, repr=False)
@@ -46,7 +46,7 @@ class RunSecrets:
         return bool(self.values or self.webhooks)
 
     def create(self, path: Path) -> None:
-        """Write a new file that only its owner can read; raises OSError, also where something stands there."""
+        """Create a file that only its owner can read; raises OSError, also if the path exists."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         with os.fdopen(os.open(path, flags, 0o600), "wb") as stream:
             stream.write(self._encoded())
@@ -54,7 +54,7 @@ class RunSecrets:
             os.fsync(stream.fileno())
 
     def replace(self, path: Path) -> None:
-        """Write it in the place of an older one; raises OSError."""
+        """Replace an existing file; raises OSError."""
         write_durably(path, self._encoded())
 
     def _encoded(self) -> bytes:
@@ -62,7 +62,7 @@ class RunSecrets:
 
     @classmethod
     def read(cls, path: Path) -> "RunSecrets":
-        """What stands there, nothing where there is no file; raises SecretsRefused, OSError."""
+        """Read the file, or return empty secrets if it is missing; raises SecretsRefused, OSError."""
         try:
             data = read_private(path, follow=False)
         except FileNotFoundError:
@@ -75,7 +75,7 @@ class RunSecrets:
 
 
 def values_for_job(run: RunDir, config: JobConfig) -> dict[str, str]:
-    """Every variable that the run's processes get as a secret; raises SecretsRefused, OSError."""
+    """Return all secret variables of the run's processes; raises SecretsRefused, OSError."""
     own = RunSecrets.read(run.secrets).values if config.env_from else {}
     if missing := [name for name in config.env_from if name not in own]:
         hint = f"{export_command(missing)}, then {_resume(run.name)}"
@@ -87,7 +87,7 @@ def values_for_job(run: RunDir, config: JobConfig) -> dict[str, str]:
 
 
 def export_command(names: Sequence[str]) -> str:
-    """What a person types who gives these variables to orch."""
+    """Return the command with which a user provides these variables."""
     return f"`export {' '.join(f'{name}=...' for name in names)}`"
 
 
@@ -96,15 +96,15 @@ def _resume(run: str) -> str:
 
 
 def enter(values: dict[str, str], environ: MutableMapping[str, str] = os.environ) -> None:
-    """Put secrets into the environment of this process, and of all that it starts, with the list of their names."""
-    environ.pop(LISTED, None)  # of a run within a run
+    """Add secrets, with the list of their names, to the environment of this process and its children."""
+    environ.pop(LISTED, None)  # set if a run starts another run
     if values:
         environ.update(values)
         environ[LISTED] = ",".join(sorted(values))
 
 
 def read_list(path: Path, taken: dict[str, str] | None = None) -> dict[str, str]:
-    """The variables of a file of NAME=VALUE lines; raises SecretsRefused, also for a name in `taken`."""
+    """Parse a file of NAME=VALUE lines; raises SecretsRefused, also for a name in `taken`."""
     try:
         text = read_private(path).decode(errors="surrogateescape")
     except FileNotFoundError:
@@ -129,7 +129,7 @@ def read_list(path: Path, taken: dict[str, str] | None = None) -> dict[str, str]
 
 
 def is_name(text: str) -> bool:
-    """Whether a secret may have this name."""
+    """Return whether a secret may have this name."""
     return _NAME.fullmatch(text) is not None and text != LISTED
 
 
@@ -138,8 +138,9 @@ def _unquoted(value: str) -> str:
 
 
 def read_private(path: Path, *, follow: bool = True) -> bytes:
-    """A file that nobody else can read; raises FileNotFoundError, OSError, and SecretsRefused for any other one."""
-    # Without O_NONBLOCK the opening of a FIFO waits for a writer.
+    """Read a file that only its owner can read; raises FileNotFoundError, OSError, and SecretsRefused for any other
+    file."""
+    # Without O_NONBLOCK, opening a FIFO waits for a writer.
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY | (0 if follow else os.O_NOFOLLOW)
     try:
         descriptor = os.open(path, flags)

@@ -1,6 +1,6 @@
-"""Secrets of a run in what its processes write: every value is replaced by its name, `***HF_TOKEN***`.
+"""Redaction of a run's secrets in the output of its processes: every value becomes its name, `***HF_TOKEN***`.
 
-A process knows what to redact from its environment alone: LISTED names the variables that are secrets.
+A process takes the values to redact from its environment: LISTED names the variables that hold secrets.
 """
 
 import base64
@@ -12,13 +12,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from urllib.parse import quote, quote_plus
 
 LISTED = "ORCH_SECRETS"
-"""Environment variable with the names of those that hold secrets, separated by commas."""
+"""Environment variable with the comma-separated names of the variables that hold secrets."""
 LEAST = 6
-"""Bytes of the shortest value that is redacted: a shorter one would be found in every number."""
+"""Bytes of the shortest redacted value: a shorter one would match in every number."""
 _LEAST_ENCODED = 8
-"""Bytes of the shortest piece of base64 by which a value is known."""
+"""Bytes of the shortest piece of base64 that identifies a value."""
 _COMMON = re.compile(r"[-+0-9.eE_]{1,16}|[a-z_]{1,24}|/[\w./-]*")
-"""Numbers, plain words and paths: what a record of orch may have to say for itself."""
+"""Numbers, plain words and paths, which a record of orch may contain legitimately."""
 
 
 class Redactor:
@@ -32,7 +32,7 @@ class Redactor:
                 forms = dict.fromkeys(_forms(value), f"***{name}***")
                 found |= forms
                 common |= set(forms) if _COMMON.fullmatch(value) else set()
-        # A value that has another one in it is replaced first.
+        # A value that contains another one is replaced first.
         self._texts = sorted(found.items(), key=lambda item: (-len(item[0]), item[0]))
         self._unique = [item for item in self._texts if item[0] not in common]
         self._data = sorted(
@@ -41,32 +41,32 @@ class Redactor:
         self._first = {form[:1] for form, _ in self._data}
 
     def __bool__(self) -> bool:
-        """Whether there is anything to redact."""
+        """Return whether there are values to redact."""
         return bool(self._data)
 
     def found(self, value: object) -> bool:
-        """Whether `record` would change a text, or one of the texts of plain data."""
+        """Return whether `record` would change a text, or a text in plain data."""
         if isinstance(value, (list, tuple, dict)):
             return any(self.found(item) for item in (value.values() if isinstance(value, dict) else value))
         return isinstance(value, str) and any(form in value for form, _ in self._unique)
 
     def data(self, data: bytes) -> bytes:
-        """Bytes of a log or of evidence without the values."""
+        """Redact bytes of a log or of evidence."""
         for form, shown in self._data:
             if form in data:
                 data = data.replace(form, shown)
         return data
 
     def text(self, text: str) -> str:
-        """Words for people without the values."""
+        """Redact a text for users."""
         return _replaced(text, self._texts)
 
     def record(self, text: str) -> str:
-        """A record in JSON without the values; numbers, plain words and paths stay, so that it can still be read."""
+        """Redact a JSON record; numbers, plain words and paths stay, so that it remains valid."""
         return _replaced(text, self._unique)
 
     def beginning_at_end(self, data: bytes) -> int:
-        """Where the end of `data` may be the beginning of a value; its length where it is none."""
+        """Return the index where the end of `data` may begin a value; its length if there is no such index."""
         longest = len(self._data[0][0]) if self._data else 1
         for at in range(max(0, len(data) - longest + 1), len(data)):
             if data[at : at + 1] in self._first and any(form.startswith(data[at:]) for form, _ in self._data):
@@ -75,14 +75,14 @@ class Redactor:
 
 
 class RedactedStream:
-    """The bytes of one log, redacted although a value comes in pieces."""
+    """Redacts the bytes of a log, including values split across chunks."""
 
     def __init__(self) -> None:
         self.held = b""
-        """The end of what came, while it may be the beginning of a value."""
+        """Held-back end of the input, which may begin a value."""
 
     def feed(self, data: bytes) -> bytes:
-        """What may be written of all that came."""
+        """Return the redacted bytes that can be written so far."""
         redactor = in_use()
         if not redactor:
             return data
@@ -92,13 +92,13 @@ class RedactedStream:
         return data[:end]
 
     def flush(self) -> bytes:
-        """What was held back: nothing more comes for now."""
+        """Return the held-back bytes when the input pauses."""
         data, self.held = self.held, b""
         return data
 
 
 def in_use(environ: Mapping[str, str] = os.environ) -> Redactor:
-    """The redactor of this process; what it has found once it keeps, should a program delete its variables."""
+    """Return the redactor of this process. It is cached, in case a program deletes its variables."""
     names = environ.get(LISTED)
     return _listed(names) if names else NOTHING
 
@@ -109,7 +109,7 @@ def _listed(names: str) -> Redactor:
 
 
 NOTHING = Redactor({})
-"""Of a process without secrets."""
+"""Redactor of a process without secrets."""
 
 
 def _replaced(text: str, forms: Iterable[tuple[str, str]]) -> str:
@@ -120,7 +120,7 @@ def _replaced(text: str, forms: Iterable[tuple[str, str]]) -> str:
 
 
 def _forms(value: str) -> Iterator[str]:
-    """As it is, in JSON and in Python's repr, in URLs and in base64."""
+    """Yield the forms of a value: plain, in JSON, Python's repr, URLs and base64."""
     in_urls = {quote(value, safe=safe, errors="surrogateescape") for safe in ("", "/")}
     plus = quote_plus(value, errors="surrogateescape")
     for text in {value, repr(value)[1:-1], plus, *in_urls}:
@@ -136,10 +136,10 @@ def _in_json(text: str) -> set[str]:
 
 
 def _in_base64(value: bytes) -> Iterator[str]:
-    """What stands for the value wherever it begins in what was encoded, as after `user:`."""
+    """Yield the base64 pieces of a value at any offset in the encoded data, for example after `user:`."""
     for before in range(3):
         data = bytes(before) + value
-        # In the first and the last letters, neighbours have a part.
+        # The first and last letters also encode neighbouring bytes.
         first, end = (0, 2, 3)[before], len(data) * 8 // 6
         for encode in (base64.b64encode, base64.urlsafe_b64encode):
             piece = encode(data)[first:end].decode()

@@ -1,1 +1,1 @@
-"""The user's code: which files of it a program imports, their digests, and what a change of them means."""
+"""The user's code: the files that a program imports, their digests, and the effect of changes."""

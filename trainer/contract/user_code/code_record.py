@@ -23,7 +23,7 @@ class CodeFile:
 
     @classmethod
     def read(cls, path: Path) -> "CodeFile":
-        """Read the file now; for an unreadable file, the reason takes the place of the digest."""
+        """Read the file now; if it is unreadable, the reason replaces the digest."""
         try:
             with path.open("rb") as stream:
                 return cls(path=str(path), sha256=hashlib.file_digest(stream, "sha256").hexdigest())
@@ -38,13 +38,13 @@ class CodeRecord:
     files: Mapping[str, CodeFile] = field(default_factory=dict)
     """Files by module name, or by the path of a script as the command gives it."""
     absent: tuple[str, ...] = ()
-    """Top-level modules that the code imports and that are not found."""
+    """Top-level modules that the code imports but that are not found."""
     covers: str = ""
-    """Description of the scope: which files the record has."""
+    """Description of the scope: the files in the record."""
     packages: Mapping[str, str] | None = None
-    """Versions of all installed distributions by normalized name; None: not known."""
+    """Versions of all installed distributions by normalized name; None: unknown."""
     imported: tuple[str, ...] = ()
-    """Top-level modules of others that the code imports, or that its process had imported."""
+    """Third-party top-level modules that the code imports, or that its process had imported."""
     site_folders: tuple[str, ...] = ()
     """Folders in which the distributions are installed, in the order of the import path."""
     late: tuple[str, ...] = ()
@@ -141,10 +141,10 @@ def listed_digests(before: CodeRecord, now: CodeRecord) -> dict[str, str]:
 
 
 def changed_packages(before: CodeRecord, now: CodeRecord) -> dict[str, tuple[str, str]]:
-    """Return the versions, before and now, of distributions that changed and take part in training ("none": absent).
+    """Return the versions, before and now, of changed distributions that take part in training ("none": absent).
 
-    Empty if the packages of either are not known. Only the metadata of distributions that differ is read. Packages of
-    the user's whose files both records have are compared by these.
+    Empty if the packages of either are not known. Only the metadata of distributions that differ is read. User packages
+    whose files are in both records are compared by their files.
     """
     if before.packages is None or now.packages is None:
         return {}
@@ -168,8 +168,8 @@ SHOWN = 5
 class CodeDecision(StrEnum):
     """Action on the code of an attempt. The code of every attempt is recorded in any case."""
 
-    RECORD = "record"  # the code is as expected, as far as is known
-    WARN = "warn"  # the code trains, with an event and a line in `show` and `status`
+    RECORD = "record"  # the code is as expected, as far as known
+    WARN = "warn"  # training continues, with an event and a line in `show` and `status`
     REFUSE = "refuse"  # the user must accept the code first
 
 
@@ -192,10 +192,9 @@ def judge_code(
 ) -> tuple[CodeDecision, str]:
     """Decide about the code, with the reason. `since`: description of `before` ("attempt 1").
 
-    `packages`: descriptions of changed packages, which train as changed code does.
-
-    An unattended run trains on and its change is recorded: a stopped run wastes time until its user notices. A user who
-    types `resume` can answer, so the change is refused until it is accepted.
+    `packages`: descriptions of changed packages, which are treated like changed code. An unattended run continues and
+    its change is recorded: a stopped run wastes time until its user notices. A user who types `resume` can answer, so
+    the change is refused until it is accepted.
     """
     if before is None or now is None:
         return CodeDecision.RECORD, "nothing to compare with"

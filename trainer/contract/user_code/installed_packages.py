@@ -1,4 +1,4 @@
-"""Installed distributions with their versions, and which of two lists of them compute other numbers."""
+"""Installed distributions with their versions, and the differences that affect training."""
 
 import os
 import re
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 COMPUTING = ("torch", "nvidia-", "triton", "cuda", "numpy", "transformers", "flash", "apex", "xformers", "deepspeed")
-"""Beginnings of the names of distributions that count although no code imports them by name."""
+"""Prefixes of distribution names that count even if no code imports them by name."""
 OWN = frozenset({"orch", "orchestrator", "trainer", "checkpointing"})
 """Top-level names of orch, which is compared by its content."""
 _INFO = re.compile(r"(?P<name>[^-]+)-(?P<version>[^-]+)(?:-py[\d.]+.*)?\.(?:dist|egg)-info")
@@ -22,10 +22,11 @@ def find_site_folders(path: Iterable[str]) -> tuple[str, ...]:
 
 
 def read_versions(folders: Iterable[str]) -> dict[str, str] | None:
-    """Return all distributions in these folders by normalized name; the first folder that has one counts.
+    """Return all distributions in these folders by normalized name; the first folder with a distribution counts.
 
-    `pip install --target --upgrade` leaves the old metadata beside the new: then all versions of the folder are named.
-    Only names of folders are read: a start has no time for hundreds of files. None: a folder cannot be listed.
+    `pip install --target --upgrade` leaves the old metadata beside the new: then all versions in the folder are listed.
+    Only names of folders are read, because reading hundreds of files would delay a start. None: a folder cannot be
+    listed.
     """
     found: dict[str, str] = {}
     for folder in folders:
@@ -53,12 +54,12 @@ def imported_names(modules: Mapping[str, Any], folders: Collection[str]) -> set[
 
 
 def third_party(names: Iterable[str]) -> tuple[str, ...]:
-    """Return the names that are neither Python's own nor orch's."""
+    """Return the names that belong to neither Python nor orch."""
     return tuple(sorted(set(names) - sys.stdlib_module_names - OWN))
 
 
 def provided_names(name: str, folders: Iterable[str]) -> set[str]:
-    """Return the top-level modules of a distribution; its own name, spelled as a module, where they are not known."""
+    """Return the top-level modules of a distribution; if unknown, its own name spelled as a module."""
     for folder in folders:
         if infos := [info for found, _, info in _infos(folder) if found == name]:
             listed = [_text(info, "top_level.txt").split() or list(_tops(_text(info, "RECORD"))) for info in infos]
@@ -72,9 +73,9 @@ def changed_versions(
     imported: Collection[str],
     provided: Callable[[str], Collection[str]],
 ) -> list[str]:
-    """PURE: return the distributions whose version differs, that are new or gone, and that take part in training.
+    """PURE: return the changed, new or removed distributions that take part in training.
 
-    They do if one of the modules that they provide is imported, or by their name (COMPUTING).
+    They do if one of their modules is imported, or by their name (COMPUTING).
     """
     differ = [name for name in sorted({*before, *now} - OWN) if before.get(name) != now.get(name)]
     return [name for name in differ if name.startswith(COMPUTING) or not set(imported).isdisjoint(provided(name))]

@@ -1,7 +1,7 @@
-"""The user's modules that ranks import after their code was recorded, by means that no `import` statement shows.
+"""The user's modules that ranks import after their code was recorded, without an `import` statement.
 
-`pydoc.locate`, a library that makes an object of its name, a registry, a pickle: none of them is in the code's text, so
-the modules of a rank are looked at once its first step has run all of that.
+`pydoc.locate`, a library that creates an object from its name, a registry, a pickle: none of these imports is visible
+in the source, so the modules of a rank are inspected after its first step.
 """
 
 import json
@@ -21,9 +21,9 @@ _COVERS = "; the modules that rank 0 had imported by its first step"
 
 
 def carry_late(now: CodeRecord, before: CodeRecord | None) -> CodeRecord:
-    """Add the late files of an earlier record, as they are now: ranks are about to import them again.
+    """Add the late files of an earlier record in their present state: ranks are about to import them again.
 
-    A file that is gone is left out: its import itself fails.
+    A missing file is left out: its import itself fails.
     """
     if before is None:
         return now
@@ -33,7 +33,7 @@ def carry_late(now: CodeRecord, before: CodeRecord | None) -> CodeRecord:
 
 
 def add_late(record: CodeRecord, modules: Mapping[str, Any], config: ProgramConfig) -> CodeRecord:
-    """Put the user's files of these modules, which a rank has imported since it started, in the place of late ones."""
+    """Replace the record's late files by the user's files among these modules, imported by a rank since it started."""
     first = {name: file for name, file in record.files.items() if name not in record.late}
     own = _UsersPlaces(replace(record, files=first), config)
     found = record_imported({name: module for name, module in modules.items() if own.has(name, module)}, (), config)
@@ -50,7 +50,7 @@ def _with_late(record: CodeRecord, late: Mapping[str, CodeFile]) -> CodeRecord:
 
 
 class _UsersPlaces:
-    """Folders of the user's code. A compiler, such as torch's, keeps modules that it has written in other ones."""
+    """Folders of the user's code. Compilers such as torch's keep generated modules in other folders."""
 
     def __init__(self, record: CodeRecord, config: ProgramConfig) -> None:
         self._packages = {name.partition(".")[0] for name in record.files}
@@ -60,7 +60,7 @@ class _UsersPlaces:
         self._sites = [Path(folder) for folder in record.site_folders]
 
     def has(self, name: str, module: object) -> bool:
-        """Whether this is a Python file in one of them, or in a package with recorded files."""
+        """Return whether the module is a Python file in one of them, or in a package with recorded files."""
         file = getattr(module, "__file__", None)
         if not isinstance(file, str) or not file.endswith(".py"):
             return False

@@ -48,7 +48,7 @@ class ImportSearch:
         return self._spec(name) is not None
 
     def is_namespace(self, name: str) -> bool:
-        """Whether the name is a namespace package: a folder without `__init__.py`."""
+        """Return whether the name is a namespace package: a folder without `__init__.py`."""
         spec = self._spec(name)
         return spec is not None and spec.origin is None and spec.loader is None
 
@@ -65,7 +65,7 @@ class ImportSearch:
         places = list(package.submodule_search_locations)
         try:
             return PathFinder.find_spec(name, places)
-        except KeyError:  # a folder without an `__init__.py`: its finder asks `sys.modules` for the package around it
+        except KeyError:  # a folder without an `__init__.py`: its finder looks up the parent package in `sys.modules`
             found = ModuleSpec(name, None, is_package=True)
             inner = (os.path.join(place, name.rpartition(".")[2]) for place in places)
             found.submodule_search_locations = [place for place in inner if os.path.isdir(place)]
@@ -76,7 +76,7 @@ class ImportSearch:
         for spec in self._tops(name):
             if spec.origin is not None or spec.loader is not None:
                 return spec
-            namespace = namespace or spec  # a folder without a module: any module of that name goes first
+            namespace = namespace or spec  # a folder without a module: any module of that name takes precedence
         return namespace
 
     def _tops(self, name: str) -> Iterator[ModuleSpec]:
@@ -103,7 +103,7 @@ class UserFiles:
         self._are_libraries: dict[Path, bool] = {}
 
     def has(self, path: Path) -> bool:
-        """Whether this file is the user's own code."""
+        """Return whether this file is the user's own code."""
         real = path.resolve()
         if any(real.is_relative_to(own) for own in _OWN_PACKAGES):
             return False
@@ -114,7 +114,7 @@ class UserFiles:
         return not any(real.is_relative_to(place) for place in _STANDARD)
 
     def _is_library(self, folder: Path) -> bool:
-        """Whether distributions are installed in this folder, which `pip install --target` gives any name."""
+        """Return whether distributions are installed in this folder; `pip install --target` may name it freely."""
         if folder not in self._are_libraries:
             self._are_libraries[folder] = folder.name in _LIBRARY_FOLDERS or any(folder.glob("*.dist-info"))
         return self._are_libraries[folder]
@@ -127,7 +127,7 @@ class _Installed:
         self._place = place
 
     def has(self, relative: str) -> bool:
-        """Whether the file belongs to a distribution that its version identifies."""
+        """Return whether the file belongs to a distribution that its version identifies."""
         return f"\n{relative}," in self._files or relative.partition("/")[0].removesuffix(".py") in self._eggs
 
     @cached_property
@@ -174,7 +174,7 @@ _DYNAMIC = frozenset(
 )  # fmt: skip
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 _BUILTINS = frozenset({"exec", "eval"})
-"""Names with which code imports what no `import` statement shows; `model.eval()` is not one of them."""
+"""Names by which code imports modules without an `import` statement; `model.eval()` is not one of them."""
 _WORDS = "|".join(sorted(_DYNAMIC | _BUILTINS | {r"sys\s*\.\s*path"})).encode()
 _LATE = re.compile(rb"^[ \t]+(?:from|import)\s|[:;]\s*(?:from|import)\s|\b(?:%b)\b" % _WORDS, re.MULTILINE)
 
@@ -183,13 +183,13 @@ _PLAIN = re.compile(rb"^(?:from|import)[ \t]+(\w[^#\n]*)", re.MULTILINE)
 
 
 def plain_imports(text: bytes) -> set[str]:
-    """Return top-level names that `import` statements outside of functions name; quicker than `named_imports`."""
+    """Return top-level names in `import` statements outside of functions; faster than `named_imports`."""
     parts = [part.split() for line in _PLAIN.findall(text) for part in line.partition(b" import")[0].split(b",")]
     return {part[0].partition(b".")[0].decode(errors="replace") for part in parts if part}
 
 
 def has_late_imports(text: bytes) -> bool:
-    """Whether a function may contain an import, which importing the module does not run."""
+    """Return whether a function may contain an import, which importing the module does not run."""
     return _LATE.search(text) is not None
 
 
@@ -246,10 +246,10 @@ def record_imported(modules: Mapping[str, Any], skip: Collection[str], config: P
         file = getattr(module, "__file__", None)
         if name in skip or name == "__main__" or not isinstance(file, str):
             continue
-        if os.path.isabs(file) and os.path.isfile(file):  # a module made at run time may name anything
+        if os.path.isabs(file) and os.path.isfile(file):  # a module created at run time may have any name here
             found.add(name, Path(file), imported=True)
     found.follow()
-    # A library that imports by other means has nothing to do with what lies beside the workload.
+    # A dynamic import in a library does not concern the files beside the workload.
     whole = [folder for folder in folders if any(folder in file.parents for file in found.dynamic)]
     covers = f"the modules that importing {config.workload.target} loads, and the modules that those name"
     return _with_folders(found, whole, covers, [] if whole else [config.workload.target.partition(":")[0]])
@@ -271,7 +271,7 @@ def named_tops(config: ProgramConfig, beside: Path) -> set[str]:
 def read_again(record: CodeRecord) -> CodeRecord:
     """Read the files and the packages of a record again. The packages are unknown if a folder cannot be seen.
 
-    A late file that is gone is left out: code may write such modules itself, and else its import fails.
+    A missing late file is left out: the code may write such modules itself; otherwise its import fails.
     """
     files = {name: CodeFile.read(Path(one.path)) for name, one in record.files.items()}
     there = {name: one for name, one in files.items() if os.path.exists(one.path)}
@@ -285,9 +285,9 @@ def read_packages_again(record: CodeRecord) -> CodeRecord:
 
 
 def with_packages(record: CodeRecord, config: ProgramConfig, modules: Mapping[str, Any]) -> CodeRecord:
-    """Add the packages that ranks find. `modules`: those that this process has imported for the user's code.
+    """Add the packages that ranks use. `modules`: those imported by this process for the user's code.
 
-    They stay unknown for a command whose interpreter has its packages in an unusual place.
+    Packages stay unknown for a command whose interpreter keeps them in an unusual place.
     """
     path, first = sys.path, list[str]()
     if config.command:
@@ -337,7 +337,7 @@ def _record_command(config: ProgramConfig, beside: Path) -> CodeRecord:
 
 
 def _with_folders(found: "_Collector", folders: Sequence[Path], covers: str, modules: Sequence[str] = ()) -> CodeRecord:
-    """Add every Python file of the folders, and of the modules' packages, if a file imports by other means."""
+    """Add every Python file of the folders, and of the modules' packages, if a file imports dynamically."""
     packages = [
         (folder, package)
         for folder, package in dict.fromkeys(place for name in modules for place in found.places_of(name))
@@ -355,7 +355,7 @@ def _folders(config: ProgramConfig, beside: Path) -> list[Path]:
 
 
 def _named_code(command: Sequence[str], beside: Path) -> tuple[list[tuple[str, Path]], list[str]]:
-    """Return the scripts and settings that a command and its shell text name, and their modules (`python -m`)."""
+    """Return the scripts and settings named by a command and its shell text, and their modules (`python -m`)."""
     words = [part for word in command for part in (word, word.partition("=")[2]) if part]
     names = [word for word in words if word.endswith((*_SCRIPTS, *_SETTINGS))]
     names += [command[0]] if "/" in command[0] and not _PYTHON.fullmatch(command[0]) else []
@@ -365,7 +365,7 @@ def _named_code(command: Sequence[str], beside: Path) -> tuple[list[tuple[str, P
     while names:
         name = names.pop(0)
         place = beside / name
-        if name in found or not os.path.isfile(place):  # a word of a shell may be too long for a name
+        if name in found or not os.path.isfile(place):  # a shell word may be too long for a file name
             continue
         found[name] = place
         if place.suffix == ".sh" or (not place.suffix and _SHELL.match(_bytes(place))):
@@ -393,7 +393,7 @@ class _Collector:
         self._named: set[str] = set()
 
     def add(self, name: str, path: Path, package: list[str] | None = None, *, imported: bool = False) -> None:
-        """Add a file of the user's; other files are ignored. `package`: its package, by default from its name.
+        """Add a file of the user's; other files are ignored. `package`: its package, by default derived from its name.
 
         `imported`: its module-level imports have been followed already.
         """
@@ -406,7 +406,7 @@ class _Collector:
             self._waiting.append((path, above if package is None else package, imported))
 
     def add_module(self, name: str) -> None:
-        """Add a module and its packages; only the user's files count."""
+        """Add a module and its parent packages; only the user's files count."""
         parts = name.split(".")
         for depth in range(1, len(parts) + 1):
             part = ".".join(parts[:depth])
@@ -427,7 +427,8 @@ class _Collector:
                 return
 
     def places_of(self, name: str) -> list[tuple[Path, str]]:
-        """Find the folder of a module's top-level package, with the package's name, or the folder of a lone module."""
+        """Return the folder and name of a module's top-level package, or the folder of a lone module and an empty
+        name."""
         top = name.partition(".")[0]
         if name not in self._files:
             return []

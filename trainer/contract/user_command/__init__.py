@@ -1,1 +1,1 @@
-"""What a user's own program and its agent agree on."""
+"""Contract between a user's own program and its agent."""

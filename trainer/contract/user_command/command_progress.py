@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 
 SET_ASIDE = ".orch-set-aside"
-"""Folder for checkpoints that were set aside; it is beside their folder, or in the run's folder."""
+"""Folder for checkpoints that were set aside, beside their folder or in the run's folder."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +26,8 @@ class CommandCheckpointsConfig:
     def step_of(self, name: str) -> int | None:
         """Return the step in a checkpoint's name; None for any other name.
 
-        Of a number with more than 18 digits, such as a time stamp, the first 18 count: no registry has larger ones.
+        Of a number with more than 18 digits, such as a time stamp, the first 18 count: the registry cannot store larger
+        ones.
         """
         found = self._match(name)
         return None if found is None else int(found[1].lstrip("0")[:18] or "0")
@@ -44,7 +45,7 @@ class CommandCheckpointsConfig:
 
 
 FOLDER_VARIABLE = "ORCH_SUBMIT_DIR"
-"""Entry of `env` that names the folder in which the command runs; without it, that of the submit."""
+"""Entry of `env` with the folder in which the command runs; without it, the folder of the submit."""
 
 
 GROUPS = ("step", "total", "loss")
@@ -55,14 +56,15 @@ PROGRESS_SECONDS = 1800.0
 
 @dataclass(frozen=True, kw_only=True)
 class CommandProgressConfig:
-    """Where a `command:` says which step it is at. orch then shows it; without it there is a dash."""
+    """Source of a `command:`'s current step, which orch displays; without it, a dash is shown."""
 
     path: str = ""
     """File with the program's progress, absolute or relative to where it runs; empty: rank 0's log."""
     pattern: str = ""
-    """Regular expression with a group `step`, and `total` and `loss` if you like: `(?P<step>[0-9]+)/(?P<total>[0-9]+)`.
+    """Regular expression with a group `step`, and optionally `total` and `loss`: `(?P<step>[0-9]+)/(?P<total>[0-9]+)`.
 
-    The newest line that has it counts. Empty: the step is not known."""
+    The newest matching line counts. Empty: the step is unknown.
+    """
 
     def __post_init__(self) -> None:
         if not self.pattern:

@@ -120,9 +120,9 @@ def _check_size(path: Path, tokens: int) -> None:
 
 
 def expand_sources(sources: Sequence[str | Path]) -> list[Path]:
-    """Return the files that `sources` stand for, in a fixed order; raises TokensError for a missing path.
+    """Return the source files in a fixed order; raises TokensError for a missing path.
 
-    A folder stands for every file below it except hidden ones, `python-stdlib` for the Python source of the standard
+    A folder includes every file below it except hidden ones, `python-stdlib` for the Python source of the standard
     library without its tests.
     """
     found: list[Path] = []

@@ -1,6 +1,6 @@
-"""One process per rank: the only part of the trainer that imports torch."""
+"""The process of each rank: the only part of the trainer that imports torch."""
 
 import warnings
 
-# Torch warns at its own import when NumPy is not installed; nothing here needs it, and every rank's log would say so.
+# Torch warns at import if NumPy is not installed. NumPy is not needed here, and the warning would be in every log.
 warnings.filterwarnings("ignore", message="Failed to initialize NumPy")

@@ -1,4 +1,4 @@
-"""The program of a rank that is not forked warm: it outlives Slurm's signals before it imports torch."""
+"""Program of a cold-started rank: it installs handlers for Slurm's signals before it imports torch."""
 
 import os
 
@@ -7,13 +7,13 @@ from trainer.contract.ranks.rank_messages import SPEC_VARIABLE, RankSpec
 
 
 def main() -> int:
-    """Train as the rank in the environment; returns its exit code."""
+    """Train as the rank described in the environment; returns its exit code."""
     outlive_step_signals()
-    from trainer.worker.main import rank_main  # torch takes seconds, in which a signal may come
+    from trainer.worker.main import rank_main  # importing torch takes seconds, in which a signal may arrive
 
     return rank_main(RankSpec.from_json(os.environ[SPEC_VARIABLE]))
 
 
 if __name__ == "__main__":
-    # Threads of a process group that lost its peers must not hold up the exit.
+    # Threads of a process group that lost its peers must not delay the exit.
     os._exit(main())

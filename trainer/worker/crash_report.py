@@ -1,4 +1,4 @@
-"""A rank's report of its own end: to its log, its agent and the outcomes of its node, each as far as it still can."""
+"""A rank's report of its own end, to its log, its agent and its node's outcome file, each as far as possible."""
 
 import socket
 import time
@@ -21,16 +21,16 @@ from trainer.worker.startup.rendezvous import is_node_fault
 from trainer.worker.training.spikes import BadStep
 
 _MAX_MESSAGE, _MAX_TRACEBACK = 8000, 1 << 18
-"""Characters of an exception's message and of its traceback that are kept: a message may hold a whole data set."""
+"""Maximum characters kept of an exception's message and traceback: a message may contain a whole data set."""
 
 
 def finished_outcome(spec: RankSpec, cell: ProgressCell, code: ExitCode) -> RankOutcome:
-    """The end of a rank that did what it was asked to."""
+    """Return the outcome of a rank that ended as requested."""
     return _outcome(spec, cell, code)
 
 
 def failed_outcome(spec: RankSpec, cell: ProgressCell, error: BaseException) -> RankOutcome:
-    """The end of a rank that `error` ended."""
+    """Return the outcome of a rank that ended with `error`."""
     text = shorten(in_use().text("".join(traceback.format_exception(error))), _MAX_TRACEBACK)
     write_stderr(text)
     flight_recorder.dump(spec, error)
@@ -42,17 +42,17 @@ def failed_outcome(spec: RankSpec, cell: ProgressCell, error: BaseException) -> 
         "secondary": secondary,
     }
     last = _outcome(spec, cell, _exit_code(error, secondary), **cause)
-    # It is noticed a step later: the step that went wrong is the one to compare.
+    # The failure is noticed a step later; report the step that failed.
     return replace(last, step=error.step, position=error.position) if isinstance(error, BadStep) else last
 
 
 def said(error: BaseException) -> str:
-    """The message of any exception: one whose own `__str__` raises, too."""
+    """Return the message of an exception, even if its `__str__` raises."""
     return str(traceback.TracebackException(type(error), error, None))
 
 
 def shorten(text: str, most: int) -> str:
-    """The beginning and the end of a text that is too long, and how much lies between them."""
+    """Return the beginning and the end of a long text, with the number of characters left out."""
     if len(text) <= most:
         return text
     half = most // 2
@@ -60,7 +60,7 @@ def shorten(text: str, most: int) -> str:
 
 
 def report_end(spec: RankSpec, control: socket.socket, last: RankOutcome) -> None:
-    """Tell the agent and keep the outcome; neither can change how the rank ends."""
+    """Send the outcome to the agent and write it to disk; failures of either do not affect the exit."""
     try:
         end = ReportedEnd(
             exit_code=last.exit_code, step=last.step, exception=last.exception,
@@ -72,7 +72,7 @@ def report_end(spec: RankSpec, control: socket.socket, last: RankOutcome) -> Non
         write_stderr(f"orch: could not report the end of this rank to its agent: {error}")
     try:
         append_outcome(RunDir(Path(spec.run_dir)).attempt(spec.attempt), last)
-    except OSError as error:  # the disk may be what is wrong: the agent has the cause
+    except OSError as error:  # the disk may be the cause; the agent has the outcome
         write_stderr(f"orch: could not write this rank's outcome: {error}")
     flush()
 

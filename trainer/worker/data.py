@@ -1,4 +1,4 @@
-"""Batches from token shards in an order that depends on the seed alone, and draws of DataLoaders."""
+"""Batches from token shards in an order that depends only on the seed, and random draws of DataLoaders."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,40 +16,40 @@ _MASK = (1 << 64) - 1
 
 
 class Data(Protocol):
-    """What the loop asks of a rank's data; a checkpoint keeps its position.
+    """A rank's data as the training loop uses it; a checkpoint stores its position.
 
-    Data with a `fingerprint`, a string, is only continued with data of the same one. Data with `tokens_per_step`, a
-    number over all ranks, has its speed recorded in tokens (or whatever it counts) per second.
+    Data with a `fingerprint` (a string) can only be continued with data of the same fingerprint. If data has
+    `tokens_per_step` (a number over all ranks), its speed is recorded in tokens, or whatever it counts, per second.
     """
 
     consumed: int
 
     def take(self) -> Sequence[Any]:
-        """This rank's micro-batches of the next optimizer step, on its device; moves the position on."""
+        """Return this rank's micro-batches of the next optimizer step, on its device, and advance the position."""
 
     def seek(self, consumed: int) -> None:
-        """Go to the position of a checkpoint: sequences consumed by all ranks together."""
+        """Go to the position of a checkpoint: the sequences consumed by all ranks together."""
 
 
 class StatefulData(Protocol):
-    """Data whose position is more than a number; each data-parallel rank has a state of its own in a checkpoint."""
+    """Data whose position is more than a number; a checkpoint stores the state of each data-parallel rank."""
 
     def take(self) -> Sequence[Any]:
-        """As `Data.take`."""
+        """Return the next micro-batches like `Data.take`."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Where this rank stands: numbers, strings, tensors, and lists, tuples and dicts of them."""
+        """Return the state of this rank: numbers, strings, tensors, and lists, tuples and dicts of them."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to where `state_dict` was called.
+        """Restore the state returned by `state_dict`.
 
-        For another number of data-parallel ranks there has to be a `load_state_dicts(states)`, which is given the
-        states of all of them in the order of the ranks; without it such a restart is refused.
+        Another number of data-parallel ranks requires a method `load_state_dicts(states)`, which receives the states of
+        all ranks in order; without it the restart is refused.
         """
 
 
 class CountedData:
-    """Stateful data with a position: the number of steps that have been taken from it."""
+    """Stateful data with a position: the number of steps taken from it."""
 
     def __init__(self, data: StatefulData) -> None:
         self.data, self.consumed = data, 0
@@ -62,24 +62,27 @@ class CountedData:
         return batches
 
     def seek(self, consumed: int) -> None:
-        """The state is restored by itself; of a checkpoint without one only `seek` of the data knows the place."""
+        """Set the position only, because the state is restored separately.
+
+        For a checkpoint without a state, see the data's `seek`.
+        """
         self.consumed = consumed
 
 
 def with_position(data: Any) -> Data:
-    """Data as the loop needs it."""
+    """Return the data with a position, as the loop needs it."""
     return data if hasattr(data, "consumed") else CountedData(data)
 
 
 def unwrapped(data: Data) -> Data | StatefulData:
-    """What `build_data` has returned."""
+    """Return the object that `build_data` returned."""
     return data.data if isinstance(data, CountedData) else data
 
 
 class Positions:
-    """Positions of batches in the data: `consumed`, counted on where that begins anew with each epoch.
+    """Positions of batches in the data: `consumed`, continued across epochs if it restarts with each epoch.
 
-    No two batches of a run have the same position: a skipped one is one batch.
+    No two batches of a run have the same position, so a skipped position is a single batch.
     """
 
     def __init__(self, data: Data) -> None:
@@ -87,17 +90,17 @@ class Positions:
 
     @property
     def next(self) -> int:
-        """The position of the next batch."""
-        return self._offset + int(self._data.consumed)  # a user's may be a tensor
+        """Return the position of the next batch."""
+        return self._offset + int(self._data.consumed)  # user data may use a tensor
 
     def seek(self, position: int) -> None:
-        """Make this the position of the next batch, wherever the data stands."""
+        """Make this the position of the next batch, whatever the data's own position."""
         self._offset = position - int(self._data.consumed)
 
     def take(self, skip: Collection[int]) -> tuple[int, Sequence[Any]]:
         """Return the position of the next batch that is not skipped, and this batch.
 
-        Skipped ones are taken and dropped, which works for any data, whatever its positions count.
+        Skipped batches are taken and dropped, which works for any data, whatever its positions count.
         """
         while self.next in skip:
             self._take()
@@ -111,7 +114,7 @@ class Positions:
 
 
 def mix(value: int) -> int:
-    """The finalizer of SplitMix64 (Steele, Lea, Flood 2014): a bijection of 64-bit numbers that spreads every bit."""
+    """Return the SplitMix64 finalizer (Steele, Lea, Flood 2014): a bijection of 64-bit numbers that mixes every bit."""
     value = (value + 0x9E3779B97F4A7C15) & _MASK
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
@@ -120,7 +123,7 @@ def mix(value: int) -> int:
 
 @dataclass(frozen=True)
 class Permutation:
-    """A seeded permutation of range(size) that needs no memory: a Feistel network, walked until it lands inside."""
+    """A seeded permutation of range(size) without memory: a Feistel network, iterated until the result is in range."""
 
     size: int
     seed: int
@@ -129,7 +132,7 @@ class Permutation:
         assert 0 <= index < self.size
         half = max(1, ((self.size - 1).bit_length() + 1) // 2)
         keys = [mix(mix(self.seed) ^ turn) for turn in range(_ROUNDS)]
-        while True:  # the network permutes 4**half numbers, fewer than 4 x size: four walks on average at most
+        while True:  # the network permutes 4**half numbers, fewer than 4 x size, so at most four rounds on average
             left, right = index >> half, index & ((1 << half) - 1)
             for key in keys:
                 left, right = right, left ^ (mix(right ^ key) & ((1 << half) - 1))
@@ -139,7 +142,7 @@ class Permutation:
 
 
 class TokenStream:
-    """The shards of one folder as one long row of tokens, mapped read-only."""
+    """The shards of a folder as one sequence of tokens, mapped read-only."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.index = folder, Index.read(folder)
@@ -152,7 +155,7 @@ class TokenStream:
         return self.index.tokens
 
     def slice(self, start: int, length: int) -> torch.Tensor:
-        """Tokens [start, start + length) as int64, across shard borders."""
+        """Return tokens [start, start + length) as int64, across shard borders."""
         pieces = []
         for part in self._parts:
             if start < len(part) and length:
@@ -164,15 +167,15 @@ class TokenStream:
 
 
 class TokenData:
-    """Sequences of `seq_len` + 1 tokens; step s takes numbers (s-1) x batch .. s x batch of the global order."""
+    """Sequences of `seq_len` + 1 tokens; step s takes indices (s-1) x batch .. s x batch of the global order."""
 
     def __init__(
         self, folder: Path, train: TrainConfig, *,
         shuffle: bool, dp_rank: int, dp_size: int, device: torch.device, held_out: int = 0,
     ) -> None:  # fmt: skip
-        """`held_out`: batches at the end of the data that are for validation alone.
+        """Open the data; `held_out`: batches at its end that are used only for validation.
 
-        Raises ValueError when tokens, batch and ranks do not fit together.
+        Raises ValueError if tokens, batch and ranks do not fit together.
         """
         self._stream = TokenStream(folder)
         for problem in batch_problems(train, dp_size):
@@ -183,7 +186,7 @@ class TokenData:
         self._dp_rank, self._dp_size, self._device = dp_rank, dp_size, device
         self._held_out = held_out
         self.sequences = (len(self._stream) - 1) // train.seq_len - held_out * train.batch_size
-        """Those that are trained on."""
+        """Number of training sequences."""
         self.consumed = 0
         self.fingerprint = self._stream.index.fingerprint
         self.tokens_per_step = train.batch_size * train.seq_len
@@ -194,13 +197,11 @@ class TokenData:
             )
 
     def changed_shards(self, reader: int = 0, readers: int = 1) -> list[str]:
-        """Names of the files whose bytes are not those of the index; of several readers each reads some. May raise
-        OSError.
-        """
+        """Return the names of files whose bytes differ from the index; several readers divide them. Raises OSError."""
         return self._stream.index.changed_shards(self._stream.folder, reader, readers)
 
     def number(self, position: int) -> int:
-        """Which sequence stands at `position` of the endless global order: one permutation for every epoch."""
+        """Return the sequence at `position` of the endless global order, with one permutation per epoch."""
         epoch, place = divmod(position, self.sequences)
         return Permutation(self.sequences, mix(self._seed) ^ epoch)[place] if self._shuffle else place
 
@@ -208,18 +209,18 @@ class TokenData:
         self.consumed = consumed
 
     def take(self) -> list[torch.Tensor]:
-        """Micro-batches of shape [micro, seq_len + 1], int64."""
+        """Return micro-batches of shape [micro, seq_len + 1], int64."""
         numbers = [self.number(position) for position in self._share(self.consumed)]
         self.consumed += self._batch_size
         return self._micro_batches(numbers)
 
     def held_out(self) -> Iterator[list[torch.Tensor]]:
-        """This rank's micro-batches of each batch that is held out, always in the same order."""
+        """Yield this rank's micro-batches of each held-out batch, always in the same order."""
         for batch in range(self._held_out):
             yield self._micro_batches(self._share(self.sequences + batch * self._batch_size))
 
     def _share(self, first: int) -> range:
-        """Positions of this rank in the batch that begins with this one."""
+        """Return this rank's positions in the batch that begins at `first`."""
         share = self._batch_size // self._dp_size
         return range(first + self._dp_rank * share, first + (self._dp_rank + 1) * share)
 
@@ -232,7 +233,7 @@ class TokenData:
 
 
 _MOST_DRAWS = 4
-"""Of one step: a DataLoader draws one number, and another one where it shuffles."""
+"""Maximum draws per step: a DataLoader draws one number, and another if it shuffles."""
 REASON = (
     "the first take() after the restart opened a DataLoader, which drew from torch's global generator, as the loss "
     "does. Unless the undisturbed run opened it in this step too, its dropout and the like are others: open it in "
@@ -243,16 +244,16 @@ Batches = TypeVar("Batches")
 
 
 class LoaderDraws:
-    """Watches torch's CPU generator during two steps; data that draws in the second one too draws in every step."""
+    """Watches torch's CPU generator during two steps; data that also draws in the second step draws in every step."""
 
     def __init__(self, *, restored: int) -> None:
-        """`restored`: the step of the checkpoint, 0 for none: then nothing is watched."""
+        """`restored`: step of the checkpoint; 0: nothing is watched."""
         self.restored, self._left = restored, 2 if restored else 0
         self._taken: torch.Tensor | None = None
         self._is_shifted = False
 
     def take(self, take: Callable[[], Batches]) -> Batches:
-        """Return what `take` does; in a step that is watched, see what it draws."""
+        """Return the result of `take`, checking its draws in a watched step."""
         if not self._left:
             return take()
         self._left -= 1
@@ -266,7 +267,7 @@ class LoaderDraws:
         return batches
 
     def reason(self) -> str:
-        """Return after the passes of a step, once, why the random numbers may be others; empty if they are not."""
+        """Return, once after the passes of a step, why the random numbers may differ; empty if they do not."""
         if self._left:
             self._is_shifted = self._taken is not None and not torch.equal(self._taken, torch.get_rng_state())
             return ""
@@ -275,7 +276,7 @@ class LoaderDraws:
 
 
 def _is_drawn_by_loaders(before: torch.Tensor, after: torch.Tensor) -> bool:
-    """Whether the state after is that of a few draws as `iter(DataLoader)` makes them, and of nothing else."""
+    """Return whether the two states differ only by a few draws such as those of `iter(DataLoader)`."""
     if torch.equal(before, after):
         return False
     generator = torch.Generator()

@@ -30,12 +30,12 @@ from trainer.worker.workload import BaseWorkload, WorkloadError
 
 
 def summed_cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """The sum over all tokens in float32; `logits` [tokens, vocabulary], a DTensor split by columns or whole."""
+    """Return the sum over all tokens in float32; `logits` [tokens, vocabulary] may be a DTensor split by columns."""
     if not isinstance(logits, DTensor):
         return functional.cross_entropy(logits.float(), targets, reduction="sum")
     mesh = logits.device_mesh
     part = logits.to_local()
-    # The vocabulary is padded to a multiple of the ranks, so that all parts have the same width.
+    # The vocabulary is padded to a multiple of the ranks, so all parts have the same width.
     first = mesh.get_local_rank() * part.shape[-1]
     total: torch.Tensor = _SplitCrossEntropy.apply(  # type: ignore[no-untyped-call]
         part, targets, first, mesh.get_group()
@@ -44,7 +44,7 @@ def summed_cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.T
 
 
 class _SplitCrossEntropy(torch.autograd.Function):
-    """Each rank has the columns from `first` on; three small all-reduces stand for one large all-gather.
+    """Each rank has the columns from `first` on; three small all-reduces replace a large all-gather.
 
     log(sum(exp(x))) - x[target], as in Megatron-LM (Shoeybi et al. 2019, section 3).
     """
@@ -78,26 +78,26 @@ class _SplitCrossEntropy(torch.autograd.Function):
 
 
 def generator(seed: int, name: str) -> torch.Generator:
-    """A CPU generator that depends on `seed` and `name` alone."""
+    """Return a CPU generator that depends only on `seed` and `name`."""
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
 
 
 @torch.no_grad()
 def fill(name: str, parameter: torch.Tensor, seed: int, deviation: float | None) -> None:
-    """Set `parameter` to its share of a normal tensor cut at three deviations, or to one when `deviation` is None."""
+    """Fill `parameter` with its shard of a normal tensor cut at three deviations; with ones if `deviation` is None."""
     local = own_part(parameter)
     if deviation is None:
         local.fill_(1.0)
         return
-    # The whole tensor on every rank: no communication, and one parameter at a time is small beside the model.
+    # Every rank generates the whole tensor: no communication, and one parameter is small relative to the model.
     full = torch.empty(parameter.shape, dtype=torch.float32)
     torch.nn.init.trunc_normal_(full, std=deviation, a=-3 * deviation, b=3 * deviation, generator=generator(seed, name))
     local.copy_(local_shard(full, parameter))
 
 
 def local_shard(full: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The part of `full` that this rank holds of the DTensor `like`."""
+    """Return the shard of `full` that this rank holds of the DTensor `like`."""
     if not isinstance(like, DTensor):
         return full
     shape, offset = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
@@ -107,21 +107,21 @@ def local_shard(full: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def rotary_table(length: int, width: int, theta: float, device: torch.device) -> torch.Tensor:
-    """Cosines and sines of RoFormer (Su et al. 2021), shape [2, length, width / 2], float32."""
+    """Return cosines and sines of RoFormer (Su et al. 2021), shape [2, length, width / 2], float32."""
     frequencies = theta ** (-torch.arange(0, width, 2, dtype=torch.float32) / width)
     angles = torch.outer(torch.arange(length, dtype=torch.float32), frequencies)
     return torch.stack([angles.cos(), angles.sin()]).to(device)
 
 
 def rotate(heads: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """Rotate `heads` [batch, length, heads, width] by position; the halves of the width are the pairs."""
+    """Rotate `heads` [batch, length, heads, width] by position; the two halves of the width form the pairs."""
     cos, sin = table[0, :, None, :], table[1, :, None, :]
     first, second = heads.float().chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1).type_as(heads)
 
 
 def causal_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Attention of [batch, heads, length, width] to what comes before; `key` and `value` may have fewer heads."""
+    """Return causal attention of [batch, heads, length, width]; `key` and `value` may have fewer heads."""
     return functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
 
 
@@ -162,7 +162,7 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """One pre-norm decoder layer."""
+    """A pre-norm decoder layer."""
 
     def __init__(self, config: ModelConfig, *, recompute: Recompute | None) -> None:
         super().__init__()
@@ -185,7 +185,7 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    """Tokens [batch, length] to logits [batch, length, padded vocabulary], or with targets to their mean loss."""
+    """Maps tokens [batch, length] to logits [batch, length, padded vocabulary], or with targets to their mean loss."""
 
     rotary: torch.Tensor
 
@@ -193,7 +193,7 @@ class Llama(nn.Module):
         super().__init__()
         self.config, self.seq_len, self.loss_chunks = config, train.seq_len, train.loss_chunks
         self.part: SequencePart | None = None
-        """What this rank computes of each sequence; None: all of it."""
+        """Part of each sequence that this rank computes; None: all of it."""
         rows = config.embedding_rows
         self.embedding = nn.Embedding(rows, config.dim)
         self.layers = nn.ModuleList(
@@ -205,17 +205,17 @@ class Llama(nn.Module):
         self.register_buffer("rotary", torch.empty(2, self.seq_len, config.dim // config.heads // 2), persistent=False)
 
     def tie(self) -> None:
-        """Share the embedding with the output again, after something replaced one of them."""
+        """Share the embedding with the output again after one of them was replaced."""
         if self.config.tie_embeddings:
             self.output.weight = self.embedding.weight
 
     def materialize(self, device: torch.device, seed: int, *, offload: bool = False) -> None:
-        """Leave the meta device with initial weights; `offload`: parameters stay in host memory."""
+        """Move from the meta device and set initial weights; `offload`: parameters stay in host memory."""
         self.allocate(device, offload=offload)
         self.set_initial_weights(seed)
 
     def allocate(self, device: torch.device, *, offload: bool = False) -> None:
-        """Leave the meta device with whatever lies in memory as weights."""
+        """Move from the meta device with uninitialized weights."""
         self.to_empty(device=torch.device("cpu") if offload else device)
         self.tie()
         width = self.config.dim // self.config.heads
@@ -226,12 +226,12 @@ class Llama(nn.Module):
                 module.reset(device)
 
     def set_initial_weights(self, seed: int) -> None:
-        """Those that depend on `seed` and the names alone: 50 ns for each of the whole model, on every rank."""
+        """Set the initial weights from `seed` and names: 50 ns per parameter of the whole model, on every rank."""
         for name, parameter in self.named_parameters():
             fill(name, parameter, seed, self.deviation(name))
 
     def deviation(self, name: str) -> float | None:
-        """Standard deviation of a parameter's initial values; None for norms, which start at one.
+        """Return the standard deviation of a parameter's initial values; None for norms, which start at one.
 
         Projections back into the residual stream are scaled down with depth (GPT-2, Radford et al. 2019).
         """
@@ -250,20 +250,20 @@ class Llama(nn.Module):
         return self.result(self.through_layers(self.embed(tokens)), targets)
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Activations of this rank's part of whole rows of tokens."""
+        """Return activations of this rank's part of `tokens`, which are whole rows."""
         x: torch.Tensor = self.embedding(tokens if self.part is None else self.part.of(tokens))
         return x
 
     def through_layers(self, x: torch.Tensor) -> torch.Tensor:
-        """Activations behind the last layer that is here."""
+        """Return the activations after the last layer on this rank."""
         for layer in self.layers:
             x = layer(x, self.rotary)
         return x
 
     def result(self, x: torch.Tensor, targets: torch.Tensor | None) -> torch.Tensor:
-        """Logits, or with targets their mean loss, of what the last layer returned.
+        """Return logits, or with targets their mean loss, from the last layer's output.
 
-        With context parallelism it is this rank's share of that mean, such that the mean over ranks is the mean.
+        With context parallelism the loss is scaled so that the mean over ranks is the mean over all tokens.
         """
         x = self.norm(x)
         if isinstance(x, DTensor):  # on every tensor-parallel rank for all tokens
@@ -282,10 +282,10 @@ class Llama(nn.Module):
         return self._summed_loss(x[:, : part.real], own[:, : part.real]) * (part.ranks / targets.numel())
 
     def _summed_loss(self, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Cross-entropy in float32; of several chunks of the sequence, only the logits of one exist at a time.
+        """Return the cross-entropy in float32; the logits of only one chunk of the sequence exist at a time.
 
-        Ranks with parts of different lengths have as many chunks, some of them empty: the output's weights may be
-        gathered in each.
+        Ranks with parts of different lengths use equally many chunks, some of them empty, because each chunk may gather
+        the output's weights.
         """
         if self.loss_chunks == 1:
             return self._chunk_loss(x, targets)
@@ -304,7 +304,7 @@ class Llama(nn.Module):
 
 
 class LlamaWorkload(BaseWorkload):
-    """Next-token prediction over token shards; the same bits in every run, on GPUs too."""
+    """Next-token prediction over token shards; bitwise reproducible, on GPUs too."""
 
     strictly_deterministic = True
 
@@ -318,7 +318,7 @@ class LlamaWorkload(BaseWorkload):
 
     def build_model(self) -> Llama:
         config = self.config
-        # torch warns in every rank's log of what would happen if the logits were changed in place; `loss` does not.
+        # torch warns in every rank's log about in-place changes of the logits; `loss` makes none.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
         with torch.device("meta"):
             return Llama(config.model, config.train)
@@ -330,7 +330,7 @@ class LlamaWorkload(BaseWorkload):
         return model
 
     def shard(self, model: Llama, layout: Layout) -> Llama:
-        """As `parallelize`, but without initial weights."""
+        """Shard like `parallelize`, but without initial weights."""
         parallelize.shard(model, layout, self.config)
         model.allocate(layout.device, offload=offloads_all(self.config))
         return model
@@ -343,6 +343,6 @@ class LlamaWorkload(BaseWorkload):
         return data
 
     def loss(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        """Cross-entropy in float32 of tokens 1.. given tokens 0.., for `batch` [micro, seq_len + 1]."""
+        """Return the cross-entropy in float32 of tokens 1.. given tokens 0.., for `batch` [micro, seq_len + 1]."""
         loss: torch.Tensor = model(batch[:, :-1], batch[:, 1:])
         return loss

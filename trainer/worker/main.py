@@ -1,4 +1,4 @@
-"""A rank's process: from RankSpec to exit code and outcome file."""
+"""Process of a rank: from RankSpec to exit code and outcome file."""
 
 import os
 import socket
@@ -50,9 +50,9 @@ _LONGEST = 500
 
 @contextmanager
 def users_code(what: str) -> Iterator[None]:
-    """Whatever is raised inside becomes a WorkloadError that says that `what` raised it, and where.
+    """Convert any exception to a WorkloadError that names `what` and the place of the error.
 
-    What it prints goes to stderr: stdout belongs to the command's answer.
+    Prints go to stderr, because stdout belongs to the command's answer.
     """
     try:
         with redirect_stdout(sys.stderr):
@@ -67,7 +67,7 @@ def users_code(what: str) -> Iterator[None]:
 
 
 def _place(error: BaseException) -> str:
-    """` at FILE:LINE`: the innermost line that is neither ours nor a library's, or of the module that has no syntax."""
+    """Return ` at FILE:LINE`: the innermost line in user code, or the line of a syntax error."""
     if isinstance(error, SyntaxError) and error.filename:
         return f" at {error.filename}:{error.lineno}"
     frames = traceback.extract_tb(error.__traceback__)
@@ -82,21 +82,21 @@ def _is_library(name: str) -> bool:
 
 
 _EXIT_MARGIN = 5.0
-"""Seconds before the agent's deadline: for peers to meet, for the outcome and for the exit."""
+"""Seconds before the agent's deadline, for peers to meet, for the outcome and for the exit."""
 _UNLIMITED, _PEERS_STOPPED = 1800.0, 20.0
-"""Seconds without a deadline, and after a stop request that has reached other ranks only."""
+"""Seconds without a deadline, and after a stop request that reached only other ranks."""
 
 
 def seconds_left(
     cell: ProgressCell, *, finished: bool, clock: Callable[[], float] = time.monotonic
 ) -> Callable[[], float]:
-    """Says, whenever it is asked, how many seconds are left; a stop that comes meanwhile shortens them."""
+    """Return a function that gives the seconds left; a later stop request shortens them."""
     began = clock()
 
     def left() -> float:
         reason, deadline = cell.read_stop_request()
         if reason <= StopReason.SAVE_AND_GO_ON:
-            # A finished run that stayed until it is asked to stop would look like one that was cut short.
+            # A finished run that waited for a stop request would look like an interrupted one.
             deadline = cell.read_expected_stop() if finished else 0.0
         until = deadline or began + (_UNLIMITED if finished else _PEERS_STOPPED)
         return until - _EXIT_MARGIN - clock()
@@ -111,19 +111,19 @@ if TYPE_CHECKING:
 
 
 def rank_main(spec: RankSpec) -> int:
-    """Train as the rank that `spec` describes; returns its exit code and never raises."""
+    """Train as the rank described by `spec`; returns its exit code and never raises."""
     started, modules, process = time.monotonic(), frozenset(sys.modules), os.getpid()
     setproctitle.setproctitle(f"orch-rank-{spec.rank}")
     protect_data_loader_workers()
-    in_use()  # before a program may delete what it has read from its environment
+    in_use()  # before a program may delete the variables from its environment
     cell, control = ProgressCell(spec.cell_fd), socket.socket(fileno=spec.control_fd)
     control.settimeout(None)  # the user's module may have called `socket.setdefaulttimeout`
-    control.set_inheritable(False)  # a rank that was started cold got it so; its end must be the rank's end
+    control.set_inheritable(False)  # inheritable in a cold-started rank, but must close with it
     ticker = Ticker(cell)
     ticker.start()
     try:
         last = crash_report.finished_outcome(spec, cell, _train(spec, cell, control, started, modules))
-    except BaseException as error:  # noqa: BLE001  # outermost edge: kept as the outcome
+    except BaseException as error:  # noqa: BLE001  # outermost edge: recorded as the outcome
         if os.getpid() != process:
             _end_forked_process(error)
         last = crash_report.failed_outcome(spec, cell, error)
@@ -133,7 +133,7 @@ def rank_main(spec: RankSpec) -> int:
 
 
 def _end_forked_process(error: BaseException) -> NoReturn:
-    """End a process that the workload has forked, with the code of a Python program: its end is not the rank's."""
+    """End a process forked by the workload, with the exit code of a Python program; it is not the end of the rank."""
     if isinstance(error, SystemExit) and (error.code is None or isinstance(error.code, int)):
         code = error.code or 0
     else:
@@ -153,7 +153,7 @@ def _train(
     cell.update(phase=Phase.INIT, generation=spec.generation, total_steps=config.train.steps)
     os.environ.update({**rendezvous.torchrun_environment(spec), **config.env, **spec.env})
     devices.be_deterministic(devices.threads_per_rank(config.cluster))
-    seed_generators(config.train.seed)  # all ranks alike: models built on the CPU are the same everywhere
+    seed_generators(config.train.seed)  # the same on all ranks, so that models built on the CPU are equal everywhere
     made = workload.build(config)
     if getattr(made, "strictly_deterministic", False):
         devices.be_strict()
@@ -188,15 +188,16 @@ def _build(made: workload.Workload, config: JobConfig, layout: mesh.Layout) -> T
 def _model(
     made: workload.Workload, config: JobConfig, layout: mesh.Layout
 ) -> tuple[nn.Module, Callable[[], None] | None]:
-    """The model of this rank, or the stages of it that it has, and what sets its weights when nothing is restored.
+    """Return the model of this rank (or its stages), and a function that sets weights if nothing is restored.
 
-    Only the built-in one is split into stages, and only of it is known that nothing reads the weights before.
+    Only the built-in model can be split into stages, and only for it is it certain that nothing reads the weights
+    earlier.
     """
     if not config.trains_built_in_workload:
         return made.parallelize(made.build_model(), layout), None
     model: Llama | PipelinedLlama
     if layout.sizes.pp > 1:
-        from trainer.worker.pipeline.pipelined_llama import pipelined_llama  # torch's pipelining takes a while
+        from trainer.worker.pipeline.pipelined_llama import pipelined_llama  # torch's pipelining is slow to import
 
         model = pipelined_llama(config, layout)
     else:
@@ -206,12 +207,12 @@ def _model(
 
 
 def _restore_and_train(session: Session) -> ExitCode:
-    """Restore the newest checkpoint, if any, and train on; a restore test does what it is ordered to."""
+    """Restore the newest checkpoint, if there is one, and train on; or execute a restore-test order."""
     order = read_order(session.run_dir)
     if order is not None:
-        from trainer.worker.restore_test.run import carry_out  # only here
+        from trainer.worker.restore_test.run import carry_out  # needed only here
 
-        with suppress(FileNotFoundError):  # what is gone is said where it is read
+        with suppress(FileNotFoundError):  # a missing folder is reported where it is read
             order = replace(order, run_dir=str(pinned(Path(order.run_dir))))
         return carry_out(order, session)
     journal = Journal(session.attempt, session.spec, session.on_saves)
@@ -238,7 +239,7 @@ def _train_from_newest(session: Session, journal: Journal) -> ExitCode:
 def _checkpointer(
     session: Session, token: LaunchToken, on_event: Callable[[str, dict[str, Any]], None]
 ) -> "Checkpointer":
-    """The run's checkpointer, fenced by the attempt's GO."""
+    """Return the run's checkpointer, fenced by the attempt's GO."""
     spec, config, run_dir = session.spec, session.config, session.run_dir
     from checkpointing.engine.checkpointer import Checkpointer
     from checkpointing.engine.ranks.group import World
@@ -252,7 +253,7 @@ def _checkpointer(
         "generation": spec.generation,
     }
     tiers = resolve_tiers(config.checkpoint, run_dir.checkpoints, run_dir.name, spec.node_name)
-    if not inherit and (same := one_folder(tiers)):  # of nodes' own disks only nodes can see it
+    if not inherit and (same := one_folder(tiers)):  # nodes' own disks are visible only to the nodes
         raise ValueError(f"checkpoint.tiers: two tiers have the same folder: {same[0]} and {same[1]}; leave one out")
     return Checkpointer(
         Owner(token.attempt, token.nonce, inherit, lambda: holds(go, token), token.over),
@@ -266,7 +267,7 @@ def _checkpointer(
 
 
 def _agent_writer(spec: RankSpec) -> "WriterLink | None":
-    """The writer and the memory that the agent keeps for this rank; without them the checkpointer makes its own."""
+    """Return the agent's writer and memory for this rank, or None: the checkpointer then makes its own."""
     from checkpointing.writer.link import WriterLink, WriterLost
 
     if spec.writer_fd < 0 or spec.arena_fd < 0:

@@ -1,8 +1,8 @@
-"""The mixture of experts: router, balance, exchange of tokens, and experts.
+"""Mixture of experts: router, load balancing, token exchange, and experts.
 
 As in DeepSeek-V3 (DeepSeek-AI 2024, section 2.1.2) and Wang et al. 2024 (arXiv 2408.15664): a bias for each expert is
-added to its scores when experts are chosen, and not when their outputs are weighed. After each step it moves up or down
-by one rate for an expert that had fewer or more tokens than the mean.
+added to its scores when experts are chosen, but not when their outputs are weighted. After each step it moves up or
+down by a fixed rate for an expert that had fewer or more tokens than the mean.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -25,20 +25,20 @@ from trainer.worker.reporting.phase_tracker import current_tracker
 
 
 def permuted(rows: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-    """`rows[order]`, where `order` names each row once."""
+    """Return `rows[order]`, where `order` contains each row once."""
     moved: torch.Tensor = _Permuted.apply(rows, order, inverse(order))  # type: ignore[no-untyped-call]
     return moved
 
 
 def inverse(order: torch.Tensor) -> torch.Tensor:
-    """The order that undoes `order`."""
+    """Return the inverse permutation of `order`."""
     back = torch.empty_like(order)
     back[order] = torch.arange(len(order), device=order.device)
     return back
 
 
 class _Permuted(torch.autograd.Function):
-    """Gathers in both directions: torch would add the gradients up, on GPUs in any order."""
+    """Gathers in both directions: torch's backward would add gradients, in nondeterministic order on GPUs."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, order: torch.Tensor, back: torch.Tensor) -> torch.Tensor:
@@ -60,8 +60,8 @@ class Experts(nn.Module):
         self.w1, self.w2, self.w3 = (nn.Parameter(torch.empty(shape)) for _ in range(3))
 
     def forward(self, rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-        """`rows` [rows, width] in the order of the experts that this rank has, so many for each of them."""
-        # Of `unbind` the gradient is one stack; of an index for each expert it would be a sum of whole stacks.
+        """Compute `rows` [rows, width], sorted by this rank's experts, with `counts` rows for each."""
+        # The gradient of `unbind` is one stack; indexing each expert would sum whole stacks.
         matrices = (own_weight(weight).unbind() for weight in (self.w1, self.w2, self.w3))
         parts = zip(rows.split(list(counts)), *matrices, strict=True)
         return torch.cat(
@@ -70,7 +70,7 @@ class Experts(nn.Module):
 
 
 def own_weight(weight: torch.Tensor) -> torch.Tensor:
-    """This rank's part, to compute its own tokens with: the gradient of what several ranks have is a sum over them."""
+    """Return this rank's part for its own tokens; the gradient of a replicated weight is a sum over ranks."""
     if not isinstance(weight, DTensor):
         return weight
     placements = [Partial() if placement.is_replicate() else placement for placement in weight.placements]
@@ -78,23 +78,23 @@ def own_weight(weight: torch.Tensor) -> torch.Tensor:
 
 
 class Choice(NamedTuple):
-    """What tokens are given to: the experts' numbers and weights, both [tokens, experts of a token]."""
+    """Routing of tokens: numbers and weights of their experts, both [tokens, experts of a token]."""
 
     experts: torch.Tensor
     weights: torch.Tensor
     load: torch.Tensor
-    """Tokens of each expert, int64 [experts]."""
+    """Tokens per expert, int64 [experts]."""
 
 
 class Router(nn.Module):
     """A linear layer whose scores are sigmoids in float32."""
 
     same_on_all_ranks = ("moves",)
-    """Buffers of which a checkpoint keeps one: a stage of a pipeline restores them from whichever ranks saved."""
+    """Buffers stored once per checkpoint: a pipeline stage restores them from any rank that saved."""
     moves: torch.Tensor
-    """By how many times the rate each expert's bias has moved. A whole number: its sums are exact in any order."""
+    """Net moves of each expert's bias, in units of the rate. An integer: its sums are exact in any order."""
     load: torch.Tensor
-    """Tokens of each expert since the last optimizer step, of those whose backward pass this rank has computed."""
+    """Tokens of each expert since the last optimizer step, counted in this rank's backward passes."""
 
     def __init__(self, dim: int, config: ExpertsConfig) -> None:
         super().__init__()
@@ -104,12 +104,12 @@ class Router(nn.Module):
         self.register_buffer("load", torch.empty(config.count, dtype=torch.int64), persistent=False)
 
     def reset(self, device: torch.device) -> None:
-        """The state of step 0."""
+        """Reset to the state of step 0."""
         self.moves = torch.zeros_like(self.moves, device=device)
         self.load = torch.zeros_like(self.load, device=device)
 
     def forward(self, tokens: torch.Tensor) -> Choice:
-        """Choose for `tokens` [tokens, dim]."""
+        """Choose experts for `tokens` [tokens, dim]."""
         scores = functional.linear(tokens.float(), own_weight(self.weight).float()).sigmoid()
         chosen = (scores.detach() + self.rate * self.moves).topk(self.per_token, dim=-1).indices
         own = scores.gather(1, chosen)
@@ -121,14 +121,14 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def balance(self, load: torch.Tensor) -> None:
-        """Move the bias after a step in which the experts had `load` tokens [experts] over all ranks."""
+        """Update the bias after a step in which the experts had `load` tokens [experts] over all ranks."""
         self.moves += (load.sum() - load * len(load)).sign().to(self.moves.dtype)
 
 
 class _Counted(torch.autograd.Function):
-    """Adds a load to a total when the gradient comes: once for each micro-batch, however often a forward pass runs.
+    """Adds a load to a total in the backward pass: once per micro-batch, however often the forward pass runs.
 
-    One that is computed again for activation checkpointing has no backward pass of its own, nor has validation.
+    Neither the recomputation of activation checkpointing nor validation has a backward pass of its own.
     """
 
     @staticmethod
@@ -145,20 +145,20 @@ class _Counted(torch.autograd.Function):
 class ExpertBalance:
     """The routers of this rank's layers; a dense model has none.
 
-    Loads have a row for each layer of the whole model. A rank of a pipeline fills in those of its own layers, so that
-    the sum over all ranks has all of them.
+    Loads have a row for each layer of the whole model. A pipeline rank fills in the rows of its own layers, so that the
+    sum over all ranks is complete.
     """
 
     def __init__(self, model: nn.Module, rows: Iterable[int] | None = None, layers: int | None = None) -> None:
-        """`rows`: of this rank's layers, in the order of `model`, among all `layers`; None: it has all of them."""
+        """`rows`: indices of this rank's layers in the order of `model`, among all `layers`; None: all of them."""
         found = [module for module in model.modules() if isinstance(module, Router)]
         numbers = range(len(found)) if rows is None or not found else rows
         self._routers = dict(zip(numbers, found, strict=True))
         self.layers = 0 if not found else len(found) if layers is None else layers
-        """How many of the whole model have experts."""
+        """Number of layers with experts in the whole model."""
 
     def loads(self) -> torch.Tensor | None:
-        """Tokens of every expert on this rank since the last step, row by row, float64; to be summed over ranks."""
+        """Return this rank's tokens per expert since the last step, row by row, float64; to be summed over ranks."""
         if not self._routers:
             return None
         of_others = torch.zeros_like(next(iter(self._routers.values())).load)
@@ -166,7 +166,7 @@ class ExpertBalance:
         return torch.cat(rows).double()
 
     def step_ended(self, loads: torch.Tensor | None, *, moves: bool) -> None:
-        """Begin to count anew; `loads`: those of all ranks. `moves`: whether the optimizer has stepped."""
+        """Reset the counts; `loads`: sums over all ranks. `moves`: whether the optimizer has stepped."""
         if loads is None:
             return
         rows = loads.view(self.layers, -1)
@@ -177,22 +177,22 @@ class ExpertBalance:
 
 
 class TokenExchange:
-    """Each rank of `group` has as many experts as any other one, in the order of ranks.
+    """Exchanges tokens with the ranks of `group`, which have equally many experts, in rank order.
 
-    A rank with popular experts computes more than its peers. That is the work of all of them, so that it is left out of
-    what a rank is timed by: a slow rank is one that is slow at all else.
+    A rank with popular experts computes more than its peers. That work belongs to all of them and is excluded from the
+    rank's timing, so that a slow rank is one that is slow in everything else.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
 
     def __call__(self, rows: torch.Tensor, load: torch.Tensor, experts: Experts) -> torch.Tensor:
-        """`rows` [rows, width] of this rank's tokens, sorted by expert; `load` [experts]: how many are of each."""
+        """Compute `rows` [rows, width] of this rank's tokens, sorted by expert; `load` [experts]: rows per expert."""
         sent = load.view(self._group.size(), -1)
         received = self._exchange_counts(sent)
         to, of = sent.sum(dim=1).tolist(), received.sum(dim=1).tolist()
         order = _by_expert(received)
-        # Each copy of the rows in another order has no name, so that it is freed as soon as the next one is made.
+        # Reordered copies of the rows have no name, so that each is freed as soon as the next one exists.
         computed = permuted(
             experts(permuted(self._exchange(rows, to, of, is_way_there=True), order), received.sum(dim=0).tolist()),
             inverse(order),
@@ -206,7 +206,7 @@ class TokenExchange:
         return received
 
     def _exchange_counts(self, sent: torch.Tensor) -> torch.Tensor:
-        """How many rows come from each rank for each of this rank's experts [ranks, experts of a rank]."""
+        """Return the rows from each rank for each of this rank's experts [ranks, experts of a rank]."""
         received = torch.empty_like(sent)
         with waiting(sent.device):
             dist.all_to_all_single(received, sent.contiguous(), group=self._group)
@@ -214,16 +214,16 @@ class TokenExchange:
 
 
 def _by_expert(received: torch.Tensor) -> torch.Tensor:
-    """The order that sorts rows by expert, which come sorted by rank and then by expert; within one, by rank."""
+    """Return the order that sorts rows by expert, then rank; they arrive sorted by rank, then expert."""
     ranks, experts = received.shape
     numbers = torch.arange(experts, device=received.device).repeat(ranks)
     return numbers.repeat_interleave(received.flatten()).argsort(stable=True)
 
 
 class _Exchange(torch.autograd.Function):
-    """So many rows go to each rank and come from it; gradients take the same way back.
+    """Sends rows to each rank and receives rows from it; gradients take the reverse path.
 
-    What lies between the way there and the way back is not timed, in the forward and in the backward pass.
+    The time between the exchange and its return is not measured, in the forward and in the backward pass.
     """
 
     @staticmethod
@@ -241,7 +241,7 @@ class _Exchange(torch.autograd.Function):
 def _exchanged(
     rows: torch.Tensor, to: Sequence[int], of: Sequence[int], group: dist.ProcessGroup, *, opens: bool
 ) -> torch.Tensor:
-    """`opens`: the experts compute afterwards; else they have computed."""
+    """Exchange rows; `opens`: the experts compute afterwards, else they have computed."""
     tracker = current_tracker()
     if tracker is not None and not opens:
         tracker.resume()
@@ -254,7 +254,7 @@ def _exchanged(
 
 
 def expert_parallel(model: Any, layout: Layout, config: JobConfig, policy: MixedPrecisionPolicy) -> None:
-    """Share the experts of `model` (a Llama on the meta device) among the ranks of `layout.ep`."""
+    """Divide the experts of `model` (a Llama on the meta device) among the ranks of `layout.ep`."""
     exchange = TokenExchange(layout.ep.get_group())
     for layer in model.layers:
         mixture = layer.feed_forward
@@ -264,10 +264,10 @@ def expert_parallel(model: Any, layout: Layout, config: JobConfig, policy: Mixed
 
 
 def share_tokens(model: Any, layout: Layout) -> None:
-    """Tensor-parallel ranks have a part of each sequence for the mixtures of `model`, and all of what computes it.
+    """Give tensor-parallel ranks parts of each sequence in the mixtures of `model`, and replicated weights.
 
-    A gradient of that is a sum over them, as of norms. Of experts that ranks share (`layout.ep`) these ranks are as any
-    others, and each has its own.
+    Gradients of these weights are sums over the ranks, like those of norms. For shared experts (`layout.ep`) `tp` ranks
+    count like any others, and each has its own experts.
     """
     for layer in model.layers:
         mixture = layer.feed_forward
@@ -277,47 +277,47 @@ def share_tokens(model: Any, layout: Layout) -> None:
 
 
 def _replicate(module: nn.Module, mesh: DeviceMesh) -> None:
-    """On the meta device, so that nothing is sent."""
+    """Replicate weights on the meta device, without communication."""
     for name, weight in list(module.named_parameters()):
         whole = DTensor.from_local(weight.detach(), mesh, [Replicate()], run_check=False)
         module.register_parameter(name, nn.Parameter(whole))
 
 
 def _split(experts: Experts, mesh: DeviceMesh) -> None:
-    """Replace stacks by this rank's part; on the meta device, so that nothing is sent."""
+    """Replace stacks by this rank's part, on the meta device, without communication."""
     for name, weight in list(experts.named_parameters()):
         part = weight.new_empty((weight.shape[0] // mesh.size(), *weight.shape[1:]))
         experts.register_parameter(name, nn.Parameter(DTensor.from_local(part, mesh, [Shard(0)], run_check=False)))
 
 
 def _shard(experts: Experts, layout: Layout, config: JobConfig, policy: MixedPrecisionPolicy) -> None:
-    """FSDP along the inner width, so that no dimension is split twice.
+    """Apply FSDP along the inner width, so that no dimension is split twice.
 
-    A rank has the gradient of what its experts computed for all ranks of `ep`, each of which has a mean of its own, or
-    with tensor parallelism a part of one: the mean over all means is the sum over the ranks that have the same experts,
+    A rank holds the gradient that its experts computed for all ranks of `ep`, each of which has its own mean loss, or
+    with tensor parallelism a part of one. The mean over all means is the sum over the ranks with the same experts,
     divided by the number of means.
     """
     mesh = layout.fsdp_of_experts
     fully_shard(experts, mesh=mesh, shard_placement_fn=lambda _: Shard(1), **fsdp_options(layout, config, policy))
     assert isinstance(experts, FSDPModule)
     experts.set_gradient_divide_factor(mesh.size() * layout.ep.size() / layout.sizes.tp)
-    # gloo cannot divide while it sums; of one shard torch 2.13 would then divide twice.
+    # gloo cannot divide while summing; for a single shard torch 2.13 would then divide twice.
     shards = mesh.size(mesh.ndim - 1)
     experts.set_force_sum_reduction_for_comms(layout.device.type == "cpu" and shards > 1)
 
 
 Dispatch = Callable[[torch.Tensor, torch.Tensor, Experts], torch.Tensor]
-"""Has rows, sorted by expert, computed by those who have the experts; given how many rows each expert has."""
+"""Computes rows, sorted by expert, on the ranks that have the experts; takes the number of rows per expert."""
 
 
 def compute_here(rows: torch.Tensor, load: torch.Tensor, experts: Experts) -> torch.Tensor:
-    """This rank has all experts."""
+    """Compute rows on this rank, which has all experts."""
     computed: torch.Tensor = experts(rows, load.tolist())
     return computed
 
 
 class MixtureOfExperts(nn.Module):
-    """Each token is computed by a few experts; no token is dropped."""
+    """Computes each token with a few experts; no token is dropped."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -325,10 +325,10 @@ class MixtureOfExperts(nn.Module):
         self.experts = Experts(config.dim, config.experts)
         self.dispatch: Dispatch = compute_here
         self.real: int | None = None
-        """How many tokens of a sequence are no padding, the first ones; None: all."""
+        """Number of leading tokens of a sequence that are not padding; None: all."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """`x` [batch, length, width]; padding becomes zero."""
+        """Compute `x` [batch, length, width]; padding becomes zero."""
         real = x[:, : self.real]
         out = self._tokens(real.flatten(0, 1)).view(real.shape)
         return functional.pad(out, (0, 0, 0, x.shape[1] - real.shape[1]))
@@ -337,7 +337,7 @@ class MixtureOfExperts(nn.Module):
         choice = self.router(tokens)
         each = choice.experts.shape[1]
         order = choice.experts.flatten().argsort(stable=True)
-        # Without names, so that copies of all rows in another order are freed at once.
+        # Without names, so that reordered copies of all rows are freed at once.
         rows = permuted(tokens[:, None].expand(-1, each, -1).flatten(0, 1), order)
         parts = permuted(self.dispatch(rows, choice.load, self.experts), inverse(order)).unflatten(0, (-1, each))
         mixed: torch.Tensor = (parts.float() * choice.weights[..., None]).sum(dim=1)

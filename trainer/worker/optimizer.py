@@ -17,20 +17,20 @@ from trainer.worker.parallel.gradient_buckets import like_own_part, own_part
 
 
 class HostAdamW(torch.optim.AdamW):
-    """AdamW whose state lies in host memory and whose step runs there; parameters and gradients stay where they are.
+    """AdamW with its state and its step in host memory; parameters and gradients stay on their device.
 
-    In each step gradients and parameters are copied to the host, and the new parameters back: 12 bytes for each.
+    Each step copies gradients and parameters to the host and the new parameters back: 12 bytes per parameter.
     """
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """As AdamW's; a closure is refused."""
+        """Step like AdamW; closures are not supported."""
         assert closure is None, "the training loop computes the gradients"
         with torch.no_grad():
             for group in self.param_groups:
                 self._step_group(group)
 
     def _step_group(self, group: dict[str, Any]) -> None:
-        """Some parameters at a time, so that no more than their copies need room beside the state."""
+        """Step a few parameters at a time, so that only their copies need memory in addition to the state."""
         some: list[torch.Tensor] = []
         for parameter in group["params"]:
             if parameter.grad is not None:
@@ -61,7 +61,7 @@ class HostAdamW(torch.optim.AdamW):
             own_part(parameter).copy_(weight, non_blocking=True)
 
     def _state_of(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The state of a parameter, made at its first step; a shard's state is a shard."""
+        """Return the state of a parameter, created at its first step; a shard's state is a shard."""
         state: dict[str, torch.Tensor] = self.state[parameter]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32)
@@ -71,14 +71,14 @@ class HostAdamW(torch.optim.AdamW):
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of the local part in host memory, pinned where a GPU fills it."""
+    """Copy the local part to host memory, pinned if it comes from a GPU."""
     own = own_part(tensor)
     copy = torch.empty_like(own, device="cpu", pin_memory=own.is_cuda)
     return copy.copy_(own, non_blocking=own.is_cuda)
 
 
 def learning_rate(optimizer: OptimizerConfig, steps: int, step: int) -> float:
-    """Rate of step `step` (counted from 1) of `steps`: linear warm-up, then a cosine down to `min_lr_ratio`."""
+    """Return the rate of step `step` (from 1) of `steps`: linear warm-up, then a cosine down to `min_lr_ratio`."""
     if step <= optimizer.warmup_steps:
         return optimizer.lr * step / optimizer.warmup_steps
     span = max(1, steps - optimizer.warmup_steps)
@@ -88,13 +88,13 @@ def learning_rate(optimizer: OptimizerConfig, steps: int, step: int) -> float:
 
 
 _TINY = 1e-150
-"""A rate by which no weight moves, in double precision either, and whose square is not zero."""
+"""A rate that changes no weight, even in double precision, but whose square is not zero."""
 
 
 def adamw(model: nn.Module, optimizer: OptimizerConfig, *, on_host: bool = False) -> torch.optim.Optimizer:
-    """AdamW with weight decay on matrices only: norms and biases are scales, not weights to shrink.
+    """Build AdamW with weight decay on matrices only: norms and biases are scales, not weights to shrink.
 
-    `on_host`: its state lies in host memory, where it runs.
+    `on_host`: keep its state and run its step in host memory.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     stacks = {id(p) for module in model.modules() if isinstance(module, Experts) for p in module.parameters()}
@@ -104,7 +104,7 @@ def adamw(model: nn.Module, optimizer: OptimizerConfig, *, on_host: bool = False
             "weight_decay": optimizer.weight_decay,
         },
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-        # Experts may lie on a mesh of their own, and a fused step takes one mesh.
+        # Experts may be on a mesh of their own, and a fused step requires a single mesh.
         {"params": [p for p in parameters if id(p) in stacks], "weight_decay": optimizer.weight_decay},
     ]
     kind = HostAdamW if on_host else OwnPartsAdamW
@@ -115,14 +115,14 @@ def adamw(model: nn.Module, optimizer: OptimizerConfig, *, on_host: bool = False
 
 
 class OwnPartsAdamW(torch.optim.AdamW):
-    """AdamW that steps this rank's parts of sharded parameters: the same bits, without the sharding rules of a DTensor.
+    """AdamW that steps the local shards of parameters: identical results without a DTensor's sharding rules.
 
-    A step looks at each element alone. Torch works these rules out at the first step of a process, which costs a
-    restart a tenth of a second.
+    A step is elementwise. Torch derives sharding rules at the first step of a process, which delays a restart by a
+    tenth of a second.
     """
 
     def _init_group(self, group: dict[str, Any], *lists: list[torch.Tensor]) -> bool:
-        """Fills the lists of parameters, gradients and states; what lies in `state` stays sharded."""
+        """Fill the lists of parameters, gradients and states; entries of `state` stay sharded."""
         has_complex: bool = super()._init_group(group, *lists)  # type: ignore[no-untyped-call]
         for tensors in lists:
             tensors[:] = [own_part(tensor) for tensor in tensors]
@@ -130,24 +130,24 @@ class OwnPartsAdamW(torch.optim.AdamW):
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """A group's own `lr_scale` multiplies the schedule."""
+    """Set the rate of every group, multiplied by the group's own `lr_scale`."""
     for group in optimizer.param_groups:
         scaled = rate * group.get("lr_scale", 1.0)
         if isinstance(group.get("lr"), torch.Tensor):
-            group["lr"].fill_(scaled)  # a compiled or captured step reads this very tensor
+            group["lr"].fill_(scaled)  # a compiled or captured step reads this tensor object
         else:
             group["lr"] = scaled
 
 
 def train_mode(optimizer: torch.optim.Optimizer) -> None:
-    """Call `train()` of an optimizer that has it, as schedule-free ones do, whose weights are others in `eval` mode."""
+    """Call `train()` if the optimizer has it; schedule-free ones have different weights in `eval` mode."""
     train = getattr(optimizer, "train", None)
     if callable(train):
         train()
 
 
 def optimizers_in(values: Iterable[Any]) -> Iterator[torch.optim.Optimizer]:
-    """Return the optimizers among some values, and in lists, tuples and dicts of them."""
+    """Yield the optimizers among some values, and in lists, tuples and dicts of them."""
     for value in values:
         for each in value if type(value) in (list, tuple) else value.values() if type(value) is dict else (value,):
             if isinstance(each, torch.optim.Optimizer):
@@ -157,7 +157,7 @@ def optimizers_in(values: Iterable[Any]) -> Iterator[torch.optim.Optimizer]:
 def clear_gradients(
     optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter], owners: Iterable[object]
 ) -> None:
-    """Clear them after a step, also those of parameters that no optimizer has: no checkpoint has what would pile up.
+    """Clear gradients after a step, including those outside the optimizer: no checkpoint stores accumulated ones.
 
     An optimizer that is an attribute of one of `owners` clears its gradients itself.
     """
@@ -173,17 +173,17 @@ def clear_gradients(
 
 
 def prime(optimizer: torch.optim.Optimizer) -> None:
-    """Make every state tensor exist by one step of zero gradients at rate 0; the weights are restored bit for bit.
+    """Create every state tensor by one step of zero gradients at rate 0; the weights are restored bit for bit.
 
-    Hooks around the step do not see it. The state keeps the traces of that step (`step` is 1): overwrite
-    it from a checkpoint, or drop it.
+    Hooks around the step are not called. The state keeps the traces of that step (`step` is 1): overwrite it from a
+    checkpoint, or drop it.
     """
     rates = [group["lr"] for group in optimizer.param_groups]
     with _weights_kept(optimizer), _without_hooks(optimizer):
         try:
             _step_without_gradients(optimizer, 0.0)
         except ArithmeticError:
-            # Some average with weights that grow with the rate: these must not all be zero.
+            # Some optimizers average with weights that grow with the rate; these must not all be zero.
             _step_without_gradients(optimizer, _TINY)
     optimizer.zero_grad(set_to_none=True)
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
@@ -192,7 +192,7 @@ def prime(optimizer: torch.optim.Optimizer) -> None:
 
 @contextmanager
 def _weights_kept(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """A rate of 0 does not hold every step: a fixed decay moves weights, and 0 divided by 0 is no number."""
+    """Restore the weights afterwards: at rate 0 a fixed decay still changes them, and 0 / 0 gives NaN."""
     parameters = [own_part(parameter.detach()) for group in optimizer.param_groups for parameter in group["params"]]
     before = [parameter.clone() for parameter in parameters]
     try:
@@ -204,7 +204,7 @@ def _weights_kept(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 @contextmanager
 def _without_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """A hook that counts steps, or averages weights, must not take this one for a step of training."""
+    """Disable hooks, which may count steps or average weights and must not count this step as training."""
     every: list[Any] = [of_torch._global_optimizer_pre_hooks, of_torch._global_optimizer_post_hooks]
     every += [getattr(optimizer, f"_optimizer_step_{when}_hooks", {}) for when in ("pre", "post")]
     before = [dict(hooks) for hooks in every]

@@ -1,4 +1,4 @@
-"""What a rank has once its world stands, and how it trains on from a restored state."""
+"""A rank's session once its process groups exist, and training from a restored state."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -39,7 +39,7 @@ OnSoftware = Callable[[int, dict[str, Any], dict[str, int]], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Session:
-    """One rank of one generation; `key` authenticates the ranks to each other, `started` is time.monotonic()."""
+    """A rank of a generation; `key` authenticates the ranks to each other, `started` is time.monotonic()."""
 
     spec: RankSpec
     config: JobConfig
@@ -48,15 +48,15 @@ class Session:
     objects: TrainObjects
     started: float
     key: bytes
-    on_saves: Callable[[str, int], None] = lambda trouble, size: None  # tells the agent whether saves work
-    modules: frozenset[str] = frozenset()  # those that this process had when it became a rank
+    on_saves: Callable[[str, int], None] = lambda trouble, size: None  # reports to the agent whether saves work
+    modules: frozenset[str] = frozenset()  # modules imported before this process became a rank
 
     @property
     def attempt(self) -> AttemptDir:
         return self.run_dir.attempt(self.spec.attempt)
 
     def launch_token(self) -> LaunchToken:
-        """GO of this attempt; raises WorkloadError when its config was edited since."""
+        """Return the GO of this attempt; raises WorkloadError if its config was edited since."""
         token, file = LaunchToken.read(self.attempt.go), self.run_dir.config_of(self.spec.attempt)
         if token.config_digest not in ("", config_digest(file)):
             raise WorkloadError(f"{file} was edited while its job runs")
@@ -64,7 +64,7 @@ class Session:
 
 
 def new_train_state(session: Session, journal: Journal, on_software: OnSoftware | None = None) -> TrainState:
-    """The state of step 0, with the generators of this rank; `on_software` instead of an event."""
+    """Build the state of step 0, with the generators of this rank; `on_software` replaces the event."""
     config, rank = session.config, session.spec.rank
     state = TrainState(
         session.objects,
@@ -84,13 +84,13 @@ def train_on(
     session: Session, state: TrainState, saver: Saver, journal: Journal, token: LaunchToken, skip: frozenset[int],
     *, test_until: int = 0,
 ) -> ExitCode:  # fmt: skip
-    """Train from where `state` stands; `test_until` as in LoopServices."""
+    """Train from `state`; `test_until` as in LoopServices."""
     config, cell, objects = session.config, session.cell, session.objects
     if state.step and objects.scheduler is None:
         set_learning_rate(objects.optimizer, learning_rate(config.optimizer, config.train.steps, state.step))
     progress_log = _progress_log(session)
     progress_log.begin(state.step)
-    # What came from memory need not be on any disk: only what is counts as saved.
+    # State restored from memory may not be on disk; only steps on disk count as saved.
     saved = saver.committed_step or 0
     cell.update(step=state.step, saved_step=saved, restored_step=state.step)
     services = LoopServices(
@@ -118,7 +118,7 @@ def train_on(
 
 
 def _retrained(session: Session, restored: int, journal: Journal, *, test: bool) -> RetrainedSteps:
-    """Return the comparison of steps that were trained before; on rank 0, where equal inputs give equal bits."""
+    """Return the comparison of retrained steps; active on rank 0 if equal inputs give equal bits."""
     spec, run, device = session.spec, session.run_dir, session.objects.layout.device
     repeats = device.type == "cpu" or getattr(session.objects.workload, "strictly_deterministic", False)
     compares = restored and repeats and spec.rank == 0 and not test
@@ -143,7 +143,7 @@ def _figures(session: Session) -> StepFigures:
 
 
 def _positive(owner: object, name: str) -> float | None:
-    """A figure that a workload or its data gives, if it does; raises WorkloadError for what is no number of things."""
+    """Return an optional figure of a workload or its data; raises WorkloadError for an invalid number."""
     value = getattr(owner, name, None)
     if value is None:
         return None
@@ -153,14 +153,14 @@ def _positive(owner: object, name: str) -> float | None:
 
 
 def _progress_log(session: Session) -> ProgressLog:
-    """That of rank 0; another rank's has no lines."""
+    """Return rank 0's progress log; other ranks log no lines."""
     config, data = session.config, session.objects.data
     every = config.logs.every if session.spec.rank == 0 else 0
     return ProgressLog(every, config.train.steps, getattr(data, "tokens_per_step", None))
 
 
 def _warner(journal: Journal, rank: int) -> Callable[[int, str], None]:
-    """Rank 0 reports what any rank could not restore."""
+    """Return a function by which rank 0 reports state that a rank could not restore."""
 
     def warn(step: int, reason: str) -> None:
         if rank == 0:
@@ -170,7 +170,7 @@ def _warner(journal: Journal, rank: int) -> Callable[[int, str], None]:
 
 
 def _on_new_level(journal: Journal, rank: int) -> Callable[[int, str], None]:
-    """Rank 0 reports that spikes in a row are no longer taken for bad batches."""
+    """Return a function by which rank 0 reports that consecutive spikes no longer count as bad batches."""
 
     def report(step: int, reason: str) -> None:
         if rank == 0:
@@ -180,7 +180,7 @@ def _on_new_level(journal: Journal, rank: int) -> Callable[[int, str], None]:
 
 
 def _on_other_software(journal: Journal, rank: int) -> OnSoftware:
-    """Rank 0 reports what the checkpoint was made with that is different now."""
+    """Return a function by which rank 0 reports software that changed since the checkpoint."""
 
     def report(step: int, changes: dict[str, Any], ranks: dict[str, int]) -> None:
         if rank == 0:
@@ -191,9 +191,9 @@ def _on_other_software(journal: Journal, rank: int) -> OnSoftware:
 
 
 def skipped_positions(spec: RankSpec, run_dir: RunDir) -> frozenset[int]:
-    """Positions in the data at which no rank may train: what the coordinator says, and what earlier attempts found.
+    """Return the data positions to skip, from the coordinator and from earlier attempts. Collective.
 
-    Ranks that differed in it would train on different data for ever, so that all of them take those of the first one.
+    All ranks use rank 0's positions, because ranks with different ones would train on different data forever.
     """
     known = {*spec.skip, *(skip.position for skip in skipped_batches.read_all(run_dir))} if spec.rank == 0 else set()
     count = torch.tensor([len(known)])

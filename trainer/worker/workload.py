@@ -2,7 +2,7 @@
 
 docs/writing-a-workload.md shows all of them in one example. Everything that a restart must restore has to be in
 parameters, persistent buffers, the optimizer's or the scheduler's `state_dict()`, the data's position, the random
-generators of torch, Python and NumPy, or what the workload's own `state_dict()` returns.
+generators of torch, Python and NumPy, or the result of the workload's own `state_dict()`.
 """
 
 import importlib
@@ -35,7 +35,7 @@ Number = float | int | torch.Tensor
 
 @dataclass(frozen=True)
 class Mean:
-    """The mean over the data-parallel ranks, weighted (by the number of samples, say); a bare number is one too."""
+    """Mean over the data-parallel ranks, weighted (by the number of samples, say); a bare number is a Mean too."""
 
     value: Number
     weight: Number = 1.0
@@ -43,14 +43,14 @@ class Mean:
 
 @dataclass(frozen=True)
 class Sum:
-    """The sum over the data-parallel ranks; ranks that read the same data count once, with the mean of theirs."""
+    """Sum over the data-parallel ranks; ranks that read the same data count once, with their mean."""
 
     value: Number
 
 
 @dataclass(frozen=True)
 class Rank0:
-    """The number of rank 0 alone."""
+    """Value of rank 0 only."""
 
     value: Number
 
@@ -60,59 +60,61 @@ Metric = Number | Mean | Sum | Rank0 | None
 
 
 class WorkloadError(Exception):
-    """The workload or the configuration cannot work; trying again would not help."""
+    """The workload or the configuration cannot work; retrying would not help."""
 
 
 class Workload(Protocol):
-    """The seam between the loop and what it trains; made by `Class(config, **config.workload.args)`."""
+    """Interface between the loop and the trained model; created by `Class(config, **config.workload.args)`."""
 
     def build_model(self) -> nn.Module:
-        """The model, on the CPU or on the meta device; torch is seeded alike on every rank."""
+        """Return the model, on the CPU or on the meta device; torch has the same seed on every rank."""
 
     def parallelize(self, model: nn.Module, layout: Layout) -> nn.Module:
         """Shard the model and move it to `layout.device`; afterwards every parameter has its initial value."""
 
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """The optimizer; its groups' `lr` follows the schedule, times the group's `lr_scale` if it has one."""
+        """Return the optimizer; its groups' `lr` follows the schedule, times the group's `lr_scale` if present."""
 
     def build_data(self, layout: Layout) -> Data | StatefulData:
-        """This rank's data; ranks that share layers (tp) or sequences (cp) read the same."""
+        """Return this rank's data; ranks that share layers (tp) or sequences (cp) read the same."""
 
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
-        """Mean loss over one micro-batch, a scalar; micro-batches and ranks weigh the same."""
+        """Return the mean loss over a micro-batch, a scalar; all micro-batches and ranks have equal weight."""
 
 
 class Scheduler(Protocol):
-    """A learning-rate schedule of the user's own; those of `torch.optim.lr_scheduler` are some."""
+    """A user's own learning-rate schedule, for example from `torch.optim.lr_scheduler`."""
 
     def step(self) -> None:
-        """Called after every optimizer step; sets the groups' `lr` for the next one."""
+        """Set the groups' `lr` for the next step; called after every optimizer step."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What a restart must restore."""
+        """Return the state that a restart must restore."""
 
     def load_state_dict(self, state: dict[str, Any], /) -> None:
-        """Restore it."""
+        """Restore the state."""
 
 
 class BaseWorkload:
     """Defaults: every child of the model sharded by FSDP, AdamW, token shards from `data.path`.
 
-    Its last five methods are hooks that change nothing unless they are overridden.
+    Its last five methods are hooks that do nothing unless overridden.
     """
 
     strictly_deterministic = False
-    """True: an operation without a deterministic kernel raises. False: it warns, and fused attention on GPUs is free
-    to differ in the last bits between two runs."""
+    """True: an operation without a deterministic kernel raises.
+
+    False: it warns, and fused attention on GPUs may differ in the last bits between two runs.
+    """
 
     flops_per_step: float | None = None
-    """Model FLOPs of one optimizer step over all ranks, forward and backward: for TFLOP/s and MFU in steps.jsonl."""
+    """Model FLOPs of an optimizer step over all ranks, forward and backward: for TFLOP/s and MFU in steps.jsonl."""
 
     def __init__(self, config: JobConfig, **args: Any) -> None:
         self.config, self.args = config, args
 
     def parallelize(self, model: nn.Module, layout: Layout) -> nn.Module:
-        """FSDP over `fsdp_units` and the rest; has no plan for tensor parallelism and for shared sequences."""
+        """Apply FSDP to `fsdp_units` and the rest of the model; supports neither tensor nor context parallelism."""
         if refused := missing_parallelize(type(self), self.config):
             raise WorkloadError(refused)
         model.to(layout.device)
@@ -137,7 +139,7 @@ class BaseWorkload:
             )
         try:
             return self._token_data(layout)
-        except TokensError:  # a folder that cannot be read may be readable on another node
+        except TokensError:  # a folder that is unreadable here may be readable on another node
             raise
         except ValueError as error:
             raise WorkloadError(str(error)) from error
@@ -152,21 +154,21 @@ class BaseWorkload:
         )  # fmt: skip
 
     def build_scheduler(self, optimizer: torch.optim.Optimizer) -> Scheduler | None:
-        """A learning-rate schedule of your own; None: `optimizer.lr` with warm-up and a cosine.
+        """Return your own learning-rate schedule; None: `optimizer.lr` with warm-up and a cosine.
 
         `ReduceLROnPlateau` steps after every validation, with the first number that `validate` returns.
         """
         return None
 
     def validate(self, model: nn.Module) -> Mapping[str, Metric]:
-        """Called after every `validation.every` steps and after the last one, on every rank, without gradients.
+        """Return validation metrics; called on every rank after every `validation.every` steps and after the last one.
 
-        The model is in eval mode meanwhile, and the random generators are put back afterwards.
+        The model is in eval mode without gradients, and the random generators are restored afterwards.
         """
         return {}
 
     def metrics(self) -> Mapping[str, Metric]:
-        """Numbers of this step, asked for after its backward pass, on every rank."""
+        """Return numbers of this step; called after its backward pass, on every rank."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:
@@ -177,7 +179,7 @@ class BaseWorkload:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` has returned; called after model and optimizer have been restored."""
+        """Restore the result of `state_dict`; called after model and optimizer have been restored."""
         if state:
             names = ", ".join(sorted(map(str, state))[:4])
             raise WorkloadError(
@@ -188,9 +190,9 @@ class BaseWorkload:
 
 @contextmanager
 def evaluating() -> Iterator[None]:
-    """For a workload that evaluates, or does anything else that takes minutes, within its data or its loss.
+    """Mark an evaluation, or other work that takes minutes, within the workload's data or loss.
 
-    What is inside has the limit of a slow phase, and is no work of the step. Does nothing outside a rank.
+    The block has the time limit of a slow phase and does not count as work of the step. Has no effect outside a rank.
     """
     tracker = current_tracker()
     if tracker is None:
@@ -204,14 +206,14 @@ def evaluating() -> Iterator[None]:
 
 
 def hook(workload: object, name: str) -> Callable[..., Any] | None:
-    """An optional method of a workload; None when it has none, or only the one of BaseWorkload."""
+    """Return an optional method of a workload; None if it is missing or inherited from BaseWorkload."""
     found = getattr(workload, name, None)
     inherited = getattr(type(workload), name, None) is getattr(BaseWorkload, name)
     return found if callable(found) and not inherited else None
 
 
 def missing_parallelize(kind: type[Any], config: JobConfig) -> str:
-    """Why a class that leaves `parallelize` to BaseWorkload cannot have this layout; empty when it can."""
+    """Return why a class that inherits BaseWorkload's `parallelize` cannot have this layout; empty if it can."""
     if getattr(kind, "parallelize", None) is not BaseWorkload.parallelize:
         return ""
     parallel = config.parallel
@@ -224,7 +226,7 @@ def missing_parallelize(kind: type[Any], config: JobConfig) -> str:
 
 
 def _refuse_batch_norm(model: nn.Module, layout: Layout, config: JobConfig) -> None:
-    """CPUs have no BatchNorm whose weights are half as wide as its running statistics."""
+    """Refuse BatchNorm in half precision on CPUs, which lack kernels with running statistics of another width."""
     found = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
     if found and layout.device.type == "cpu" and config.train.dtype != "float32":
         raise WorkloadError(
@@ -233,7 +235,7 @@ def _refuse_batch_norm(model: nn.Module, layout: Layout, config: JobConfig) -> N
 
 
 def build_optimizer(workload: Workload, model: nn.Module) -> torch.optim.Optimizer:
-    """The workload's optimizer; raises WorkloadError for one of its own that cannot be kept in host memory."""
+    """Return the workload's optimizer; raises WorkloadError for a custom one that cannot be kept in host memory."""
     made = workload.build_optimizer(model)
     config = getattr(workload, "config", None)
     if isinstance(config, JobConfig) and offloads_optimizer(config) and not isinstance(made, HostAdamW):
@@ -245,7 +247,7 @@ def build_optimizer(workload: Workload, model: nn.Module) -> torch.optim.Optimiz
 
 
 def build_scheduler(workload: object, optimizer: torch.optim.Optimizer) -> Scheduler | None:
-    """The workload's own schedule, if it has one; raises WorkloadError for one that cannot be restored."""
+    """Return the workload's own schedule, or None; raises WorkloadError for a schedule that cannot be restored."""
     make = hook(workload, "build_scheduler")
     made: Scheduler | None = make(optimizer) if make is not None else None
     missing = [name for name in ("step", "state_dict", "load_state_dict") if not callable(getattr(made, name, None))]
@@ -255,7 +257,7 @@ def build_scheduler(workload: object, optimizer: torch.optim.Optimizer) -> Sched
 
 
 def mixed_precision(config: JobConfig) -> MixedPrecisionPolicy:
-    """bfloat16 or float16 forward and backward with gradients reduced in float32, or float32 throughout."""
+    """Return the policy: half precision with gradients reduced in float32, or float32 throughout."""
     if config.train.dtype == "float32":
         return MixedPrecisionPolicy()
     half = torch.float16 if config.train.dtype == "float16" else torch.bfloat16
@@ -263,10 +265,10 @@ def mixed_precision(config: JobConfig) -> MixedPrecisionPolicy:
 
 
 def find(config: WorkloadConfig) -> type[Any]:
-    """Import the class that `workload.target` names; raises WorkloadError with the place and the reason."""
+    """Import the class named by `workload.target`; raises WorkloadError with place and reason."""
     for folder in config.path:
         if folder not in sys.path:
-            sys.path.append(folder)  # after ours, so that a user's module never shadows one of orch
+            sys.path.append(folder)  # after orch's folders, so that a user's module never shadows one of orch
     module_name, _, class_name = config.target.partition(":")
     if not class_name:
         raise WorkloadError(f"workload.target={config.target}: must look like package.module:Class")
@@ -282,7 +284,7 @@ def find(config: WorkloadConfig) -> type[Any]:
 
 
 def build(config: JobConfig) -> Workload:
-    """Make the workload; arguments that its class does not take are a WorkloadError."""
+    """Create the workload; raises WorkloadError for arguments that its class does not take."""
     kind = find(config.workload)
     try:
         made: Workload = kind(config, **config.workload.args)

@@ -1,6 +1,6 @@
 """The table of known sentences in errors and logs with their meanings; each reader draws its own conclusions.
 
-A match reports only what was printed. It does not show which node is bad and is not a verdict by itself.
+A match reports only what was printed. It neither shows which node is bad nor decides a verdict.
 """
 
 import re

@@ -68,7 +68,7 @@ class AttemptResult(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Culprit:
-    """One of several root causes of a failure."""
+    """A root cause of a failure that has several."""
 
     rank: int
     node: str
@@ -230,7 +230,7 @@ class Blame(StrEnum):
 
     NOTHING = "nothing"
     WEAK = "weak"  # it happened on the node: evidence only if more frequent than on other nodes
-    NODE = "node"  # evidence against the node by itself
+    NODE = "node"  # sufficient evidence against the node
 
 
 class Losses(StrEnum):

@@ -1,4 +1,4 @@
-"""Layouts near the requested one that fit. Pure."""
+"""Layouts that fit and are near the requested layout. Pure."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -140,7 +140,7 @@ _WHOLE_COST = 4.0
 def fixes(config: JobConfig, may_change: MayChange, *, second: bool) -> list[Fix]:
     """Return alternative ways to make the config fit, best first; empty if none is known.
 
-    `second`: also return the best one that changes other keys. If the sizes of model and batch may not change, only
+    `second`: also return the best fix that changes other keys. If the sizes of model and batch may not change, only
     other numbers of nodes may be left.
     """
     found = _ranked(config, may_change)

@@ -60,7 +60,7 @@ def log_files(path: Path) -> list[Path]:
 
 
 def read_tail(path: Path, nbytes: int) -> bytes:
-    """Return the last bytes of a log, across its files; raises FileNotFoundError if there is no log."""
+    """Return the last bytes of a log, across its files; raises FileNotFoundError for a missing log."""
     parts: list[bytes] = []
     seen: set[int] = set()
     for file in _opened_newest_first(path):

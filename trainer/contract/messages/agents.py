@@ -224,7 +224,7 @@ class ForkServerDied:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GenerationGone:
-    """No process of this generation is left on the node."""
+    """All processes of this generation on the node are gone."""
 
     generation: int
 
@@ -279,7 +279,7 @@ class StartGeneration:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AskStop:
-    """Ask all ranks to save and stop, or to save and continue, within so many seconds."""
+    """Ask all ranks to save and stop, or to save and continue, within `seconds`."""
 
     reason: StopReason
     seconds: float
@@ -287,14 +287,14 @@ class AskStop:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpectStop:
-    """Ranks will be asked to stop in so many seconds."""
+    """Ranks will be asked to stop in `seconds`."""
 
     seconds: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QueryFlights:
-    """Send the flight records of live ranks that answer within so many seconds."""
+    """Send the flight records of live ranks that answer within `seconds`."""
 
     generation: int
     serial: int
@@ -324,7 +324,7 @@ class InjectFault:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReportOften:
-    """Report more often for so many seconds."""
+    """Report more often for `seconds`."""
 
     seconds: float
 

@@ -1,7 +1,7 @@
 """PURE: messages as lines of JSON. Decoding checks every value against the type declared in its dataclass.
 
-A line is an object: `say` names the message, the other keys are its fields; fields with their default value are left
-out. Unknown keys are ignored, because newer processes may add some.
+A line is an object. Its key `say` names the message, the other keys are its fields; fields with their default value are
+left out. Unknown keys are ignored, because newer processes may add some.
 """
 
 import json

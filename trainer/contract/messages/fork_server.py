@@ -78,7 +78,7 @@ class SpawnFailed:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankEnded:
-    """The process of a rank has ended, by itself or by a signal."""
+    """The process of a rank has exited or was killed by a signal."""
 
     rank: int
     exit_code: int | None = None
@@ -87,7 +87,7 @@ class RankEnded:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankGone:
-    """No process of a rank is left, including its children."""
+    """All processes of a rank, including its children, are gone."""
 
     rank: int
 

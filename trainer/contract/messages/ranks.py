@@ -26,7 +26,7 @@ class Speeds:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Saves:
-    """Why saves of so many bytes fail; an empty reason: they work."""
+    """Reason of failing saves, and their bytes; an empty reason: saves work."""
 
     reason: str
     size: int

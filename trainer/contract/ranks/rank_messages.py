@@ -37,7 +37,7 @@ def generation_mark(generation: int) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class RankSpec:
-    """One rank of one generation. Descriptors belong to the started process."""
+    """Start order of a rank in a generation. Descriptors belong to the started process."""
 
     run_dir: str
     attempt: int
@@ -201,7 +201,7 @@ def _decode_runs(encoded: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
 def place_variables(
     *, rank: int, local_rank: int, world_size: int, local_world_size: int, node_rank: int, generation: int, run_id: str
 ) -> dict[str, str]:
-    """Return torchrun's variables, except the store's address and those that the launcher sets for itself."""
+    """Return torchrun's variables, except the store's address and the variables that the launcher sets."""
     variables = {
         "RANK": rank,
         "LOCAL_RANK": local_rank,

@@ -27,7 +27,7 @@ _MOST = 1 << 20
 """Maximum size of a file of secrets in bytes."""
 
 
-class SecretsRefused(Exception):  # noqa: N818  # it says what is refused
+class SecretsRefused(Exception):  # noqa: N818  # the name gives what is refused
     """Secrets are unavailable, or readable by other users; the message never contains a value."""
 
     def __init__(self, what: str, hint: str) -> None:

@@ -66,7 +66,7 @@ class Redactor:
         return _replaced(text, self._unique)
 
     def beginning_at_end(self, data: bytes) -> int:
-        """Return the index where the end of `data` may begin a value; its length if there is no such index."""
+        """Return the index where the end of `data` may begin a value, or its length."""
         longest = len(self._data[0][0]) if self._data else 1
         for at in range(max(0, len(data) - longest + 1), len(data)):
             if data[at : at + 1] in self._first and any(form.startswith(data[at:]) for form, _ in self._data):

@@ -37,23 +37,23 @@ class Timeouts:
     """Time limits in seconds; tests pass shorter ones."""
 
     join: float = 300.0
-    """All agents join. srun starts them within seconds, but file systems show new files late."""
+    """Wait for all agents to join. srun starts them within seconds, but file systems show new files late."""
     preflight: float = 120.0
-    """All agents report their preflight."""
+    """Wait for all agents to report their preflight."""
     ready: float = 1800.0
-    """All fork servers start. Importing torch from a busy parallel file system takes minutes at worst."""
+    """Wait for all fork servers to start. Importing torch from a busy parallel file system takes minutes at worst."""
     more_nodes: float = 10.0
-    """Additional nodes join or pass preflight after the job already has as many as it needs."""
+    """Wait for more nodes to join or pass preflight, once the job has as many as it needs."""
     kill: float = 60.0
-    """The ranks of a failed generation exit."""
+    """Wait for the ranks of a failed generation to exit."""
     rejoin: float = 5.0
-    """An agent that disconnected before its first message rejoins; its connection may have timed out."""
+    """Wait for an agent to rejoin that disconnected before its first message; its connection may have timed out."""
     verdict: float = 5.0
-    """A verdict is written, or records of dead ranks are read. A hung file system delays the kill by this much."""
+    """Limit for writing a verdict or reading records of dead ranks. A hung file system delays the kill by this much."""
     heartbeat: float = 5.0
-    """A heartbeat is written; the next one is due after a second."""
+    """Limit for writing a heartbeat; the next one is due after a second."""
     outcome: float = 10.0
-    """The outcome is written. The agents must learn of the end afterwards, and Slurm's KillWait is 30."""
+    """Limit for writing the outcome. The agents must still learn of the end afterwards, and Slurm's KillWait is 30."""
 
 
 MOST = 64

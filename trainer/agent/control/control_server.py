@@ -36,19 +36,19 @@ from trainer.contract.requests import Request
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AgentJoined:
-    """An agent was admitted."""
+    """Inbox message: an agent was admitted."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AgentLost:
-    """The connection to an agent has ended."""
+    """Inbox message: the connection to an agent has ended."""
 
     reason: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AgentRefused:
-    """An agent with a different protocol tried to join."""
+    """Inbox message: an agent with a different protocol tried to join."""
 
     name: str
     reason: str
@@ -56,17 +56,17 @@ class AgentRefused:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tick:
-    """A second has passed."""
+    """Inbox message: a second has passed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fenced:
-    """The attempt's launch token was revoked."""
+    """Inbox message: the attempt's launch token was revoked."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RequestFound:
-    """A request was found in the run directory."""
+    """Inbox message: a request was found in the run directory."""
 
     request: Request
 

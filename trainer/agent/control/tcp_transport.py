@@ -150,11 +150,11 @@ Heard = TypeVar("Heard")
 
 
 class WireError(Exception):
-    """The received bytes are not a message."""
+    """Raised if the received bytes are not a message."""
 
 
 class Unproven(WireError):
-    """The sender does not have the token, or the line is not the next one in its sequence."""
+    """Raised if the sender does not have the token, or the line is not the next one in its sequence."""
 
 
 class NotGreeted(ConnectionError):
@@ -162,7 +162,7 @@ class NotGreeted(ConnectionError):
 
 
 class ForeignProtocol(WireError):
-    """The coordinator speaks another protocol, so retrying is useless."""
+    """Raised if the coordinator speaks another protocol, so that retrying is useless."""
 
 
 class Peer(asyncio.Protocol, Generic[Sent, Heard]):

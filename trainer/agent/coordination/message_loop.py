@@ -57,7 +57,7 @@ class RequestInbox:
 
 
 class Refused(Exception):
-    """This process must not train; the message gives the reason."""
+    """Raised if this process must not train; the message gives the reason."""
 
 
 async def wait_for_go(path: Path, identity: NodeIdentity, attempt: int, *, seconds: float | None = None) -> LaunchToken:

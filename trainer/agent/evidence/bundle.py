@@ -98,7 +98,7 @@ Find = Callable[[float], Awaitable[bytes]]
 
 
 class Unavailable(Exception):  # noqa: N818  # not an error: a stopped process cannot answer
-    """This item is not available; the text gives the reason."""
+    """Raised if an item is not available; the text gives the reason."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -153,7 +153,7 @@ def analyse(
     flights: Iterable[FlightRecord], expected_ranks: Iterable[int], unanswered: Iterable[int] = (),
     never_sent: Iterable[int] = (),
 ) -> Finding:  # fmt: skip
-    """Compare flight records, paired by group and sequence number; `unanswered` ranks were queried in vain.
+    """Compare flight records, paired by group and sequence number; `unanswered` ranks were queried without an answer.
     `never_sent`: ranks known to have omitted a message that another rank waits for.
     """
     records = Records(flights, expected_ranks, unanswered)

@@ -20,7 +20,7 @@ class Stall:
     late: tuple[int, ...]  # never entered it
     queued: tuple[int, ...]  # called it, but their GPUs have not begun it while others' have
     silent: tuple[int, ...]  # did not answer
-    unknown: tuple[int, ...]  # neither answered nor queried
+    unknown: tuple[int, ...]  # have no record and are not in `silent`
     entry: Entry | None  # as seen by one of the ranks inside
     doubtful: bool = False  # the group was created again, and the records do not show which ranks are in which lifetime
 

@@ -143,7 +143,7 @@ class ForkServerLink:
         os.close(self._death)
 
     async def stop(self) -> bool:
-        """End the fork server; returns True if it exited on its own with its ranks reaped."""
+        """End the fork server; returns True if it left no ranks, having reaped them or not started any."""
         if self._lost:
             return False
         # On the end of its socket it kills its remaining ranks and exits.

@@ -17,7 +17,7 @@ SHORTEST_READ = 1.0
 
 
 class HungFileSystem(OSError):
-    """A file system that does not answer; the message includes the path."""
+    """Raised if a file system does not answer; the message includes the path."""
 
     def __init__(self, path: Path, seconds: float) -> None:
         super().__init__(f"the file system does not answer for {seconds:.0f} s: {path}")

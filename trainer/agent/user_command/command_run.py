@@ -79,7 +79,9 @@ class CommandMemory:
 
     @classmethod
     def before(cls, run: RunDir, attempt: int) -> "CommandMemory":
-        """Return the newest state left by an earlier attempt; empty if none or unreadable. Raises OSError."""
+        """Return the newest state left by an earlier attempt; without failures and checkpoints if none or unreadable.
+        Raises OSError.
+        """
         for earlier in reversed(run.all_attempts()):
             if earlier.number < attempt and (found := _read(earlier.command_memory)) is not None:
                 return found

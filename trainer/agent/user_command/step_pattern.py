@@ -26,7 +26,7 @@ _TAIL = 64 * 1024
 
 
 class SlowPattern(Exception):  # noqa: N818  # it names the pattern
-    """The pattern takes too long on the program's output."""
+    """Raised if the pattern takes too long on the program's output."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -168,5 +168,5 @@ def _extended(silent: _Limit, longest: float, began: float, alive: float) -> All
 
 
 def format_seconds(seconds: float) -> str:
-    """Format a duration with at most three significant digits below 10 s."""
+    """Format a duration as "0.53 s", "5.3 s" or "53 s"."""
     return f"{seconds:.2f} s" if seconds < 1 else f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"

@@ -157,7 +157,9 @@ class _Group:
         return {place: ratio for place, ratio in ratios.items() if ratio > bar}
 
     def _raised_for_long(self, noise: float) -> dict[int, float]:
-        """Return ranks whose long window is raised without its hiccups. Only ranks with a raised mean are checked."""
+        """Return the ratios of ranks whose long window is raised without its hiccups, by position.
+        Only raised means are checked.
+        """
         block = [value / self._scale(place) for place, value in enumerate(self._each_step(self._block, _TOTAL))]
         bar = stragglers.raised(LONG, noise, self._config)
         least = bar * stragglers.reference(sorted(block))

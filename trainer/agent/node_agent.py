@@ -294,7 +294,7 @@ class NodeAgent:
         asyncio.get_running_loop().add_reader(handle, self._on_pid_dead, self._ranks, local)
 
     def _on_pid_dead(self, ranks: LocalRanks, local: LocalRank) -> None:
-        """Await the exit report of a rank reported dead by the kernel; its fork server sends it within milliseconds."""
+        """Await the exit report of a rank that the kernel reports dead; a fork server that sends none is killed."""
         assert local.handle is not None
         asyncio.get_running_loop().remove_reader(local.handle)
 

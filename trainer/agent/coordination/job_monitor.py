@@ -145,7 +145,7 @@ class JobMonitor:
         return None if incident is None else await self._conclude(incident)
 
     async def _find_desync(self, ends: Sequence[RankEnd]) -> Failure | None:
-        """Return the failure of ranks that called different collectives. Each dead rank reports only lost peers."""
+        """Return the failure of ranks that called different collectives but report only lost peers."""
         world = self._config.cluster.world_size
         try:
             finding = await background_tasks.run_detached(

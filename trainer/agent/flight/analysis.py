@@ -34,7 +34,7 @@ _WAYS = 4
 
 
 def desync(records: Records) -> Finding | None:
-    """Return the first unfinished collective that ranks entered differently, or None."""
+    """Return the first collective that ranks entered differently, except long completed ones; None if none."""
     for key, by_sequence in records.numbers.items():
         if key in records.doubtful:
             continue

@@ -77,7 +77,7 @@ def _stat(path: Path) -> list[str]:
 
 
 def _cpu_seconds(pid: int, ticks: float) -> float:
-    """Return CPU time to the nanosecond, or `ticks`, in hundredths of a second, if the kernel has no clock for it."""
+    """Return CPU seconds to the nanosecond; without a kernel clock for it, `ticks`, seconds at 10 ms resolution."""
     try:
         return time.clock_gettime((~pid << 3) | _CPU_CLOCK)
     except OSError:

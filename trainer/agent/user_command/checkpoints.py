@@ -106,7 +106,7 @@ def find_written_later(found: Sequence[CommandCheckpoint], config: CommandCheckp
 
 def _dated_entries(one: CommandCheckpoint, config: CommandCheckpointsConfig) -> Iterator[tuple[str, list[int], int]]:
     """Yield matching names, with the numbers before the step and the time of the oldest file (ns).
-    Oldest, since results may be added later.
+    Files added later, such as results, thus do not count.
     """
     for name in (one.path.name, *one.siblings):
         if config.step_of(name) is not None:

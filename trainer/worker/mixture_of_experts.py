@@ -180,7 +180,7 @@ class TokenExchange:
     """Exchanges tokens with the ranks of `group`, which have equally many experts, in rank order.
 
     A rank with popular experts computes more than its peers. That work belongs to all of them and is excluded from the
-    rank's timing, so that a slow rank is one that is slow in everything else.
+    rank's timing, so that only other slowness makes a rank a straggler.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:

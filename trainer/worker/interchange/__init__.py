@@ -1,1 +1,1 @@
-"""Weights from and for other programs: imports, exports, Hugging Face's names."""
+"""Exchange of weights with other programs: imports, exports, Hugging Face names."""

@@ -32,7 +32,7 @@ MODEL, _BUFFERS = "model/", buffers_name(0)
 
 
 def model_keys(source: SealedCheckpoint) -> dict[str, str]:
-    """The model's own names -> keys; of buffers that differ between ranks those of the first one. Raises Refused."""
+    """Return the model's own names -> keys; buffers that differ between ranks come from rank 0. Raises Refused."""
     found = {}
     for prefix in (MODEL, _BUFFERS):
         keys = sorted(key for key in source.index.tensors if key.startswith(prefix))
@@ -43,7 +43,7 @@ def model_keys(source: SealedCheckpoint) -> dict[str, str]:
 
 
 def further_names(source: SealedCheckpoint, known: Mapping[str, str]) -> dict[str, str]:
-    """Further names of tensors that the model shares (tied embeddings) -> keys; of a checkpoint that has them noted."""
+    """Return further names of shared tensors (tied embeddings) -> keys, if the checkpoint recorded them."""
     noted = source.manifest.extra.get(SHARED_NAMES)
     names = noted if isinstance(noted, dict) else {}
     return {str(name): known[first] for name, first in names.items() if name not in known and first in known}
@@ -61,7 +61,7 @@ class CheckpointTensors:
 
 
 def weights_of(source: SealedCheckpoint, place: Path) -> ImportSource:
-    """The weights alone: no optimizer, no step, no place in the data."""
+    """Return only the weights: no optimizer, step or data position."""
     keys = model_keys(source)
     fingerprints = {name: source.fingerprints[key] for name, key in keys.items() if key in source.fingerprints}
     return ImportSource(place=place, model=CheckpointTensors(source, keys), fingerprints=fingerprints)
@@ -73,19 +73,19 @@ _OTHER_PREFIXES = tuple(prefix for prefix in PREFIXES if prefix != _OPTIMIZER)
 
 @dataclass(frozen=True, kw_only=True)
 class ExportRequest:
-    """What to export, and how."""
+    """Request for an export."""
 
     to: str
     """`safetensors` or `torch`."""
     folder: Path
     dtype: str | None = None
-    """What floating-point tensors are converted to; None leaves them as they are."""
+    """Conversion of floating-point tensors; None leaves them as they are."""
     with_optimizer: bool = False
     largest: int = LARGEST_FILE
-    """Bytes of values in one safetensors file."""
+    """Maximum bytes of values in one safetensors file."""
     run: str | None = None
     config: JobConfig | None = None
-    """The run's configuration; without it nothing is known but names."""
+    """The run's configuration; without it only names are known."""
 
     @property
     def built_in(self) -> bool:
@@ -95,9 +95,9 @@ class ExportRequest:
 def export(
     storage: Storage, name: str, request: ExportRequest, progress: Callable[[int, int], None] | None = None
 ) -> tuple[Exported, dict[str, Any]]:
-    """Write `order.folder` whole or not at all; what was written, and the provenance that lies beside it.
+    """Write `request.folder` atomically; returns the exported files and the provenance stored beside them.
 
-    Raises Refused when a byte is not as it was written, FileExistsError when the folder holds something, OSError.
+    Raises Refused if a byte differs from the original, FileExistsError if the folder is not empty, OSError.
     """
     with SealedCheckpoint(storage, name) as source, new_folder(request.folder) as draft:
         if request.to == "torch":
@@ -124,7 +124,7 @@ def _dtype(source: SealedCheckpoint, key: str, request: ExportRequest) -> torch.
 
 
 def _safetensors_names(source: SealedCheckpoint, request: ExportRequest) -> list[ExportedTensor]:
-    """Hugging Face's names for the built-in model, the model's own for any other."""
+    """Return Hugging Face names for the built-in model, the model's own names for any other."""
     model = model_keys(source)
     if request.built_in:
         assert request.config is not None
@@ -136,7 +136,7 @@ def _safetensors_names(source: SealedCheckpoint, request: ExportRequest) -> list
             raise Refused(source.manifest.name, f"does not hold the built-in model of its configuration: {odd}")
         model = {theirs[name]: model[name] for name in theirs}
     else:
-        model |= further_names(source, model)  # strict loading wants every name
+        model |= further_names(source, model)  # strict loading requires every name
     return [ExportedTensor(key=key, name=name, dtype=_dtype(source, key, request)) for name, key in model.items()]
 
 
@@ -148,7 +148,7 @@ def _torch_names(source: SealedCheckpoint, request: ExportRequest) -> list[Expor
     ]
     if request.with_optimizer:
         keys = sorted(key for key in source.index.tensors if key.startswith(PREFIXES))
-        # The moments stay as exact as they are: a rounded second moment is another optimizer.
+        # The moments keep their precision: a rounded second moment changes the optimizer.
         wanted += [ExportedTensor(key=key, name=key, dtype=source.dtype(key)) for key in keys]
     return wanted
 
@@ -158,10 +158,10 @@ def _nested(source: SealedCheckpoint, request: ExportRequest) -> Callable[[Mappi
         model = {name.removeprefix(MODEL): t for name, t in tensors.items() if name.startswith(MODEL)}
         keys = model_keys(source)
         names = {key: name for name, key in keys.items()}
-        # Strict loading wants every name of a shared tensor.
+        # Strict loading requires every name of a shared tensor.
         model |= {name: model[names[key]] for name, key in further_names(source, keys).items()}
         if request.built_in and "output.weight" not in model and "embedding.weight" in model:
-            model["output.weight"] = model["embedding.weight"]  # of a checkpoint that has no further names noted
+            model["output.weight"] = model["embedding.weight"]  # older checkpoints record no further names
         state: dict[str, dict[str, Tensor]] = {}
         for name, tensor in tensors.items():
             if name.startswith(_OPTIMIZER):
@@ -169,7 +169,7 @@ def _nested(source: SealedCheckpoint, request: ExportRequest) -> Callable[[Mappi
                 state.setdefault(parameter, {})[key] = tensor
         manifest = source.manifest
         made = {"run": request.run, "checkpoint": manifest.name, "schema": PROVENANCE_SCHEMA}
-        # Beside the state of the parameters: tensors of the groups; what is no tensor is in `extra`.
+        # Besides the parameters' state: tensors of the groups; other values are in `extra`.
         more = {name: tensor for name, tensor in tensors.items() if name.startswith(_OTHER_PREFIXES)}
         optimizer = (
             {"optimizer": {"state": state, **({"more": more} if more else {})}} if request.with_optimizer else {}
@@ -182,7 +182,7 @@ def _nested(source: SealedCheckpoint, request: ExportRequest) -> Callable[[Mappi
 def _provenance(
     source: SealedCheckpoint, request: ExportRequest, wanted: list[ExportedTensor], done: Exported
 ) -> dict[str, Any]:
-    """Enough to prove later, without the checkpoint at hand, that nothing was lost."""
+    """Return the provenance, which can later prove without the checkpoint that nothing was lost."""
     manifest = source.manifest
     own = MODEL if request.to == "torch" else ""
     return {

@@ -1,6 +1,6 @@
-"""The built-in model under Hugging Face's names: tensors, `config.json`, and what of a foreign one does not fit.
+"""The built-in model in Hugging Face's format: tensor names, `config.json`, and unsupported settings.
 
-Both rotate the halves of a head against each other, so that weights need no permutation, only other names.
+Both rotate the halves of a head against each other, so weights need no permutation, only other names.
 """
 
 from collections.abc import Iterator, Mapping
@@ -33,7 +33,7 @@ _REQUIRED = {
 
 
 def names(config: ModelConfig) -> dict[str, str]:
-    """Our name of every parameter -> Hugging Face's; with tied embeddings there is no output matrix."""
+    """Return the orch name -> Hugging Face name of every parameter; tied embeddings have no output matrix."""
     found = dict(_OUTSIDE_LAYERS)
     if config.tie_embeddings:
         del found["output.weight"]
@@ -44,12 +44,12 @@ def names(config: ModelConfig) -> dict[str, str]:
 
 
 def is_unneeded(name: str, config: ModelConfig) -> bool:
-    """Whether a tensor of theirs has nothing that our model needs: rotary tables, the second copy of tied weights."""
+    """Return whether a Hugging Face tensor is redundant: rotary tables, the second copy of tied weights."""
     return name.endswith("rotary_emb.inv_freq") or (config.tie_embeddings and name == "lm_head.weight")
 
 
 def config_json(config: ModelConfig, *, seq_len: int, dtype: str) -> dict[str, Any]:
-    """`config.json` for `transformers`; its vocabulary is the padded one, so that all logits are the same."""
+    """Return `config.json` for `transformers`; its vocabulary is the padded one, so that all logits are equal."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -63,7 +63,7 @@ def config_json(config: ModelConfig, *, seq_len: int, dtype: str) -> dict[str, A
         "max_position_embeddings": seq_len,
         "hidden_act": "silu",
         "rms_norm_eps": config.norm_eps,
-        # Both words for the same: releases 5 read the second, older ones the first.
+        # Two keys for the same value: release 5 reads the second, older releases the first.
         "rope_theta": config.rope_theta,
         "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
         "rope_scaling": None,
@@ -79,9 +79,9 @@ def config_json(config: ModelConfig, *, seq_len: int, dtype: str) -> dict[str, A
 
 
 def mismatches(theirs: Mapping[str, Any], config: ModelConfig) -> Iterator[tuple[str, str]]:
-    """What of a foreign `config.json` our model cannot be as configured: in words, and the override that fixes it.
+    """Yield the settings of a foreign `config.json` that do not fit, with the overrides that fix them.
 
-    The override is empty where the built-in model has no such part at all.
+    The override is empty if the built-in model lacks the feature.
     """
     if config.experts.count:
         yield "it has no experts, as every Llama", "model.experts.count=0"
@@ -99,7 +99,7 @@ def mismatches(theirs: Mapping[str, Any], config: ModelConfig) -> Iterator[tuple
         if value is not None and value != mine:
             said = str(value).lower() if isinstance(value, bool) else value
             yield f"its {key} is {value}, model.{field} is {mine}", f"model.{field}={said}"
-    # A vocabulary without its padding is one with it.
+    # The vocabulary may be given with or without its padding.
     vocabulary = theirs.get("vocab_size")
     if isinstance(vocabulary, int) and not config.vocab_size <= vocabulary <= config.embedding_rows:
         said = f"its vocab_size is {vocabulary}, model.vocab_size is {config.vocab_size}"

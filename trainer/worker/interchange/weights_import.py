@@ -1,4 +1,4 @@
-"""Imports foreign weights as a checkpoint that a run begins with: names, shapes and dtypes are checked one by one."""
+"""Import of foreign weights as a run's first checkpoint: names, shapes and dtypes are checked one by one."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -28,7 +28,7 @@ from trainer.worker.main import users_code
 from trainer.worker.saved_state.checkpoint_contents import OWN_BUFFERS, buffers_name, model_tensors, shared_tensors
 
 PROVENANCE = "orch.json"
-"""What an export of ours says about itself."""
+"""File with the provenance of an export."""
 
 PROVENANCE_SCHEMA = "orch.export/1"
 TORCH_FILE = "checkpoint.pt"
@@ -40,24 +40,24 @@ _WRAPPERS = ("module.", "_orig_mod.")
 
 @dataclass(frozen=True, kw_only=True)
 class ImportSource:
-    """What somebody gives: tensors of a model by their names there, tensors of an optimizer, plain facts."""
+    """Data to import: tensors of a model and an optimizer under their original names, and plain facts."""
 
     place: Path
     model: ExternalTensors
     optimizer: Mapping[str, Tensor] = field(default_factory=dict)
     more: Mapping[str, Tensor] = field(default_factory=dict)
-    """Tensors of the optimizer that belong to no parameter, by their keys."""
+    """Optimizer tensors that belong to no parameter, by key."""
     step: int = 0
     facts: Mapping[str, Any] = field(default_factory=dict)
     config: Mapping[str, Any] | None = None
     """Hugging Face's `config.json`."""
     fingerprints: Mapping[str, str] = field(default_factory=dict)
-    """Fingerprints that were written down when it was exported, by name."""
+    """Fingerprints recorded at export, by name."""
 
 
 @dataclass(kw_only=True)
 class ImportPlan:
-    """The new checkpoint's tensors; what does not fit in words, each with the override that fixes it or nothing."""
+    """The new checkpoint's tensors, and complaints with the overrides that fix them (or an empty string)."""
 
     tensors: dict[str, ImportedTensor] = field(default_factory=dict)
     complaints: list[tuple[str, str]] = field(default_factory=list)
@@ -66,7 +66,7 @@ class ImportPlan:
 
 
 def open_source(place: Path) -> ImportSource:
-    """A Hugging Face folder, an export of ours, a safetensors file or a torch file; raises Refused or OSError."""
+    """Open a Hugging Face folder, an export of orch, a safetensors file or a torch file; raises Refused or OSError."""
     folder = place if place.is_dir() else place.parent
     fingerprints = _fingerprints(folder)
     if place.is_dir() and (place / TORCH_FILE).exists() and not list(place.glob("*.safetensors")):
@@ -112,7 +112,7 @@ def _torch_source(place: Path, fingerprints: Mapping[str, str]) -> ImportSource:
     model = next((value[key] for key in _MODEL_KEYS if isinstance(value.get(key), Mapping)), value)
     given = _unwrapped(flat(model))
     optimizer = flat(value.get("optimizer", {}).get("state", {})) if isinstance(value.get("optimizer"), Mapping) else {}
-    if model is value:  # as DCP's own converter makes one of a checkpoint of ours
+    if model is value:  # DCP's converter makes such files of orch's checkpoints
         optimizer = {key.removeprefix("optimizer/"): t for key, t in given.items() if key.startswith("optimizer/")}
         inside = {key.removeprefix("model/"): t for key, t in given.items() if key.startswith("model/")}
         given = inside or given
@@ -125,7 +125,7 @@ def _torch_source(place: Path, fingerprints: Mapping[str, str]) -> ImportSource:
     own = value.get("orch") is not None or bool(fingerprints)
     return ImportSource(
         place=place, model=TorchTensors(given), fingerprints=fingerprints,
-        # State that others saved is numbered, not named: only our own can be identified.
+        # State saved by other programs is numbered, not named, so it cannot be identified.
         optimizer=optimizer if own or model is value else {},
         more=flat(value["optimizer"].get("more", {})) if own and with_optimizer else {},
         step=step if isinstance(step, int) and own else 0,
@@ -134,7 +134,7 @@ def _torch_source(place: Path, fingerprints: Mapping[str, str]) -> ImportSource:
 
 
 def _unwrapped(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Without what DDP and torch.compile put before every name."""
+    """Remove the name prefixes of DDP and torch.compile."""
     for prefix in _WRAPPERS:
         if tensors and all(name.startswith(prefix) for name in tensors):
             tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
@@ -142,7 +142,7 @@ def _unwrapped(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def plan_import(source: ImportSource, config: JobConfig, *, weights_only: bool) -> ImportPlan:
-    """Pair what is given with what the workload of `config` has; raises WorkloadError when that cannot be built."""
+    """Match the source with the workload of `config`; raises WorkloadError if that cannot be built."""
     found = ImportPlan()
     model = _built_model(config)
     shared = shared_tensors(model)
@@ -165,23 +165,23 @@ def plan_import(source: ImportSource, config: JobConfig, *, weights_only: bool) 
 
 
 def _built_model(config: JobConfig) -> nn.Module:
-    """The workload's model without values where it can be made so, else with them."""
+    """Build the workload's model on the meta device if possible, else with values."""
     target = config.workload.target
     with users_code(f"importing {target}"):
         workload.find(config.workload)
     with users_code(f"making {target}"):
-        # A workload may make tensors of its own, and read them: only its model is made without values.
+        # A workload may create tensors and read them, so only its model is built on the meta device.
         made = workload.build(config)
     with users_code(f"build_model() of {target}"):
         try:
             with torch.device("meta"):
                 return made.build_model()
-        except (RuntimeError, NotImplementedError):  # it reads values while it is made
+        except (RuntimeError, NotImplementedError):  # build_model() reads tensor values
             return made.build_model()
 
 
 def _their_names(source: ImportSource, wanted: Mapping[str, TensorInfo], config: ModelConfig | None) -> dict[str, str]:
-    """Our names -> those in the source, which may be Hugging Face's for the built-in model, or ours already."""
+    """Return orch names -> source names, which may be Hugging Face's for the built-in model, or already orch's."""
     given = source.model.tensors.keys()
     if config is None or len(given & wanted.keys()) > len(given & set(hugging_face.names(config).values())):
         return {}
@@ -212,7 +212,7 @@ def _match_tensor(
 
 
 def _padding(name: str, given: TensorInfo, info: TensorInfo, config: ModelConfig | None) -> int:
-    """Rows that a vocabulary of another padding lacks; 0 when that is not what is wrong."""
+    """Return the rows that a differently padded vocabulary lacks; 0 for any other mismatch."""
     if config is None or given.shape[1:] != info.shape[1:] or not name.startswith(_VOCABULARY):
         return 0
     return info.shape[0] - given.shape[0] if config.vocab_size <= given.shape[0] < info.shape[0] else 0
@@ -251,7 +251,7 @@ def _add_optimizer(
 
 
 def _check_position(found: ImportPlan, source: ImportSource, config: JobConfig) -> None:
-    """A position in the data was counted in the order of one seed."""
+    """Check the seed: a data position counts in the order of one seed."""
     seed = source.facts.get("seed")
     if found.optimizer and seed not in (None, config.train.seed):
         what = f"it stands at a place in the data that was counted with train.seed={seed} (--weights-only forgets it)"
@@ -259,10 +259,10 @@ def _check_position(found: ImportPlan, source: ImportSource, config: JobConfig) 
 
 
 def facts(source: ImportSource, found: ImportPlan) -> tuple[int, dict[str, Any]]:
-    """The step at which training goes on, and the plain part of the checkpoint."""
+    """Return the step at which training continues, and the plain part of the checkpoint."""
     made = {**OWN_BUFFERS, "imported": {"source": str(source.place), "optimizer": found.optimizer}}
     begin = {"step": 0, "consumed": 0, "loss": float("nan"), "seed": None, "fingerprint": None}
-    # Without its place in the data a state can only begin anew.
+    # Without its data position a state can only start from step 0.
     if not found.optimizer or not isinstance(source.facts.get("consumed"), int):
         return 0, {**begin, **made}
     kept = {key: source.facts[key] for key in begin if source.facts.get(key) is not None}
@@ -272,11 +272,11 @@ def facts(source: ImportSource, found: ImportPlan) -> tuple[int, dict[str, Any]]
 
 
 def _rank_state(source: ImportSource) -> list[dict[str, Any]]:
-    """Of each rank's facts those about the optimizer: what it counts in its groups goes along with its tensors."""
+    """Return the optimizer part of each rank's facts; group counters are imported with the tensors."""
     states = source.facts.get("rank_state", [])
     return [{"optimizer": each["optimizer"]} for each in states] if all("optimizer" in each for each in states) else []
 
 
 def overrides(complaints: list[tuple[str, str]]) -> Iterator[str]:
-    """What would fix them, each once."""
+    """Yield the overrides that fix the complaints, each once."""
     yield from dict.fromkeys(fix for _, fix in complaints if fix)

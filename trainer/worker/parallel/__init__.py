@@ -1,1 +1,1 @@
-"""The mesh of ranks, and how models are wrapped for their data-parallel ranks."""
+"""Device mesh, and wrapping of models for data parallelism."""

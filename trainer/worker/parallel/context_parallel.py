@@ -1,16 +1,15 @@
 """Context parallelism: sequence parts, Ulysses and ring attention.
 
-The log-sum-exp of a query's scores says how much a block weighs beside others (Milakov and Gimelshein 2018; Dao et al.
-2022). The backward pass of a block takes the log-sum-exp and the output over all keys, and gives this block's part.
+Queries are [batch, heads, queries, width]; keys and values are [batch, heads, keys, width] with equally many heads.
 
-Queries are [batch, heads, queries, width], keys and values [batch, heads, keys, width] with as many heads.
+Ulysses: before attention every rank has some tokens of all heads; an all-to-all gives it all tokens of some heads, and
+another one returns the results.
 
-Before attention every rank has some tokens of all heads; one all-to-all gives it all tokens of some heads, and another
-one brings the results back.
-
-Each rank has one chunk of the head and one of the tail of every sequence, so that with a causal mask all of them have
-the same work in every turn; chunks of which the mask hides everything are skipped. Sums are taken in the same order in
-every step.
+Ring: the log-sum-exp of a query's scores determines the weight of a block relative to others (Milakov and Gimelshein
+2018; Dao et al. 2022). The backward pass of a block takes the log-sum-exp and the output over all keys, and returns
+this block's part. Each rank has one chunk from the head and one from the tail of every sequence, so that with a causal
+mask all ranks have equal work in every turn; fully masked chunks are skipped. Sums are taken in the same order in every
+step.
 """
 
 import math
@@ -34,18 +33,18 @@ from trainer.worker.reporting.phase_tracker import current_tracker
 
 _aten = torch.ops.aten
 _FLASH_WIDTH = 8
-"""Of which the width of a head is a multiple where CUDA's flash attention is called directly."""
+"""Required divisor of the head width for a direct call of CUDA's flash attention."""
 
 
 class BlockResult(NamedTuple):
-    """Of one block, or of several: [batch, heads, queries, width], and [batch, heads, queries] in float32."""
+    """Result of one or more blocks: [batch, heads, queries, width], and [batch, heads, queries] in float32."""
 
     out: torch.Tensor
     log_sum_exp: torch.Tensor
 
 
 class Gradients(NamedTuple):
-    """In the shapes of what they belong to."""
+    """Gradients in the shapes of their tensors."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -53,20 +52,20 @@ class Gradients(NamedTuple):
 
 
 class Kernel(Protocol):
-    """Computes a block; `is_causal`: query n sees keys up to n, else all keys."""
+    """Attention kernel for a block; `is_causal`: query n sees keys up to n, else all keys."""
 
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, is_causal: bool) -> BlockResult:
-        """Attention to this block."""
+        """Compute attention to this block."""
 
     def backward(
         self, given: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, whole: BlockResult,
         *, is_causal: bool,
     ) -> Gradients:  # fmt: skip
-        """What this block adds to the gradients, where the output over all keys (`whole`) has the gradient `given`."""
+        """Return this block's part of the gradients; `given`: gradient of the output over all keys (`whole`)."""
 
 
 def kernel_for(query: torch.Tensor) -> Kernel:
-    """One that keeps no scores in memory, where there is one for this device, precision and width."""
+    """Return a memory-efficient kernel if this device, precision and width have one, else `Plain`."""
     if query.is_cpu:
         return CpuFlash()
     is_half = query.dtype in (torch.float16, torch.bfloat16)
@@ -91,7 +90,7 @@ class CpuFlash:
 
 
 class CudaFlash:
-    """torch's flash attention on GPUs; not exercised on a GPU yet."""
+    """torch's flash attention on GPUs; not yet exercised on a GPU."""
 
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, is_causal: bool) -> BlockResult:
         out, log_sum_exp, *_ = _aten._scaled_dot_product_flash_attention(query, key, value, 0.0, is_causal)
@@ -101,7 +100,7 @@ class CudaFlash:
         self, given: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, whole: BlockResult,
         *, is_causal: bool,
     ) -> Gradients:  # fmt: skip
-        unused = torch.zeros(2, dtype=torch.int64, device=query.device)  # generators: there is no dropout
+        unused = torch.zeros(2, dtype=torch.int64, device=query.device)  # generators, unused without dropout
         return Gradients(
             *_aten._scaled_dot_product_flash_attention_backward(
                 given, query, key, value, whole.out, whole.log_sum_exp.contiguous(), None, None,
@@ -111,7 +110,7 @@ class CudaFlash:
 
 
 class Plain:
-    """Products and an exponential in float32; all scores of a block exist at a time."""
+    """Matrix products and an exponential in float32; holds all scores of a block in memory."""
 
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, is_causal: bool) -> BlockResult:
         scores = _scores(query, key, is_causal=is_causal)
@@ -130,7 +129,7 @@ class Plain:
 
 
 def joined(one: BlockResult, other: BlockResult) -> BlockResult:
-    """Attention to the keys of both blocks, in float32."""
+    """Combine attention to the keys of two blocks, in float32."""
     total = torch.logaddexp(one.log_sum_exp, other.log_sum_exp)
     first, second = (part.out.float() * (part.log_sum_exp - total).exp()[..., None] for part in (one, other))
     return BlockResult(first + second, total)
@@ -146,9 +145,9 @@ def _scores(query: torch.Tensor, key: torch.Tensor, *, is_causal: bool) -> torch
 
 @contextmanager
 def waiting(device: torch.device) -> Iterator[None]:
-    """For a collective, or a wait for a message: a stream waits for it as it does for a kernel.
+    """Mark a collective or a wait for a message: a stream waits for it as for a kernel.
 
-    On the CPU a thread that waits does not run, and is not measured.
+    On the CPU a waiting thread does not run, so there is nothing to exclude from the measurement.
     """
     tracker = current_tracker()
     if tracker is None or device.type == "cpu":
@@ -163,47 +162,47 @@ def waiting(device: torch.device) -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class SequencePart:
-    """Some chunks of a sequence, in its order; the last ones of a length that does not divide hold padding."""
+    """Chunks of a sequence on a rank, in order; the last ones contain padding if the length does not divide."""
 
     length: int
     """Tokens of the whole sequence, without padding."""
 
     ranks: int
-    """How many of them share it."""
+    """Number of ranks that share it."""
 
     chunk: int
-    """Tokens of one chunk."""
+    """Tokens per chunk."""
 
     chunks: tuple[int, ...]
-    """The numbers of those of this rank."""
+    """Numbers of this rank's chunks."""
 
     @cached_property
     def positions(self) -> torch.Tensor:
-        """The places of this rank's tokens in the sequence, int64; those of padding lie behind its end."""
+        """Return the positions of this rank's tokens in the sequence, int64; padding has positions past its end."""
         return torch.cat([torch.arange(number * self.chunk, (number + 1) * self.chunk) for number in self.chunks])
 
     @property
     def real(self) -> int:
-        """How many of this rank's tokens are no padding: the first ones."""
+        """Return the number of this rank's tokens that are not padding; these come first."""
         return int((self.positions < self.length).sum())
 
     def of(self, tokens: torch.Tensor) -> torch.Tensor:
-        """This rank's part of whole rows [batch, length]; padding is 0."""
+        """Return this rank's part of whole rows [batch, length]; padding is 0."""
         missing = max(0, (max(self.chunks) + 1) * self.chunk - self.length)
         padded = functional.pad(tokens, (0, missing))
         return torch.cat([padded[:, number * self.chunk : (number + 1) * self.chunk] for number in self.chunks], dim=1)
 
     def rows_of(self, table: torch.Tensor) -> torch.Tensor:
-        """Of a table [.., length, ..] with a row for each place, those of this rank; padding has any of them."""
+        """Return this rank's rows of a table [.., length, ..] with a row per position; padding gets any row."""
         places = self.positions.clamp(max=self.length - 1).to(table.device)
         return table.index_select(1, places)
 
 
 def sequence_part(length: int, parallel: ParallelConfig, method: CpMethod, rank: int) -> SequencePart:
-    """That of the `rank`th of `parallel.cp` ranks.
+    """Return the part of rank `rank` among `parallel.cp` ranks.
 
-    In a ring each rank has one chunk of the head and one of the tail of a sequence: with a causal mask a token has the
-    more work the later it comes, and so all ranks have the same.
+    In a ring each rank has one chunk from each end of a sequence: with a causal mask later tokens need more work, so
+    this gives all ranks equal work.
     """
     ranks, each = parallel.cp, chunks_per_rank(method)
     chunk = padded_length(length, parallel, method) // (ranks * each)
@@ -212,13 +211,13 @@ def sequence_part(length: int, parallel: ParallelConfig, method: CpMethod, rank:
 
 
 class UlyssesAttention:
-    """Causal attention over sequences that the ranks of `group` have in consecutive parts."""
+    """Causal attention over sequences divided into consecutive parts among the ranks of `group`."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
 
     def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """`query` [batch, heads, tokens, width], `key` and `value` perhaps of fewer heads; tokens of this rank."""
+        """Attend with `query` [batch, heads, tokens, width] of this rank; `key` and `value` may have fewer heads."""
         ranks = self._group.size()
         repeats = math.lcm(key.shape[1], ranks) // key.shape[1]
         parts = [_by_rank(part, ranks) for part in (query, repeated(key, repeats), repeated(value, repeats))]
@@ -236,7 +235,7 @@ class UlyssesAttention:
 
 
 def repeated(heads: torch.Tensor, times: int) -> torch.Tensor:
-    """Each head [batch, heads, tokens, width] so many times, one copy after the other; gradients of copies are added"""
+    """Repeat each head of [batch, heads, tokens, width] `times` times in a row; gradients of copies are added."""
     if times == 1:
         return heads
     batch, count, tokens, width = heads.shape
@@ -244,13 +243,13 @@ def repeated(heads: torch.Tensor, times: int) -> torch.Tensor:
 
 
 def _by_rank(heads: torch.Tensor, ranks: int) -> torch.Tensor:
-    """[batch, heads, tokens, width] as [batch, ranks, heads of a rank, tokens, width]."""
+    """Reshape [batch, heads, tokens, width] to [batch, ranks, heads of a rank, tokens, width]."""
     parts: torch.Tensor = heads.unflatten(1, (ranks, -1))
     return parts
 
 
 class _Exchange(torch.autograd.Function):
-    """Row r of the first dimension goes to rank r, and comes from it; gradients take the same way back."""
+    """Sends row r of the first dimension to rank r and receives one from it; gradients take the reverse path."""
 
     @staticmethod
     def forward(ctx: Any, parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -271,7 +270,7 @@ def _all_to_all(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 class Visible(NamedTuple):
-    """What a rank's queries see of another one's keys."""
+    """The queries of a rank, and the keys of another rank that they see."""
 
     queries: slice
     keys: slice
@@ -279,7 +278,7 @@ class Visible(NamedTuple):
 
 
 def visible(rank: int, source: int, tokens: int) -> Visible:
-    """What the queries of `rank` see of the keys of `source`; each has `tokens`, half of them of the tail."""
+    """Return which queries of `rank` see which keys of `source`; each has `tokens`, half of them from the tail."""
     if source == rank:
         return Visible(slice(0, tokens), slice(0, tokens), is_causal=True)
     if source < rank:  # its head comes before both chunks, its tail after both
@@ -288,19 +287,19 @@ def visible(rank: int, source: int, tokens: int) -> Visible:
 
 
 class Ring:
-    """The ranks of a group in a circle: each sends to the next one and receives from the one before it."""
+    """The ranks of a group in a circle: each sends to the next rank and receives from the previous one."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.ranks, self.rank = group.size(), dist.get_rank(group)
         self.sent_bytes = 0
-        """Since the beginning."""
+        """Bytes sent since the start."""
         self._group = group
         members = dist.get_process_group_ranks(group)
         self._next = members[(self.rank + 1) % self.ranks]
         self._previous = members[(self.rank - 1) % self.ranks]
 
     def pass_on(self, tensor: torch.Tensor) -> "Transfer":
-        """Begin to send `tensor` and to receive one of its shape, while this rank computes."""
+        """Start to send `tensor` and to receive a tensor of the same shape, while this rank computes."""
         received = torch.empty_like(tensor)
         self.sent_bytes += tensor.nbytes
         if (tracker := current_tracker()) is not None:
@@ -314,20 +313,20 @@ class Ring:
         return Transfer(tensor, received, works, self._previous)
 
     def sources(self) -> Iterator[int]:
-        """Whose keys and values are here in each turn: one's own, then those of the ranks before."""
+        """Return the source rank of the keys and values in each turn: this rank, then the preceding ranks."""
         return ((self.rank - turn) % self.ranks for turn in range(self.ranks))
 
 
 class Transfer(NamedTuple):
-    """A message on its way; `sent` must live as long as it is."""
+    """A message in flight; `sent` must stay alive until it completes."""
 
     sent: torch.Tensor
     received: torch.Tensor
     works: list[dist.Work]
-    source: int  # rank of the world that sends
+    source: int  # global rank of the sender
 
     def wait(self) -> torch.Tensor:
-        """What has been received."""
+        """Wait for the message and return the received tensor."""
         tracker = current_tracker()
         told = nullcontext() if tracker is None else tracker.waits_in_ring(self.source)
         with told, waiting(self.sent.device):
@@ -337,19 +336,19 @@ class Transfer(NamedTuple):
 
 
 class RingAttention:
-    """Causal attention over sequences of which each rank of `group` has a chunk of the head and one of the tail."""
+    """Causal attention over sequences of which each rank of `group` has a chunk from the head and one from the tail."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.ring = Ring(group)
 
     def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """`query` [batch, heads, tokens, width], `key` and `value` perhaps of fewer heads; tokens of this rank."""
+        """Attend with `query` [batch, heads, tokens, width] of this rank; `key` and `value` may have fewer heads."""
         mixed: torch.Tensor = _RingAttention.apply(query, key, value, self.ring)  # type: ignore[no-untyped-call]
         return mixed
 
 
 def ring_of(model: nn.Module) -> Ring | None:
-    """Around which keys and values of `model` travel; None: they do not."""
+    """Return the ring in which keys and values of `model` circulate, or None."""
     found = (getattr(module, "attend", None) for module in model.modules())
     return next((attend.ring for attend in found if isinstance(attend, RingAttention)), None)
 
@@ -374,14 +373,14 @@ class _RingAttention(torch.autograd.Function):
 
 
 def _forward(query: torch.Tensor, pair: torch.Tensor, ring: Ring) -> BlockResult:
-    """Over the keys and values of all ranks; `pair` [2, batch, heads, tokens, width] are one's own. In float32."""
+    """Attend to the keys and values of all ranks in float32; `pair` [2, batch, heads, tokens, width] is this rank's."""
     kernel, tokens, whole = kernel_for(query), query.shape[2], None
     for turn, source in enumerate(ring.sources()):
         transfer = ring.pass_on(pair) if turn < ring.ranks - 1 else None
         seen = visible(ring.rank, source, tokens)
         key, value = _for_heads(pair, seen.keys, query.shape[1])
         block = kernel.forward(query[:, :, seen.queries], key, value, is_causal=seen.is_causal)
-        if whole is None:  # copies: what activation checkpointing has kept of a block must not change
+        if whole is None:  # copies, because tensors kept by activation checkpointing must not change
             whole = BlockResult(block.out.to(torch.float32, copy=True), block.log_sum_exp.clone())
         else:
             _join(whole, seen.queries, block)
@@ -400,7 +399,7 @@ def _join(whole: BlockResult, rows: slice, block: BlockResult) -> None:
 def _backward(
     given: torch.Tensor, query: torch.Tensor, pair: torch.Tensor, whole: BlockResult, ring: Ring
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of the query, and of the pair [2, ...]: these travel behind the pair, and end where it began."""
+    """Return gradients of the query and of the pair [2, ...]; these follow the pair around the ring to its origin."""
     kernel, tokens = kernel_for(query), query.shape[2]
     of_query = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
     travelling: Transfer | None = None
@@ -425,29 +424,29 @@ def _backward(
 
 
 def _for_heads(pair: torch.Tensor, columns: slice, heads: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of these tokens, once for each of the query's heads."""
+    """Return keys and values of these tokens, repeated for the query's heads."""
     key, value = (repeated(part[:, :, columns], heads // part.shape[1]) for part in pair)
     return key, value
 
 
 def _of_heads(gradient: torch.Tensor, heads: int) -> torch.Tensor:
-    """The sum, in float32, over the heads that have used the same keys and values."""
+    """Return the sum, in float32, over the heads that share keys and values."""
     by_head: torch.Tensor = gradient.float().unflatten(1, (heads, -1))
     return by_head.sum(dim=2)
 
 
 def context_parallel(model: Any, layout: Layout, config: JobConfig) -> None:
-    """Share the sequences of `model` (a Llama) among the ranks of `layout.cp`."""
+    """Divide the sequences of `model` (a Llama) among the ranks of `layout.cp`."""
     method, group = cp_method(config.model.heads, config.parallel), layout.cp.get_group()
     model.part = sequence_part(config.train.seq_len, config.parallel, method, layout.place.cp)
     attend = RingAttention(group) if method is CpMethod.RING else UlyssesAttention(group)
     for layer in model.layers:
         layer.attention.attend = attend
-        if config.model.experts.count:  # padding must not be counted among the tokens of an expert
+        if config.model.experts.count:  # padding must not count as tokens of an expert
             layer.feed_forward.real = _real_of_tp(model.part, layout)
 
 
 def _real_of_tp(part: SequencePart, layout: Layout) -> int:
-    """Tokens without padding of those that this rank has for its experts: tensor-parallel ranks share the part."""
+    """Return this rank's tokens without padding for its experts; tensor-parallel ranks share the part."""
     each = len(part.positions) // layout.sizes.tp
     return min(max(part.real - layout.place.tp * each, 0), each)

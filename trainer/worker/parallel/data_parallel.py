@@ -31,16 +31,16 @@ from trainer.worker.parallel.gradient_buckets import (
 from trainer.worker.parallel.mesh import Layout
 
 _MODULUS = 65_521
-"""So small that the squares of a million ranks add up exactly in float64."""
+"""Small enough that the squares of a million ranks add up exactly in float64."""
 
 
 def residue(number: torch.Tensor) -> torch.Tensor:
-    """A number in float64 that two ranks share when they have the same bits of `number`, a float64 scalar."""
+    """Return a float64 number that is equal on ranks with the same bits of `number`, a float64 scalar."""
     return number.view(torch.int64).remainder(_MODULUS).double()
 
 
 def are_equal(count: int, total: float, squares: float) -> bool:
-    """Whether `count` residues with this sum, and this sum of squares, are all the same."""
+    """Return whether `count` residues with this sum and sum of squares are all equal."""
     return count * squares == total * total
 
 
@@ -60,11 +60,11 @@ def require_equal(parameters: Mapping[str, nn.Parameter], group: dist.ProcessGro
 
 
 _DDP = "type parallel.strategy=ddp train.dtype=float32"
-"""Parameters then stay what they are."""
+"""Remedy that leaves parameters unsharded."""
 
 
 def refuse_modules(model: nn.Module) -> None:
-    """Raise CannotShard for what goes wrong with replicas, too."""
+    """Raise CannotShard for modules that fail with replicas too."""
     for name, parameter in model.named_parameters():
         if isinstance(parameter, UninitializedParameter):
             raise CannotShard(f"{name} has no shape yet (a lazy module): give it a batch in build_model()")
@@ -81,7 +81,7 @@ def refuse_modules(model: nn.Module) -> None:
 
 
 def refuse_parameters(units: Sequence[nn.Module], model: nn.Module) -> None:
-    """Raise CannotShard, with the names, for parameters that FSDP would refuse in the midst of a step, or get wrong."""
+    """Raise CannotShard, with names, for parameters that FSDP would reject during a step, or handle wrongly."""
     if isinstance(model, nn.ModuleDict | nn.ModuleList):
         raise CannotShard(
             f"build_model() returns a {type(model).__name__}, which is never called itself, so that FSDP cannot gather "
@@ -112,7 +112,7 @@ def _refuse_one(name: str, parameter: nn.Parameter) -> None:
     if not parameter.dim():
         raise CannotShard(f"parameter {name} has no dimension: give it one, as nn.Parameter(value.reshape(1))")
     if parameter.is_complex():
-        # torch 2.13: an optimizer's view_as_real of a shard is a copy, and only weight decay moves the parameter.
+        # torch 2.13: an optimizer's view_as_real of a shard is a copy, so only weight decay changes the parameter.
         raise CannotShard(f"parameter {name} is complex, and optimizers do not move shards of it: {_DDP}")
     if not parameter.is_contiguous():
         raise CannotShard(f"parameter {name} is not contiguous: make it so, as nn.Parameter(value.contiguous())")
@@ -126,11 +126,10 @@ def _refuse_one(name: str, parameter: nn.Parameter) -> None:
 def share_out(
     units: Sequence[nn.Module], model: nn.Module, layout: Layout, config: JobConfig, policy: MixedPrecisionPolicy
 ) -> None:
-    """Wrap these parts of `model` one by one, in the order in which they compute, and then the rest of it.
+    """Wrap these parts of `model` one by one, in order of computation, and then the rest of it.
 
-    `parallel.fsdp.wrap` may choose other parts; raises CannotShard for what cannot be done with this model.
-
-    Replicas without shards (DDP) stay as they are in float32: `GradientSync` averages their gradients. With half
+    `parallel.fsdp.wrap` may select other parts; raises CannotShard if this model does not support the settings.
+    Replicas without shards (DDP) stay plain modules in float32: `GradientSync` averages their gradients. With half
     precision, or in host memory, they are FSDP2 on a mesh whose inner dimension has one rank.
     """
     refuse_modules(model)
@@ -141,7 +140,7 @@ def share_out(
     refuse_parameters(units, model)
     before = ReplacedParameters(model)
     for module in (*units, model):
-        if not isinstance(module, FSDPModule):  # experts that ranks share are, on a mesh of their own
+        if not isinstance(module, FSDPModule):  # shared experts are already wrapped, on a mesh of their own
             fully_shard(module, mesh=layout.fsdp, **fsdp_options(layout, config, policy))
     before.pass_on(model)
     if depth := config.parallel.fsdp.prefetch:
@@ -149,8 +148,8 @@ def share_out(
 
 
 def fsdp_options(layout: Layout, config: JobConfig, policy: MixedPrecisionPolicy) -> dict[str, Any]:
-    """What `fully_shard` is told of every module, whatever its mesh is."""
-    # Pinned memory is what a GPU copies from while it computes.
+    """Return the arguments of `fully_shard` that are the same for every module and mesh."""
+    # A GPU copies from pinned memory while it computes.
     pins = layout.device.type == "cuda"
     return {
         "mp_policy": policy,
@@ -160,22 +159,22 @@ def fsdp_options(layout: Layout, config: JobConfig, policy: MixedPrecisionPolicy
 
 
 def offloads_all(config: JobConfig) -> bool:
-    """Whether shards of parameters are kept in host memory, and with them gradients and optimizer state."""
+    """Return whether shards of parameters, with their gradients and optimizer state, are kept in host memory."""
     return config.parallel.fsdp.offload == Offload.ALL
 
 
 def offloads_optimizer(config: JobConfig) -> bool:
-    """Whether the optimizer's state alone is kept in host memory."""
+    """Return whether only the optimizer's state is kept in host memory."""
     return config.parallel.fsdp.offload == Offload.OPTIMIZER
 
 
 class GradientSync:
-    """Backward passes of the micro-batches of a step, with gradients that are reduced after each or after the last."""
+    """Backward passes of a step's micro-batches; gradients are reduced after each one or after the last."""
 
     def __init__(
         self, model: nn.Module, layout: Layout, reduce: Reduce, on_wait: Callable[[], None] = lambda: None
     ) -> None:
-        """Make it when everything that is trained exists. `on_wait` as in GradientBuckets; raises CannotAverage."""
+        """Create it after all trained parameters exist. `on_wait` as in GradientBuckets; raises CannotAverage."""
         self._model = model
         self._each = reduce is Reduce.EACH
         self._fsdp = model if isinstance(model, FSDPModule) else None
@@ -190,29 +189,29 @@ class GradientSync:
         self._gradients: list[torch.Tensor] = []
 
     def begin_step(self) -> None:
-        """Call before the first forward pass of a step."""
+        """Begin a step; call before its first forward pass."""
         if self._buckets is not None:
             self._buckets.begin_step()
 
     def end_step(self) -> list[torch.Tensor]:
-        """All gradients that there are; there will be no more of this step."""
+        """End the step and return all its gradients."""
         if self._buckets is not None:
             self._buckets.end_step()
         self._gradients = [parameter.grad for parameter in self._model.parameters() if parameter.grad is not None]
         return self._gradients
 
     def facts(self) -> GradientFacts:
-        """What all ranks have to agree on after `end_step`; stages have other parameters, and compare nothing.
+        """Return the gradient facts that ranks compare after `end_step`; pipeline stages compare nothing.
 
-        Gradients of parameters that every rank has whole may be averaged by somebody else, such as torch's own DDP.
+        Gradients of unsharded parameters may be averaged elsewhere, for example by torch's own DDP.
         """
         used = usage_mark(self._averaged) if self._stages == 1 else 0
-        gradients, self._gradients = self._gradients, []  # held no longer than the parameters hold them
+        gradients, self._gradients = self._gradients, []  # released as early as the parameters release them
         compared = [one for one in gradients if not isinstance(one, DTensor)] if self._compares else []
         return GradientFacts(used=used, alike=self._makes_equal, compared=compared, stages=self._stages)
 
     def why_different(self) -> str:
-        """What to say where ranks have different gradients of parameters that all of them have whole."""
+        """Return the message for unsharded parameters whose gradients differ between ranks."""
         if self._buckets is not None:
             return (
                 "gradients of ranks differ after parallel.strategy=ddp has averaged them: a hook has changed them, or "
@@ -226,10 +225,10 @@ class GradientSync:
         )
 
     def backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
-        """Compute gradients of a micro-batch, the last one of its step or another; collective.
+        """Compute gradients of a micro-batch; collective.
 
-        Plain replicas average once a step: a gradient that is an average already must not be averaged again. The first
-        time raises CannotAverage for what torch would reduce wrongly.
+        Plain replicas average once per step, because an average must not be averaged again. The first call raises
+        CannotAverage for models that torch would reduce wrongly.
         """
         reduces = self._each or is_last
         is_first, self._is_first = self._is_first, False
@@ -250,16 +249,16 @@ class GradientSync:
         self._buckets.finish()
 
     def reduce_now(self) -> None:
-        """Average gradients that are all there, where their backward passes have not."""
+        """Average complete gradients that were not averaged in their backward passes."""
         if self._buckets is not None:
             self._buckets.begin()
             self._buckets.finish()
 
 
 def _buckets(model: nn.Module, layout: Layout, on_wait: Callable[[], None]) -> GradientBuckets | None:
-    """Those of plain replicas; None where there are none, or nobody to average with.
+    """Return the buckets of plain replicas; None without replicas, or with a single rank.
 
-    With tensor parallelism one replica needs them too: gradients of norms are sums over its ranks.
+    With tensor parallelism a single replica needs them too, because gradients of norms are sums over its ranks.
     """
     replicated = replicated_parameters(model)
     if not replicated or layout.world_size == 1:
@@ -279,7 +278,7 @@ def _buckets(model: nn.Module, layout: Layout, on_wait: Callable[[], None]) -> G
 
 
 def _gather_the_unused(model: FSDPModule) -> None:
-    """Gather units once that no forward pass has used yet: torch 2.13 fails where it looks for their gradients."""
+    """Gather units once that no forward pass has used yet: torch 2.13 fails when it looks for their gradients."""
     for unit in _units_of(model):
         groups = unit._get_fsdp_state()._fsdp_param_groups
         if any(not hasattr(parameter, "_unsharded_param") for group in groups for parameter in group.fsdp_params):

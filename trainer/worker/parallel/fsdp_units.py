@@ -24,7 +24,7 @@ class ReplacedParameters:
         self._before = dict(model.named_parameters(remove_duplicate=False))
 
     def pass_on(self, model: nn.Module) -> None:
-        """Give the new parameters the attributes of the old ones, such as marks for an optimizer; remember the old."""
+        """Copy attributes of the old parameters, such as marks for an optimizer, to the new ones; remember the old."""
         replaced = []
         for name, parameter in model.named_parameters(remove_duplicate=False):
             old = self._before.get(name, parameter)
@@ -35,7 +35,7 @@ class ReplacedParameters:
 
 
 def refuse_used_ones(model: nn.Module) -> None:
-    """After a backward pass: raise CannotAverage for a parameter that was replaced and has a gradient all the same."""
+    """Raise CannotAverage for a replaced parameter that has a gradient; call after a backward pass."""
     replaced = [pair for module in model.modules() for pair in vars(module).get(_MARK, ())]
     for name, reference in replaced:
         old = reference()
@@ -47,10 +47,10 @@ def refuse_used_ones(model: nn.Module) -> None:
 
 
 def refuse_recomputed_twice(model: nn.Module, loss: torch.Tensor) -> None:
-    """Raise CannotAverage where the graph of `loss` has two reentrant checkpoints of one module.
+    """Raise CannotAverage if the graph of `loss` has two reentrant checkpoints of one module.
 
-    Each runs a backward pass of its own within the backward pass, and FSDP2 of torch 2.13 reduces after the first one:
-    losses of a small model were off by 0.4 % after one step, without a word.
+    Each runs a nested backward pass, and FSDP2 of torch 2.13 reduces after the first one: losses of a small model were
+    wrong by 0.4 % after one step, without an error.
     """
     seen: set[int] = set()
     for node in _nodes(loss):
@@ -78,7 +78,7 @@ def _nodes(loss: torch.Tensor) -> Iterator[Any]:
 
 
 def _module(function: Any) -> nn.Module | None:
-    """Whose layer a function is: a module, a method of one, or either with arguments bound to it."""
+    """Return the layer of a function: a module, a method of one, or either with bound arguments."""
     while isinstance(function, partial):
         function = function.func
     owner = getattr(function, "__self__", function)
@@ -86,19 +86,19 @@ def _module(function: Any) -> nn.Module | None:
 
 
 CLASSES = "_classes_of_whole_model"
-"""Attribute of a part of a model: the names of all classes of modules in the whole of it."""
+"""Attribute of a part of a model: the class names of all modules in the whole model."""
 Places = Mapping[int, list[str]]
-"""The names of each parameter, by its id: tied ones have several."""
+"""All names of each parameter by its id; tied ones have several."""
 
 
 class CannotShard(ValueError):
-    """FSDP cannot do what is asked with this model; the text says why and what to do."""
+    """FSDP does not support the request for this model; the text gives reason and remedy."""
 
 
 def chosen_units(model: nn.Module, wrap: str, layers: Sequence[nn.Module]) -> list[nn.Module]:
-    """What `parallel.fsdp.wrap` asks for, inner modules before those around them; `auto`: `layers`.
+    """Return the units selected by `parallel.fsdp.wrap`, inner modules before outer ones; `auto`: `layers`.
 
-    A module that shares a parameter with what is outside it (tied embeddings) is never one. Raises CannotShard.
+    A module that shares a parameter with the rest of the model (tied embeddings) is never a unit. Raises CannotShard.
     """
     if wrap == "auto":
         return list(layers)
@@ -110,7 +110,7 @@ def chosen_units(model: nn.Module, wrap: str, layers: Sequence[nn.Module]) -> li
 
 
 def _units_of_classes(model: nn.Module, closed: Sequence[nn.Module], wanted: set[str]) -> list[nn.Module]:
-    # A stage of a pipeline has some of the classes of its model.
+    # A pipeline stage has only some of the classes of its model.
     known = sorted({class_name(module) for _, module in _inner_first(model)} | set(vars(model).get(CLASSES, ())))
     if unknown := sorted(wanted - set(known)):
         raise CannotShard(f"parallel.fsdp.wrap: the model has no module of class {unknown[0]}, only {', '.join(known)}")
@@ -118,13 +118,13 @@ def _units_of_classes(model: nn.Module, closed: Sequence[nn.Module], wanted: set
 
 
 def class_name(module: nn.Module) -> str:
-    """As it was before FSDP2 gave the module a class of its own (FSDPModule, the class)."""
+    """Return the class name before FSDP2 replaced the module's class (bases: FSDPModule, original class)."""
     kind = type(module).__mro__[2] if isinstance(module, FSDPModule) else type(module)
     return kind.__name__
 
 
 def _large_units(closed: Sequence[nn.Module], least: int) -> list[nn.Module]:
-    """Modules with at least so many parameters that no unit inside them has."""
+    """Return modules with at least `least` parameters outside of the units inside them."""
     found: list[nn.Module] = []
     taken: set[int] = set()
     for module in closed:
@@ -136,7 +136,7 @@ def _large_units(closed: Sequence[nn.Module], least: int) -> list[nn.Module]:
 
 
 def _inner_first(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Modules that can be called, by name, without the model itself, in the order in which they were made."""
+    """Yield callable modules by name, without the model itself, inner ones first, in order of creation."""
     for name, child in model.named_children():
         yield from ((f"{name}.{inner}", module) for inner, module in _inner_first(child))
         if not isinstance(child, nn.ModuleList | nn.ModuleDict):
@@ -151,10 +151,10 @@ def _places(model: nn.Module) -> Places:
 
 
 def fsdp_units(model: nn.Module) -> list[nn.Module]:
-    """The children with parameters, and the members of module lists one by one; the rest belongs to the whole model.
+    """Return the children with parameters, and the members of module lists one by one; the rest is the root unit.
 
-    A child that shares a parameter with what is outside it (tied embeddings) belongs to the whole model too, since FSDP
-    manages a parameter once; members of lists within it are units all the same.
+    A child that shares a parameter with the rest of the model (tied embeddings) belongs to the root unit too, because
+    FSDP manages a parameter once; members of lists within it are still units.
     """
     places = _places(model)
     found: list[nn.Module] = []
@@ -164,7 +164,7 @@ def fsdp_units(model: nn.Module) -> list[nn.Module]:
 
 
 def _children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Children by name; instead of a list its members, and theirs where these are lists."""
+    """Yield children by name; lists are replaced by their members, recursively."""
     for name, child in module.named_children():
         if isinstance(child, nn.ModuleList | nn.ModuleDict):
             yield from ((f"{name}.{key}", member) for key, member in _children(child))
@@ -173,7 +173,7 @@ def _children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _list_members(module: nn.Module, prefix: str, places: Places) -> Iterator[nn.Module]:
-    """Members of the outermost lists within a module that is no unit itself."""
+    """Yield members of the outermost lists within a module that is not a unit."""
     for name, child in _children(module):
         path = f"{prefix}.{name}"
         if "." in name and _is_closed(child, path, places):
@@ -183,7 +183,7 @@ def _list_members(module: nn.Module, prefix: str, places: Places) -> Iterator[nn
 
 
 def _is_closed(module: nn.Module, prefix: str, places: Places) -> bool:
-    """Whether it has parameters, none of which is used outside it."""
+    """Return whether the module has parameters, and uses all of them exclusively."""
     names = [name for parameter in module.parameters() for name in places[id(parameter)]]
     return bool(names) and all(name.startswith(f"{prefix}.") for name in names)
 
@@ -195,7 +195,7 @@ WITHOUT_SHARDS = "type parallel.strategy=ddp train.dtype=float32"
 
 @contextmanager
 def explain_uncalled_units(model: nn.Module) -> Iterator[None]:
-    """Raise CannotShard in place of torch's error about whole and sharded tensors in one operation."""
+    """Replace torch's error about whole and sharded tensors in one operation by CannotShard."""
     try:
         yield
     except RuntimeError as error:
@@ -209,7 +209,7 @@ def _reason(model: nn.Module) -> str:
     layers = {
         class_name(module)
         for module in model.modules()
-        # A list or dict of parameters is never called, so as a part of its own it would never be gathered.
+        # A list or dict of parameters is never called, so FSDP would never gather it as a unit.
         if type(module).forward is not nn.Module.forward
         and any(isinstance(one, DTensor) for one in module._parameters.values())
     }

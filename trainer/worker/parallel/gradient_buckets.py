@@ -1,7 +1,7 @@
 """DDP: gradients averaged in buckets, with the sums and comparisons of a step.
 
-As torch's DistributedDataParallel does it (Li et al. 2020, section 3), but that buckets are never rebuilt: sums are
-taken in the same order in every step, so that a restart is bit-equal.
+Like torch's DistributedDataParallel (Li et al. 2020, section 3), but buckets are never rebuilt: sums are taken in the
+same order in every step, so that a restart is bit-equal.
 """
 
 import zlib
@@ -18,12 +18,12 @@ from trainer.contract.model_costs.peak_bytes import packed
 
 
 def own_part(tensor: torch.Tensor) -> torch.Tensor:
-    """The local part of a DTensor, in the same memory; any other tensor is its own."""
+    """Return the local part of a DTensor, sharing its memory; any other tensor unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def like_own_part(part: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-    """`part`, shaped as the local part of `whole`, as a tensor that lies on the ranks as `whole` does."""
+    """Wrap `part`, a local part, as a tensor with the same placement as `whole`."""
     if not isinstance(whole, DTensor):
         return part
     return DTensor.from_local(
@@ -33,18 +33,19 @@ def like_own_part(part: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class GradientFacts:
-    """What ranks compare of their gradients, and over how many ranks these are spread."""
+    """Facts about gradients that ranks compare, and the number of pipeline stages."""
 
     used: int = 0  # `usage_mark` of this rank
     alike: bool = False  # all ranks have the same gradients
-    compared: Sequence[torch.Tensor] = ()  # those of which all ranks must have the same; all of them where `alike`
-    stages: int = 1  # ranks that have different parameters of one model
+    compared: Sequence[torch.Tensor] = ()  # gradients that must be equal on all ranks; every gradient if `alike`
+    stages: int = 1  # ranks with different parameters of one model
 
 
 def usage_mark(parameters: Iterable[torch.Tensor]) -> int:
-    """Stands for which of these, whose gradients are reduced, have none or are frozen; 0 for none, at most 2**16.
+    """Return a mark of the reduced parameters that are unused or frozen; 0 for an empty set, at most 2**16.
 
-    Ranks that use different ones gather, and average, one for another: nothing else notices where shapes are equal.
+    Ranks that use different parameters would gather, and average, one for another; with equal shapes no other check
+    detects it.
     """
     missing = [
         (number, parameter.requires_grad) for number, parameter in enumerate(parameters) if parameter.grad is None
@@ -53,23 +54,23 @@ def usage_mark(parameters: Iterable[torch.Tensor]) -> int:
 
 
 _MOST_GATHERED = 1 << 16
-"""Numbers of all rows together; longer ones are cheaper to reduce than to gather."""
+"""Maximum numbers in all rows together; larger ones are cheaper to reduce than to gather."""
 
 
 class OtherCollective(RuntimeError):
-    """What a peer sent is no row of this step: it is in another collective."""
+    """A peer's data is not a row of this step: the peer is in another collective."""
 
 
 class StepSums:
-    """A row that is under way to all ranks.
+    """A row in flight to all ranks, to be summed.
 
-    gloo reduces a short row in four small messages for each rank, one after the other: to gather the rows and to add
-    them up here takes one, and on two ranks a quarter of the time. A row ends with a mark of its step, because gloo
-    takes a message that is too short for a row.
+    gloo reduces a short row in four small messages per rank, one after the other. Gathering the rows and adding them
+    here takes one message, and on two ranks a quarter of the time. A row ends with a mark of its step, because gloo
+    accepts a message that is shorter than a row.
     """
 
     def __init__(self, own: torch.Tensor, step: int) -> None:
-        """`own`: float64 [numbers], as long on every rank."""
+        """Start the exchange of `own`: float64 [numbers], of the same length on every rank."""
         world = dist.get_world_size()
         self._step = step
         self._rows: list[torch.Tensor] | None = None
@@ -82,7 +83,7 @@ class StepSums:
             self._work = dist.all_reduce(own, async_op=True)
 
     def wait(self) -> torch.Tensor:
-        """The sums [numbers]; on a GPU the device's stream waits. Raises OtherCollective."""
+        """Return the sums [numbers]; on a GPU the device's stream waits. Raises OtherCollective."""
         if self._work is not None:
             self._work.wait()
         if self._rows is None:
@@ -93,7 +94,7 @@ class StepSums:
                 f"step {self._step}: what came from rank {', '.join(map(str, strange))} is not the numbers of this "
                 "step: Is there a distributed collective mismatch in your code?"
             )
-        # In one order everywhere: torch's sum over rows depends on how wide a host's vectors are.
+        # In the same order everywhere: torch's sum over rows depends on the host's vector width.
         sums = self._rows[0][:-1].clone()
         for row in self._rows[1:]:
             sums += row[:-1]
@@ -101,19 +102,19 @@ class StepSums:
 
 
 def _mark(step: int) -> float:
-    """Neither a count nor a loss is likely to be it; exact for every step below 2**50."""
+    """Return a mark unlikely to equal a count or a loss; exact for every step below 2**50."""
     return -(step + 0.375)
 
 
 class CannotAverage(RuntimeError):
-    """Gradients of these parameters cannot be averaged; the text says why and what to do."""
+    """Gradients of these parameters cannot be averaged; the text gives reason and remedy."""
 
 
 class GradientBuckets:
     """Averages the gradients of a model's parameters over a process group by the end of each backward pass.
 
-    A bucket leaves as soon as all its gradients are there and those before it have left, while the backward pass goes
-    on. All ranks send the same buckets in the same order, whichever parameters they have used.
+    A bucket is sent as soon as all its gradients exist and the preceding buckets have been sent, during the backward
+    pass. All ranks send the same buckets in the same order, whichever parameters they have used.
     """
 
     def __init__(
@@ -122,14 +123,14 @@ class GradientBuckets:
     ) -> None:  # fmt: skip
         """`on_wait` is called before a wait for gradients of other ranks. Raises CannotAverage.
 
-        `is_told`: False where a pipeline is: all buckets leave in `finish`, so nobody need hear of each micro-batch.
+        `is_told`: False for a pipeline: all buckets are sent in `finish`, so no hooks are needed.
         """
         own = {name: one for name, one in parameters.items() if one.is_floating_point() or one.is_complex()}
         self._names = {id(parameter): name for name, parameter in own.items()}
         self.parameters = list(own.values())
         self._group, self._on_wait = group, on_wait
         self._buckets = list(_buckets(self.parameters))
-        self._left: int | None = None  # how many buckets of this backward pass have; None: they are kept
+        self._left: int | None = None  # buckets sent in this backward pass; None: gradients are kept
         self._works: list[dist.Work] = []
         self._is_over = False
         self._is_told = is_told
@@ -138,11 +139,11 @@ class GradientBuckets:
                 self._watch(parameter, bucket)
 
     def begin_step(self) -> None:
-        """From now on gradients may come."""
+        """Accept gradients from now on."""
         self._is_over = False
 
     def begin(self) -> None:
-        """The next backward pass averages; without this it adds up gradients of this rank."""
+        """Average in the next backward pass; otherwise it accumulates gradients of this rank."""
         self._left = 0
         for bucket in self._buckets:
             bucket.has_left = False
@@ -152,7 +153,7 @@ class GradientBuckets:
                     raise self._hooked(parameter)
 
     def finish(self) -> None:
-        """The backward pass is over: send what parameters without a gradient have held back, and wait for all."""
+        """Send the remaining buckets, which lack gradients, after the backward pass, and wait for all buckets."""
         while self._left is not None and self._left < len(self._buckets):
             self._send_next()
         self._left = None
@@ -162,11 +163,14 @@ class GradientBuckets:
         self._works.clear()
 
     def end_step(self) -> None:
-        """Gradients that come from now on, until the next step, would be of this rank alone: they are refused."""
+        """Refuse gradients until the next step: they would be of this rank alone."""
         self._is_over = True
 
     def _watch(self, parameter: nn.Parameter, bucket: "_Bucket") -> None:
-        """Hear of each gradient; frozen parameters may be thawed later, and take no hook before."""
+        """Hook into each gradient.
+
+        Frozen parameters may be unfrozen later, but only accept hooks if they require gradients.
+        """
         if parameter._post_accumulate_grad_hooks:
             raise self._hooked(parameter)
         wanted = parameter.requires_grad
@@ -212,28 +216,28 @@ class GradientBuckets:
 
 
 class _Bucket:
-    """Some parameters of one type on one device."""
+    """Parameters of one type on one device."""
 
     def __init__(self, members: Sequence[nn.Parameter]) -> None:
         self.members = members
         self.missing: set[int] = set()
-        """Ids of parameters whose gradients are awaited."""
+        """Ids of parameters with pending gradients."""
         self.has_left = False
         self._places = [_place(parameter) for parameter in members]
 
     def complete(self) -> None:
-        """Have gradients that are still sums over tensor-parallel ranks taken; there is nobody to average with."""
+        """Reduce gradients that are still partial sums over tensor-parallel ranks, if there is only one replica."""
         for parameter in self.members:
             if isinstance(parameter, DTensor) and isinstance(parameter.grad, DTensor):
                 parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
 
     def packed(self) -> torch.Tensor | None:
-        """All gradients in one tensor, which the parameters' `grad` are parts of from now on; None when all are frozen.
+        """Pack all gradients into one tensor, of which each `grad` becomes a view; None if all are frozen.
 
-        What this rank has not used counts as zero and still has no `grad` afterwards.
+        Gradients of parameters that this rank has not used count as zero, and their `grad` stays None.
         """
         every = zip(self.members, self._places, strict=True)
-        # One that is frozen now may have a gradient of an earlier micro-batch.
+        # A parameter frozen now may have a gradient of an earlier micro-batch.
         pairs = [pair for pair in every if pair[0].requires_grad or pair[0].grad is not None]
         if not pairs:
             return None
@@ -255,7 +259,7 @@ class _Bucket:
 
 
 class _Place(NamedTuple):
-    """How a gradient lies in a bucket: as its parameter, or without gaps where that has some."""
+    """Shape of a gradient in a bucket: that of its parameter, or contiguous if the parameter has gaps."""
 
     shape: torch.Size
     stride: tuple[int, ...]
@@ -269,14 +273,14 @@ def _place(parameter: nn.Parameter) -> _Place:
 
 
 def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[_Bucket]:
-    """From the last parameter to the first one: about the order in which gradients come."""
+    """Yield buckets from the last parameter to the first, roughly the order in which gradients arrive."""
     ordered = list(reversed(parameters))
     for positions in packed(((one.dtype, one.device), own_part(one).nbytes) for one in ordered):
         yield _Bucket([ordered[position] for position in positions])
 
 
 def _gradient(parameter: nn.Parameter) -> torch.Tensor:
-    """This rank's part; with tensor parallelism a gradient may still be a sum over its ranks to be taken."""
+    """Return this rank's part; reduces a gradient that is still a partial sum over tensor-parallel ranks."""
     gradient = parameter.grad
     assert gradient is not None
     if not isinstance(gradient, DTensor):
@@ -289,12 +293,12 @@ _MARK = "_is_plain_replica"
 
 
 def mark_replica(model: nn.Module) -> None:
-    """The gradients of this module's parameters are to be averaged, once training begins; copies of it are marked."""
+    """Mark the module for averaging of its gradients once training begins; copies of it are marked too."""
     vars(model)[_MARK] = True
 
 
 def replicated_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters of all modules within `model` that are marked, by their names in it."""
+    """Return the parameters of all marked modules within `model`, by their names in it."""
     members = {
         id(parameter) for module in model.modules() if vars(module).get(_MARK) for parameter in module.parameters()
     }

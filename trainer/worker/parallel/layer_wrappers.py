@@ -13,9 +13,9 @@ from trainer.contract.config import TrainConfig
 
 
 def copy_views(unit: nn.Module) -> None:
-    """Have `unit` return copies where it returns views (after `flatten`, `squeeze`, a Linear over three dimensions).
+    """Make `unit` return copies instead of views (after `flatten`, `squeeze`, a Linear over three dimensions).
 
-    Call it before `fully_shard`. Without it torch warns in every rank's log, and `nn.ReLU(inplace=True)` behind such a
+    Call it before `fully_shard`. Otherwise torch warns in every rank's log, and `nn.ReLU(inplace=True)` after such a
     unit makes the backward pass fail.
     """
     unit.register_forward_hook(_copied)
@@ -32,12 +32,12 @@ def _without_base(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def compile_forward(module: nn.Module) -> None:
-    """Compile what `module` computes, without its hooks: those of FSDP gather and free parameters around it."""
+    """Compile `module.forward` without its hooks: FSDP's hooks gather and free parameters around it."""
     module.forward = torch.compile(module.forward, dynamic=False)
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """Whether `model`, or a part of it, has been given to torch.compile."""
+    """Return whether `model`, or a part of it, has been compiled with torch.compile."""
     return any(_is_compiled(part) for part in model.modules())
 
 
@@ -48,7 +48,7 @@ def _is_compiled(part: nn.Module) -> bool:
 
 
 Recompute = Callable[..., torch.Tensor]
-"""Calls a function with tensors; its activations are computed again when its gradient is asked for."""
+"""Calls a function with tensors; its activations are recomputed for its gradient."""
 
 _aten = torch.ops.aten
 _PRODUCTS = (
@@ -60,11 +60,11 @@ _PRODUCTS = (
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
     _aten._scaled_dot_product_cudnn_attention.default,
 )
-"""Products and attention, by the operations that they become on CPUs and GPUs."""
+"""Matrix products and attention, as dispatched on CPUs and GPUs."""
 
 
 def for_layer(number: int, train: TrainConfig) -> Recompute | None:
-    """How layer `number` is computed; None: it keeps its activations."""
+    """Return how layer `number` is computed; None: it keeps its activations."""
     if not train.activation_checkpointing or number % train.recompute.every:
         return None
     if train.recompute.keep == "nothing":

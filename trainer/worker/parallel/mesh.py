@@ -1,7 +1,7 @@
-"""The device mesh: pp x dp_replicate x dp_shard x cp x tp, tensor parallelism innermost so that it stays within a node.
+"""The device mesh: pp x dp_replicate x dp_shard x cp x tp, with tp innermost so that it stays within a node.
 
-Parameters lie on a mesh of their own, on which the ranks that share a sequence (cp) count among the shards, or with
-`ddp` among the replicas: they differ in nothing but the tokens that they compute on.
+Parameters have a mesh of their own, on which the ranks that share a sequence (cp) count among the shards, or with `ddp`
+among the replicas: they differ only in their tokens.
 """
 
 import math
@@ -23,13 +23,13 @@ from trainer.contract.config_sections.parallel_config import (
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How the ranks of this generation share the model, seen from one of them."""
+    """Layout of the ranks of this generation from the point of view of one rank."""
 
     mesh: DeviceMesh
-    """That of parameters: dp_replicate, dp_shard, tp; before them pp, where the model has several stages."""
+    """Mesh of parameters: dp_replicate, dp_shard, tp; preceded by pp if the model has several stages."""
 
     sequence_mesh: DeviceMesh | None
-    """Where ranks share sequences: dp, cp, tp; else None."""
+    """Mesh dp, cp, tp if ranks share sequences; else None."""
 
     sizes: MeshSizes
     device: torch.device
@@ -37,18 +37,18 @@ class Layout:
     world_size: int
 
     expert_mesh: DeviceMesh | None = None
-    """Where ranks share experts: dp_replicate, dp_shard, ep, and pp as in `mesh`; else None."""
+    """Mesh dp_replicate, dp_shard, ep (with pp as in `mesh`) if ranks share experts; else None."""
 
     @property
     def fsdp(self) -> DeviceMesh:
-        """The mesh for `fully_shard`: one dimension, or two (replicate, shard) for HSDP."""
+        """Return the mesh for `fully_shard`: one dimension, or two (replicate, shard) for HSDP."""
         if self.mesh["dp_replicate"].size() > 1:
             return self.mesh["dp_replicate", "dp_shard"]
         return self.mesh["dp_shard"]
 
     @property
     def fsdp_of_experts(self) -> DeviceMesh:
-        """The mesh for `fully_shard` of experts that ranks share."""
+        """Return the mesh for `fully_shard` of shared experts."""
         assert self.expert_mesh is not None
         if self.expert_mesh["dp_replicate"].size() > 1:
             return self.expert_mesh["dp_replicate", "dp_shard"]
@@ -56,7 +56,7 @@ class Layout:
 
     @property
     def ep(self) -> DeviceMesh:
-        """The ranks that share this rank's experts; only where there are several."""
+        """Return the ranks that share this rank's experts; only if there are several."""
         assert self.expert_mesh is not None
         return self.expert_mesh["ep"]
 
@@ -66,48 +66,48 @@ class Layout:
 
     @property
     def cp(self) -> DeviceMesh:
-        """The ranks that share this rank's sequences; only where there are several."""
+        """Return the ranks that share this rank's sequences; only if there are several."""
         assert self.sequence_mesh is not None
         return self.sequence_mesh["cp"]
 
     @property
     def pp(self) -> DeviceMesh:
-        """The ranks that have the other stages of the model for this rank's tokens; only where there are several."""
+        """Return the ranks with the other stages of the model for this rank's tokens; only if there are several."""
         return self.mesh["pp"]
 
     @property
     def place(self) -> MeshSizes:
-        """Where this rank stands in each dimension."""
+        """Return this rank's index in each dimension."""
         return MeshSizes(*place_in(self.sizes, self.rank))
 
     @property
     def dp_size(self) -> int:
-        """Ranks that read different data."""
+        """Return the number of ranks that read different data."""
         return self.sizes.dp_replicate * self.sizes.dp_shard
 
     @property
     def ranks_per_share(self) -> int:
-        """Ranks that read the same data."""
+        """Return the number of ranks that read the same data."""
         return self.world_size // self.dp_size
 
     @property
     def dp_rank(self) -> int:
-        """Which share of every batch this rank reads; the same for all ranks that share its layers or its sequences."""
+        """Return the share of every batch that this rank reads; equal on ranks that share its layers or sequences."""
         return self.place.dp_replicate * self.sizes.dp_shard + self.place.dp_shard
 
     @property
     def token_rank(self) -> int:
-        """Which tokens of a batch this rank computes on; the same for all ranks of one tensor-parallel group."""
+        """Return the tokens of a batch that this rank computes, as an index; equal within a tensor-parallel group."""
         return self.dp_rank * self.sizes.cp + self.place.cp
 
     @property
     def generator_rank(self) -> int:
-        """Which random numbers this rank draws: those of one tensor-parallel group draw the same ones."""
+        """Return the random stream of this rank, as an index; equal within a tensor-parallel group."""
         return self.place.pp * self.dp_size * self.sizes.cp + self.token_rank
 
 
 def build(parallel: ParallelConfig, device: torch.device, rank: int, world_size: int) -> Layout:
-    """Build the meshes over the initialized world; raises ValueError when the sizes do not multiply to it."""
+    """Build the meshes over the initialized world; raises ValueError unless the product of the sizes is its size."""
     sizes, of_parameters = parallel.mesh_sizes(world_size), parallel.parameter_sizes(world_size)
     meshes = _Meshes(device, rank, world_size)
     return Layout(
@@ -121,7 +121,7 @@ def build(parallel: ParallelConfig, device: torch.device, rank: int, world_size:
 
 
 def _dimensions(sizes: ParameterSizes | ExpertSizes) -> dict[str, int]:
-    """With one for stages only where there are several; ranks that share experts, those of `tp` too, are neighbours."""
+    """Return the mesh dimensions, with pp only for several stages; ranks that share experts are neighbours."""
     return {name: size for name, size in sizes._asdict().items() if name != "pp" or size > 1}
 
 
@@ -130,9 +130,9 @@ def _sequence_dimensions(sizes: MeshSizes) -> dict[str, int]:
 
 
 class _Meshes:
-    """Meshes whose dimensions of one rank share one group: torch makes one for each of them and for every rank.
+    """Meshes whose one-rank dimensions share a single group: torch makes one per dimension and rank.
 
-    On gloo each group has a thread that wakes a hundred times a second: five more cost a rank on one core 2 %.
+    On gloo each group has a thread that wakes a hundred times per second: five more cost a rank on one core 2 %.
     """
 
     def __init__(self, device: torch.device, rank: int, world_size: int) -> None:
@@ -140,9 +140,9 @@ class _Meshes:
         self._alone: dist.ProcessGroup | None = None
 
     def over(self, dimensions: Mapping[str, int], own_group: str = "") -> DeviceMesh:
-        """The world in these dimensions, the last one innermost; raises ValueError when they do not multiply to it.
+        """Return the world in these dimensions, last one innermost; raises ValueError if their product is not its size.
 
-        `own_group`: this dimension gets a group of its own, also where another has its members: traffic is told apart.
+        `own_group`: this dimension gets its own group, even if another has the same members, to separate their traffic.
         """
         if math.prod(dimensions.values()) != self._world_size:
             raise ValueError(f"a mesh of {dict(dimensions)} is not one of {self._world_size} ranks")

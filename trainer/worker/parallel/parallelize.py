@@ -26,7 +26,7 @@ from trainer.worker.workload import WorkloadError, mixed_precision
 
 
 def check(config: JobConfig) -> None:
-    """Raise WorkloadError for sizes that the ranks cannot share, as submit does."""
+    """Raise WorkloadError for sizes that the ranks cannot share, like submit."""
     if refused := refusal(config):
         raise WorkloadError(str(refused))
 
@@ -54,7 +54,7 @@ def shard(model: Any, layout: Layout, config: JobConfig) -> None:
 
 
 def tensor_parallel(model: Any, mesh: DeviceMesh) -> None:
-    """Activations between layers are split along the sequence, inside them along heads and inner width."""
+    """Split activations along the sequence between layers, and along heads and inner width inside them."""
     parallelize_module(
         model,
         mesh,
@@ -83,7 +83,7 @@ def _attention_plan() -> dict[str, ParallelStyle]:
 
 
 def _mixture_plan() -> dict[str, ParallelStyle]:
-    """Each rank keeps its part of the sequence, as between layers, and has experts compute it."""
+    """Return a plan in which each rank keeps its part of the sequence, as between layers, for the experts."""
     own = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Shard(1),), use_local_output=True)
     return {"feed_forward": own}
 

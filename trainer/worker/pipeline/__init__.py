@@ -1,1 +1,1 @@
-"""Pipeline parallelism with torch.distributed.pipelining: stages of the built-in model, and what runs them."""
+"""Pipeline parallelism with torch.distributed.pipelining: stages of the built-in model, and their execution."""

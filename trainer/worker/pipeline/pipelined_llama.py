@@ -1,4 +1,4 @@
-"""The stages of a rank as one model: parameters under their names in the whole model, and the pipeline that runs it."""
+"""The stages of a rank as one model: parameters with their names in the whole model, and the pipeline that runs it."""
 
 from collections.abc import Sequence
 
@@ -15,25 +15,25 @@ from trainer.worker.pipeline.stage import LlamaStage, StagesOfRank, stage, stage
 
 
 class PipelinedLlama(StagesOfRank):
-    """What this rank has of the built-in model; `pipeline` computes with it, together with the other ranks."""
+    """This rank's stages of the built-in model; `pipeline` computes with them and the other ranks."""
 
     def __init__(self, modules: Sequence[LlamaStage], pipeline: Pipeline) -> None:
         super().__init__(modules)
         self.pipeline = pipeline
         self._stages = tuple(modules)
         self.layer_numbers = [number for module in modules for number in module.stage.layers]
-        """Of this rank's layers, in their order here."""
+        """Layer numbers of this rank, in order."""
         self.depth = modules[0].config.layers
-        """Layers of the whole model."""
+        """Number of layers in the whole model."""
 
     def set_initial_weights(self, seed: int) -> None:
-        """As `Llama.set_initial_weights`."""
+        """Set the weights like `Llama.set_initial_weights`."""
         for module in self._stages:
             module.set_initial_weights(seed)
 
 
 def pipelined_llama(config: JobConfig, layout: Layout) -> PipelinedLlama:
-    """The stages that this rank has, sharded, without initial weights."""
+    """Build this rank's stages, sharded, without initial weights."""
     pipeline, train, place = config.parallel.pipeline, config.train, layout.place.pp
     parts = split_of(pipeline, config).parts
     modules = [stage_module(config, parts[number], layout) for number in stages_of_rank(pipeline, place)]
@@ -44,17 +44,17 @@ def pipelined_llama(config: JobConfig, layout: Layout) -> PipelinedLlama:
     ]
     model = PipelinedLlama(modules, Pipeline(pipeline, stages, micro_batch_count(pipeline, train, layout.dp_size)))
     if config.parallel.has_plain_replicas(train.dtype):
-        mark_replica(model)  # its parameters are those of stages, which are no modules of it
+        mark_replica(model)  # its parameters belong to the stages, which are not modules of it
     return model
 
 
 def balance_of(model: nn.Module) -> ExpertBalance:
-    """Of the experts of a model in one piece, or of those that the stages of this rank have."""
+    """Return the balance of a whole model's experts, or of those in this rank's stages."""
     if not isinstance(model, PipelinedLlama):
         return ExpertBalance(model)
     return ExpertBalance(model, model.layer_numbers, model.depth)
 
 
 def pipeline_of(model: nn.Module) -> Pipeline | None:
-    """What runs `model`; None: the model computes by itself."""
+    """Return the pipeline that runs `model`; None: the model computes by itself."""
     return model.pipeline if isinstance(model, PipelinedLlama) else None

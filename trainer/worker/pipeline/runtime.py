@@ -1,4 +1,4 @@
-"""Execution of a rank's pipeline stages in the order of a table, with the bubble measured."""
+"""Execution of a rank's pipeline stages in the order of a table, with measurement of the bubble."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -28,7 +28,7 @@ _SENDS = (Activity.SEND_ACTIVATION, Activity.SEND_GRADIENT)
 
 
 class BubbleMeter(Generic[Mark]):
-    """A watcher that measures one step after the other; `take` gives what was measured since `start`."""
+    """A watcher that measures consecutive steps; `take` returns the measurements since `start`."""
 
     def __init__(self, clock: Clock[Mark]) -> None:
         self._clock, self._mark = clock, clock.mark
@@ -36,19 +36,19 @@ class BubbleMeter(Generic[Mark]):
         self._start = self._begin = clock.mark()
 
     def start(self) -> None:
-        """A step begins."""
+        """Start to measure a step."""
         self._moments.clear()
         self._start = self._clock.mark()
 
     def begin_of(self, moment: Moment) -> Call | None:
-        """Of a send, which begins and is not waited for, nothing is measured."""
+        """Return the call at the start of a moment; None for sends, which are asynchronous."""
         return None if moment.activity in _SENDS else self._begins
 
     def _begins(self) -> None:
         self._begin = self._mark()
 
     def end_of(self, moment: Moment) -> Call | None:
-        """As `begin_of`."""
+        """Return the call at the end of a moment, as in `begin_of`."""
         if moment.activity in _SENDS:
             return None
 
@@ -58,7 +58,7 @@ class BubbleMeter(Generic[Mark]):
         return end
 
     def take(self) -> RankSeconds:
-        """Of the step that has ended; on a GPU it waits for the stream, so ask a step later."""
+        """Return the times of the step that has ended; on a GPU it waits for the stream, so call it a step later."""
         computed: dict[int, float] = {}
         waited: dict[int, float] = {}
         span = sends = reductions = 0.0
@@ -77,24 +77,24 @@ class BubbleMeter(Generic[Mark]):
 
 
 def meter_for(device: torch.device) -> "BubbleMeter[float] | BubbleMeter[torch.cuda.Event]":
-    """A meter with the clock of this kind of device."""
+    """Return a meter with the clock of this kind of device."""
     return BubbleMeter(StreamClock()) if device.type == "cuda" else BubbleMeter(HostClock())
 
 
 class ActionCalls:
-    """For the stages of one rank."""
+    """The calls that execute a table's actions for the stages of one rank."""
 
     def __init__(
         self, config: PipelineConfig, stages: Sequence[Stage], messages: Messages, watchers: Sequence[Watcher],
         given: Callable[[Stage, int], dict[str, torch.Tensor]], loss: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:  # fmt: skip
-        """`given`: of a stage and micro-batch, what no other stage sends; `loss`: to differentiate, of an output."""
+        """`given`: batch inputs of a stage and micro-batch; `loss`: maps an output to the differentiated loss."""
         self._stages = {stage.stage_index: stage for stage in stages}
         self._ranks = [rank_of_stage(config, stage) for stage in range(config.stages)]
         self._messages, self._watchers, self._given, self._loss = messages, watchers, given, loss
 
     def of(self, action: Action) -> Call:
-        """What does it."""
+        """Return the call that executes an action."""
         stage, micro_batch = self._stages[action.stage], action.micro_batch
         match action.kind:
             case Kind.FORWARD:
@@ -184,7 +184,7 @@ class ActionCalls:
         return Watched(self._watchers, Moment(activity, stage, micro_batch))
 
     def _has(self, number: int) -> bool:
-        """Whether a stage is on this rank, so that nothing is sent to it."""
+        """Return whether a stage is on this rank, so that nothing is sent to it."""
         return number in self._stages
 
 
@@ -192,11 +192,11 @@ _OF_FORWARD = (Kind.UNSHARD, Kind.RECEIVE_ACTIVATION, Kind.FORWARD, Kind.SEND_AC
 
 
 class Pipeline:
-    """One rank's stages; every rank of the pipeline calls the same methods with as many micro-batches.
+    """The stages of a rank; every rank of the pipeline calls the same methods with equally many micro-batches.
 
-    All schedules run from tables: receives are posted before they are needed, sends are waited for at the end, and
-    with FSDP2 a stage's parameters are gathered once a step and its gradients reduced once. torch's own runtime does
-    the same, and looks up for every action what is known when the pipeline is made: 4 % of a step of small stages.
+    All schedules run from tables: receives are posted before they are needed, sends are waited for at the end, and with
+    FSDP2 a stage's parameters are gathered once per step and its gradients reduced once. torch's own runtime does the
+    same, but looks up facts known in advance at every action: 4 % of a step of small stages.
     """
 
     def __init__(
@@ -212,7 +212,7 @@ class Pipeline:
         self._make_calls()
 
     def watch(self, watcher: Watcher) -> None:
-        """Have `watcher` told, too, from now on."""
+        """Add `watcher` from now on."""
         self._watchers.append(watcher)
         self._make_calls()
 
@@ -223,37 +223,37 @@ class Pipeline:
         self._forward = [call for call, is_forward in zip(self._all, forward, strict=True) if is_forward]
 
     def ask_before_sends(self, may_send: Callable[[], bool]) -> None:
-        """Have `may_send` asked before everything that is sent; what it refuses is never sent."""
+        """Call `may_send` before every send; a refused message is never sent."""
         self._messages.may_send = may_send
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes that this rank has sent to other stages since the beginning."""
+        """Return the bytes that this rank has sent to other stages since the start."""
         return self._messages.sent_bytes
 
     @property
     def activations_held(self) -> int:
-        """Activations of other stages that this rank receives, or has and not yet let go of."""
+        """Return the number of activations of other stages that this rank is receiving or still holds."""
         held = sum(stage.inputs_held for stage in self.stages if not stage.is_first)
         return held + self._messages.posted(Activity.WAIT_FOR_ACTIVATION)
 
     @property
     def has_last(self) -> bool:
-        """Whether this rank computes the loss."""
+        """Return whether this rank computes the loss."""
         return any(stage.is_last for stage in self.stages)
 
     def step(self, batches: Sequence[torch.Tensor], *, factor: float = 1.0, scale: float = 1.0) -> torch.Tensor:
-        """Gradients of the mean loss of `batches`, times `factor` and `scale`, in the parameters of all stages.
+        """Compute gradients of the mean loss of `batches`, times `factor` and `scale`, in the parameters of all stages.
 
-        Each of `batches` [sequences, seq_len + 1] is one micro-batch. Returns the mean loss times `factor`, a scalar
-        on the rank of the last stage, and zero on the others.
+        Each of `batches` [sequences, seq_len + 1] is one micro-batch. Returns the mean loss times `factor`, a scalar on
+        the rank of the last stage, and zero on the others.
         """
         self._factor, self._scale = factor, scale
         return self._run(self._all, batches)
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The mean loss of `batches`, as `step` returns it, without gradients."""
+        """Return the mean loss of `batches` like `step`, without gradients."""
         self._factor = self._scale = 1.0
         return self._run(self._forward, batches)
 
@@ -276,7 +276,7 @@ class Pipeline:
         return total
 
     def _clear(self) -> None:
-        """Forget what an evaluation has left; a step that failed ends the rank, and leaves gradients in FSDP."""
+        """Clear the remains of an evaluation; a failed step ends the rank, and leaves gradients in FSDP."""
         self._losses.clear()
         self._batches = ()
         self._messages.clear()
@@ -284,7 +284,7 @@ class Pipeline:
             stage.clear()
 
     def _inputs(self, stage: Stage, micro_batch: int) -> dict[str, torch.Tensor]:
-        """What the stage is given of the batch, beside what the stage before sends."""
+        """Return the stage's inputs from the batch; others come from the previous stage."""
         batch, given = self._batches[micro_batch], {}
         if stage.is_first:
             given["x"] = batch[:, :-1]
@@ -293,9 +293,9 @@ class Pipeline:
         return given
 
     def _loss(self, output: torch.Tensor) -> torch.Tensor:
-        """What the last stage differentiates; scaled here, as the loop without a pipeline does it.
+        """Return the tensor that the last stage differentiates, scaled like in the loop without a pipeline.
 
-        Dividing sums later would round other bits.
+        Dividing the sums later would give other rounding.
         """
         loss = output / self.micro_batches
         if self._factor != 1.0:

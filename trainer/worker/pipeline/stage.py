@@ -1,6 +1,6 @@
-"""One pipeline stage: its part of the model, its messages, and torch's schedule tables.
+"""A pipeline stage: its part of the model, its messages, and torch's schedule tables.
 
-The 1F1B table is ours: torch 2.13 runs 1F1B without one, and the one that `Schedule1F1B._get_pipeline_order` makes
+The 1F1B table is generated here: torch 2.13 runs 1F1B without one, and the table of `Schedule1F1B._get_pipeline_order`
 begins with the second micro-batch on the last rank.
 """
 
@@ -41,7 +41,7 @@ from trainer.worker.parallel.mesh import Layout
 
 
 class NumberedLayers(nn.ModuleList):
-    """Layers in order, under their numbers in the whole model: `layers.5.attention.wq.weight` stays that."""
+    """Layers in order under their numbers in the whole model, so that `layers.5.attention.wq.weight` keeps its name."""
 
     def __init__(self, layers: Mapping[int, nn.Module]) -> None:
         super().__init__()
@@ -50,9 +50,9 @@ class NumberedLayers(nn.ModuleList):
 
 
 class LlamaStage(Llama):
-    """Tokens, or activations [batch, length, dim], to activations; the last stage gives the mean loss of `targets`.
+    """Maps tokens, or activations [batch, length, dim], to activations; the last stage to the mean loss of `targets`.
 
-    Made on the meta device, so that no stage ever has the whole model.
+    Created on the meta device, so that no stage ever holds the whole model.
     """
 
     def __init__(self, config: ModelConfig, train: TrainConfig, part: StagePart) -> None:
@@ -71,7 +71,7 @@ class LlamaStage(Llama):
 
 
 class StagesOfRank(nn.Module):
-    """All stages of one rank as one module: parameters under their names in the whole model, to optimize and to save.
+    """All stages of one rank as one module, with parameter names of the whole model, to optimize and to save.
 
     It shares the modules of its stages and computes nothing.
     """
@@ -100,23 +100,23 @@ EXPOSED_SENDS = AWAITED_SENDS
 
 
 class Watcher(Protocol):
-    """Asked once for each moment of a step; what it answers is called in every step, on the thread that trains.
+    """Provides, once for each moment of a step, the calls that run there in every step, on the training thread.
 
-    One moment ends before the next one begins.
+    A moment ends before the next one begins.
     """
 
     def begin_of(self, moment: Moment) -> Call | None:
-        """To be called where it begins."""
+        """Return the call at the start of a moment, or None."""
 
     def end_of(self, moment: Moment) -> Call | None:
-        """To be called where it is over; not for one that raised."""
+        """Return the call at its end, or None; it is not called if the moment raised."""
 
 
 class Watched:
-    """What is inside it, in every step, is told to all of `watchers`.
+    """Context manager that runs the calls of all `watchers` around a moment, in every step.
 
-    A call of Python's is cold between two passes of a model, and takes ten times as long as it does in a loop: there
-    are as few of them here as can be.
+    A Python call is cold between two passes of a model and takes ten times as long as in a loop, so there are as few as
+    possible here.
     """
 
     __slots__ = ("_begins", "_ends", "moment")
@@ -137,29 +137,29 @@ class Watched:
 
 
 class Messages:
-    """Those of one rank; shapes are known beforehand, so that no rank sends another one pickled metadata.
+    """Messages of one rank; shapes are known in advance, so ranks exchange no pickled metadata.
 
-    A message is named by the moment in which it is waited for: `WAIT_FOR_...`, stage and micro-batch.
+    A message is identified by the moment that waits for it: `WAIT_FOR_...`, stage and micro-batch.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
         self._posted: dict[Moment, tuple[torch.Tensor, dist.Work | None]] = {}
         self._sent: list[tuple[Watched, dist.Work]] = []
-        self.sent_bytes = 0  # since the beginning
+        self.sent_bytes = 0  # since the start
         self.may_send: Callable[[], bool] = lambda: True
-        """Asked before everything that is sent."""
+        """Called before every send."""
 
     def post(self, wait: Moment, buffer: torch.Tensor, source: int) -> None:
-        """Begin to receive into `buffer` from this rank of the group, before it is needed."""
+        """Start to receive into `buffer` from this rank of the group, before the data is needed."""
         self._posted[wait] = buffer, dist.irecv(buffer, group=self._group, group_src=source)
 
     def hand_over(self, wait: Moment, tensor: torch.Tensor) -> None:
-        """What two stages of this rank have for each other is not sent."""
+        """Pass a tensor between two stages of this rank, without sending."""
         self._posted[wait] = tensor, None
 
     def take(self, wait: Watched) -> torch.Tensor:
-        """What was posted or handed over; waits for it where that has to be."""
+        """Return the tensor posted or handed over, waiting for it if necessary."""
         tensor, work = self._posted.pop(wait.moment)
         if work is not None:
             with wait:
@@ -167,11 +167,11 @@ class Messages:
         return tensor
 
     def posted(self, activity: Activity) -> int:
-        """How many receives are waited for in this activity."""
+        """Return the number of pending receives of this activity."""
         return sum(wait.activity is activity for wait in self._posted)
 
     def send(self, send: Watched, tensor: torch.Tensor, target: int, wait: Watched) -> None:
-        """Begin to send to this rank of the group; `wait`: for that rank to take it, at the end of the step."""
+        """Start to send to this rank of the group; `wait`: moment at the end of the step in which it is awaited."""
         with send:
             if self.may_send():
                 self.sent_bytes += tensor.nbytes
@@ -180,14 +180,14 @@ class Messages:
                 self._sent.append((wait, work))
 
     def wait_for_sends(self) -> None:
-        """Until all that was sent has been taken, oldest first."""
+        """Wait for all sends to complete, oldest first."""
         for wait, work in self._sent:
             with wait:
                 work.wait()
         self._sent.clear()
 
     def clear(self) -> None:
-        """Forget what is under way."""
+        """Drop all messages in flight."""
         self._posted.clear()
         self._sent.clear()
 
@@ -203,12 +203,12 @@ _CLASSES = {
 
 
 def computations(config: PipelineConfig, micro_batches: int) -> dict[int, list[_Action | None]]:
-    """What each rank computes in one step, by rank of the pipeline, without sends and receives."""
+    """Return the computations of each rank in one step, by rank of the pipeline, without sends and receives."""
     if config.schedule == Schedule.ONE_F_ONE_B:
         return {rank: list(_one_f_one_b(config.stages, rank, micro_batches)) for rank in range(config.ranks)}
     kind = _CLASSES[Schedule(config.schedule)]
     stages = _stand_ins(config, rank=0)
-    # torch makes the table of all ranks in each of them.
+    # torch makes the table of all ranks in every schedule object.
     order = kind(stages[0] if kind is ScheduleGPipe else stages, micro_batches).pipeline_order
     return {
         rank: [action for action in actions if action is not None and action.is_compute_op]
@@ -217,7 +217,7 @@ def computations(config: PipelineConfig, micro_batches: int) -> dict[int, list[_
 
 
 def _one_f_one_b(stages: int, stage: int, micro_batches: int) -> Iterator[_Action]:
-    """As many forward passes as there are stages after this one, then one forward and one backward pass in turn."""
+    """Yield as many forward passes as there are later stages, then alternate forward and backward passes."""
     ahead = min(stages - 1 - stage, micro_batches)
     for number in range(micro_batches + ahead):
         if number < micro_batches:
@@ -227,7 +227,7 @@ def _one_f_one_b(stages: int, stage: int, micro_batches: int) -> Iterator[_Actio
 
 
 def with_communication(config: PipelineConfig, micro_batches: int) -> Table:
-    """All actions of one step as ranks run them: with sends, receives, and what FSDP does once."""
+    """Return all actions of one step as executed: with sends, receives, and FSDP's actions once per step."""
     runtime = _PipelineScheduleRuntime(_stand_ins(config, rank=0), micro_batches)
     runtime._prepare_schedule_with_comms(computations(config, micro_batches))
     order = cast(TorchTable, runtime.pipeline_order_with_comms)
@@ -235,13 +235,13 @@ def with_communication(config: PipelineConfig, micro_batches: int) -> Table:
 
 
 def plain(action: _Action) -> Action:
-    """The same action without torch."""
+    """Convert an action from torch's type."""
     micro_batch = -1 if action.microbatch_index is None else action.microbatch_index
     return Action(action.stage_index, Kind(_ComputationType(action.computation_type).value), micro_batch)
 
 
 def _stand_ins(config: PipelineConfig, rank: int) -> Any:
-    """What a schedule reads of its stages when it makes its table; a stage itself needs a process group."""
+    """Return the stage attributes that a schedule reads to make its table; a real stage needs a process group."""
     return [
         SimpleNamespace(
             stage_index=stage, num_stages=config.stages, group_size=config.ranks, group_rank=rank,
@@ -252,15 +252,15 @@ def _stand_ins(config: PipelineConfig, rank: int) -> Any:
 
 
 class Stage:
-    """What a micro-batch leaves for its backward pass is dropped with the last gradient that is computed from it."""
+    """A stage on this rank; it frees a micro-batch's data with the last gradient that is computed from it."""
 
     def __init__(
         self, module: nn.Module, number: int, stages: int, *,
         inputs: torch.Tensor, output: torch.Tensor, group: dist.ProcessGroup, device: torch.device,
     ) -> None:  # fmt: skip
-        """`inputs`, `output`: tensors on the meta device with the shapes and types of one micro-batch's.
+        """`inputs`, `output`: meta tensors with the shapes and types of one micro-batch.
 
-        `group`: the ranks of the pipeline. A module that is sharded is so already.
+        `group`: the ranks of the pipeline. `module` must be sharded beforehand if necessary.
         """
         self.submod, self.stage_index, self.group = module, number, group
         self.is_first, self.is_last = number == 0, number == stages - 1
@@ -269,27 +269,30 @@ class Stage:
         self._gathers: list[Any] = []
         self._keeps_gradients = False
         self.outputs: dict[int, torch.Tensor] = {}
-        """By micro-batch, from its forward pass to its backward pass; the last stage's are replaced by losses."""
+        """By micro-batch, from its forward pass to its backward pass; the last stage stores losses."""
         self.gradients: dict[int, torch.Tensor] = {}
-        """Of what the stage before has sent, by micro-batch: to be taken out when they are sent back."""
+        """Gradients of the previous stage's outputs by micro-batch; removed when they are sent back."""
         self._inputs: dict[int, torch.Tensor] = {}
         self._half_done: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, Any]] = {}
 
     def input_buffer(self) -> torch.Tensor:
-        """For what the stage before sends."""
+        """Return a buffer for the previous stage's output."""
         return torch.empty(self._like_input.shape, dtype=self._like_input.dtype, device=self._device)
 
     def gradient_buffer(self) -> torch.Tensor:
-        """For the gradient of the output, which the next stage sends."""
+        """Return a buffer for the gradient of the output, sent by the next stage."""
         return torch.empty(self._like_output.shape, dtype=self._like_output.dtype, device=self._device)
 
     @property
     def inputs_held(self) -> int:
-        """Micro-batches whose backward pass is not over."""
+        """Return the number of micro-batches with an unfinished backward pass."""
         return len(self._inputs) + len(self._half_done)
 
     def forward(self, micro_batch: int, x: torch.Tensor, **more: torch.Tensor) -> torch.Tensor:
-        """`x`: tokens, or a tensor from the stage before; raises ValueError for an output of another kind."""
+        """Run a forward pass; `x`: tokens, or a tensor from the previous stage.
+
+        Raises ValueError for an unexpected output.
+        """
         self._wait_for_gathers()
         if torch.is_grad_enabled():
             if not self.is_first:
@@ -306,25 +309,25 @@ class Stage:
         return output
 
     def backward(self, micro_batch: int, gradient: torch.Tensor | None) -> None:
-        """Of activations and weights; `gradient`: of the output, None on the last stage."""
+        """Compute gradients of activations and weights; `gradient`: of the output, None on the last stage."""
         self._begin_backward()
         output, x = self.outputs.pop(micro_batch), self._inputs.pop(micro_batch)
         torch.autograd.backward((output,), (gradient,))
         self._keep_gradient(micro_batch, x.grad)
 
     def input_gradient(self, micro_batch: int, gradient: torch.Tensor | None) -> None:
-        """As `backward`, without the gradients of weights."""
+        """Compute gradients of activations only; arguments as in `backward`."""
         self._begin_backward()
         output, x = self.outputs.pop(micro_batch), self._inputs.pop(micro_batch)
         groups = None
-        if not self.is_first:  # its only gradients are those of weights
+        if not self.is_first:  # it has only gradients of weights
             gradients = None if gradient is None else [gradient]
             (found,), groups = stage_backward_input([output], gradients, [x], self.submod.parameters())
             self._keep_gradient(micro_batch, found)
         self._half_done[micro_batch] = output, x, gradient, groups
 
     def weight_gradient(self, micro_batch: int) -> None:
-        """What `input_gradient` has left."""
+        """Compute the gradients of weights left by `input_gradient`."""
         self._begin_backward()
         output, _, gradient, groups = self._half_done.pop(micro_batch)
         if self.is_first:
@@ -334,22 +337,22 @@ class Stage:
         add_up_in_reduce_dtype(self.submod)
 
     def gather(self) -> None:
-        """Begin to gather sharded parameters; the first pass waits for it."""
+        """Start to gather sharded parameters; the first pass waits for it."""
         self._gathers = [unit.unshard(async_op=True) for unit in self._units]
 
     def reshard(self) -> None:
-        """Drop the gathered parameters."""
+        """Free the gathered parameters."""
         for unit in self._units:
             unit.reshard()
 
     def reduce_gradients(self) -> None:
-        """Over the data-parallel ranks, where parameters are sharded: once a step, as torch's own stages do it."""
+        """Reduce gradients over the data-parallel ranks if parameters are sharded: once per step, like torch."""
         if self._units:
             PipelineStage.perform_reduce_grad(cast(Any, self), 1)
             self._keeps_gradients = False
 
     def clear(self) -> None:
-        """Forget what an evaluation has left."""
+        """Clear the remains of an evaluation."""
         self.outputs.clear()
         self.gradients.clear()
         self._inputs.clear()
@@ -366,7 +369,7 @@ class Stage:
         self._gathers.clear()
 
     def _begin_backward(self) -> None:
-        """FSDP adds gradients up, and keeps parameters gathered, until they are reduced."""
+        """Make FSDP accumulate gradients, and keep parameters gathered, until the reduction."""
         self._wait_for_gathers()
         if self._units and not self._keeps_gradients:
             sharded = cast(FSDPModule, self.submod)
@@ -377,10 +380,10 @@ class Stage:
 
 
 def add_up_in_reduce_dtype(module: nn.Module) -> None:
-    """Move gradients of half-precision weights into the sums that FSDP keeps in the type of its reduction.
+    """Move gradients of half-precision weights into the sums that FSDP keeps in its reduction dtype.
 
-    FSDP does so after a backward pass of the module. One that computes gradients of weights alone does not run its
-    hooks, and they would be added up in half precision.
+    FSDP does so after a backward pass of the module. A pass for weight gradients alone does not run its hooks, and they
+    would be accumulated in half precision.
     """
     if not isinstance(module, FSDPModule):
         return
@@ -394,14 +397,14 @@ def add_up_in_reduce_dtype(module: nn.Module) -> None:
 
 
 def stage_module(config: JobConfig, part: StagePart, layout: Layout) -> LlamaStage:
-    """Sharded over `layout.fsdp`, the ranks that have the same stage, without initial weights.
+    """Build the stage's module, sharded over `layout.fsdp` (the ranks with the same stage), without initial weights.
 
-    Gathered parameters are kept from one micro-batch to the next, whatever `parallel.fsdp.reshard_after_forward` says:
-    the pipeline gathers them once a step, and finds gradients in them.
+    Gathered parameters are kept between micro-batches, regardless of `parallel.fsdp.reshard_after_forward`: the
+    pipeline gathers them once per step and finds gradients in them.
     """
-    # torch warns in every rank's log of what would happen if an activation were changed in place.
+    # torch warns in every rank's log about in-place changes of activations.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-    # And of each part of the plan for tensor parallelism that is in another stage.
+    # It also warns for each part of the tensor-parallel plan that belongs to another stage.
     warnings.filterwarnings("ignore", message="Parallelize plan key .* could not be resolved")
     fsdp = replace(config.parallel.fsdp, reshard_after_forward="never")
     config = replace(config, parallel=replace(config.parallel, fsdp=fsdp))
@@ -416,9 +419,9 @@ def stage(
     module: LlamaStage, train: TrainConfig, group: dist.ProcessGroup, device: torch.device, *,
     sequences: int, tp: int = 1,
 ) -> Stage:  # fmt: skip
-    """`module` in the pipeline of the ranks of `group`; `sequences`: those of one micro-batch.
+    """Return `module` as a stage in the pipeline of the ranks of `group`; `sequences`: per micro-batch.
 
-    `tp` ranks have a part of every sequence each between layers, and so between stages.
+    Each of `tp` ranks has a part of every sequence between layers, and therefore between stages.
     """
     part, own = module.stage, module.part
     length = (train.seq_len if own is None else own.chunk * len(own.chunks)) // tp
@@ -435,7 +438,7 @@ def stage(
 
 
 def _examples(train: TrainConfig, shape: tuple[int, int, int]) -> Sequence[torch.Tensor]:
-    """Tokens, activations of this `shape` and the loss of one micro-batch, as shapes and types alone."""
+    """Return tokens, activations of this `shape` and the loss of one micro-batch, as meta tensors."""
     dtype = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}[train.dtype]
     return (
         torch.empty(shape[0], train.seq_len, dtype=torch.long, device="meta"),

@@ -118,7 +118,7 @@ def rank_main(spec: RankSpec) -> int:
     in_use()  # before a program may delete the variables from its environment
     cell, control = ProgressCell(spec.cell_fd), socket.socket(fileno=spec.control_fd)
     control.settimeout(None)  # the user's module may have called `socket.setdefaulttimeout`
-    control.set_inheritable(False)  # inheritable in a cold-started rank, but must close with it
+    control.set_inheritable(False)  # inheritable in a cold-started rank, but must close with the rank
     ticker = Ticker(cell)
     ticker.start()
     try:

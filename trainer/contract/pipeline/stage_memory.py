@@ -90,7 +90,7 @@ class _StageBytes:
     saved: int
     """Kept by autograd until the last gradient has been computed."""
     behind: int
-    """The part of it, and of the loss, freed before the last layer's feed-forward computes its gradients."""
+    """The part of `saved`, and of the loss's needs, freed before the last feed-forward computes its gradients."""
     within: int
     """Peak of gradients within a feed-forward."""
     split: int

@@ -31,8 +31,7 @@ class AttemptDir:
 
     @property
     def run_config(self) -> Path:
-        """Return the run's config that this attempt's was derived from, present if the attempt is smaller than its
-        run."""
+        """Return the run's config that this attempt's was derived from, present in attempts smaller than their run."""
         return self.path / "run-config.json"
 
     @property
@@ -132,8 +131,7 @@ class AttemptDir:
         return self.logs / f"rank-{rank:05d}.log"
 
     def work_log(self, node: str) -> Path:
-        """Return the work log of a node: one line per step and rank, written by the workers as proof of their
-        training."""
+        """Return the work log of a node: one line per step and rank, written by the workers as proof of training."""
         return self.path / "metrics" / f"work-{node}.jsonl"
 
     def work_logs(self) -> list[Path]:

@@ -62,9 +62,9 @@ class CountedData:
         return batches
 
     def seek(self, consumed: int) -> None:
-        """Set the position only, because the state is restored separately.
+        """Set only the position, because the state is restored separately.
 
-        For a checkpoint without a state, see the data's `seek`.
+        Without a state in the checkpoint, only the data's own `seek` can restore the place.
         """
         self.consumed = consumed
 

@@ -188,10 +188,10 @@ def _build(made: workload.Workload, config: JobConfig, layout: mesh.Layout) -> T
 def _model(
     made: workload.Workload, config: JobConfig, layout: mesh.Layout
 ) -> tuple[nn.Module, Callable[[], None] | None]:
-    """Return the model of this rank (or its stages), and a function that sets weights if nothing is restored.
+    """Return this rank's model, or its stages of it, and a function that sets weights if nothing is restored.
 
-    Only the built-in model can be split into stages, and only for it is it certain that nothing reads the weights
-    earlier.
+    Only the built-in model can be split into stages, and only for that model it is certain that nothing reads the
+    weights earlier.
     """
     if not config.trains_built_in_workload:
         return made.parallelize(made.build_model(), layout), None

@@ -363,8 +363,7 @@ class ParallelConfig:
         return ExpertSizes(sizes.pp, sizes.dp_replicate, self.expert_ranks(world_size) // self.ep, self.ep)
 
     def expert_ranks(self, world_size: int) -> int:
-        """Return the number of ranks that share experts, or shards of them, when `ep` is above 1; `tp` ranks count
-        too."""
+        """Return the number of ranks that share experts, or shards of them, if `ep` is above 1; includes `tp` ranks."""
         sizes = self.parameter_sizes(world_size)
         return sizes.dp_shard * sizes.tp
 

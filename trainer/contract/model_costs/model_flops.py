@@ -79,8 +79,10 @@ _TENSOR_CORES: tuple[tuple[str, float, float], ...] = (
     ("MI300X", 1307.4, 163.4),
     ("MI250X", 191.5, 23.9),
 )
-"""Part of the device's name, then dense TFLOP/s in 16 bits (without sparsity) and in float32 (without TF32), from the
-vendors' data sheets; for MI250X per die, because each die is a device. More specific names come first."""
+"""Device name, dense TFLOP/s in 16 bits (without sparsity) and in float32 (without TF32), from vendors' data sheets.
+
+The name is a part of the device's. MI250X counts per die, because each die is a device. More specific names come first.
+"""
 
 
 def flops_per_token(model: ModelConfig, seq_len: int) -> float:

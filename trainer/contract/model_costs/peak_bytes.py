@@ -104,8 +104,7 @@ class _Unit:
 
     @property
     def gathering(self) -> int:
-        """Return the bytes with the all-gather buffer; experts, sharded along dimension 2, are reordered in another
-        one."""
+        """Return the bytes with the all-gather buffer, and a second buffer in which sharded experts are reordered."""
         return self.gathered + self.buffer * (2 if self.is_inner else 1)
 
     @property

@@ -23,8 +23,10 @@ def stages_of_rank(config: PipelineConfig, rank: int) -> list[int]:
 
 
 FORWARD_SHARE = 1 / 3
-"""Share of the forward pass in forward and backward: the gradients of inputs and of weights are one product each, like
-the forward pass."""
+"""Share of the forward pass in forward and backward.
+
+The gradients of inputs and of weights are one product each, like the forward pass.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,8 +63,7 @@ def modelled(model: ModelConfig, train: TrainConfig) -> LayerCosts:
 
 
 def measured(seconds: tuple[float, ...], model: ModelConfig) -> LayerCosts:
-    """Return costs from `parallel.pipeline.layer_seconds`; raises ValueError unless there is one per part of the
-    model."""
+    """Return costs from `parallel.pipeline.layer_seconds`; raises ValueError unless each part of the model has one."""
     if len(seconds) != model.layers + 2:
         raise ValueError(
             f"parallel.pipeline.layer_seconds has {len(seconds)} numbers: must have {model.layers + 2}, for the "
@@ -119,8 +120,7 @@ class Split:
 
     @property
     def words(self) -> str:
-        """Describe the split for a log: `4 stages of layers 0-2, 3-5, 6-8, 9-10; the slowest costs 1.08 times the
-        mean`."""
+        """Describe the split: `4 stages of layers 0-2, 3-5, 6-8, 9-10; the slowest costs 1.08 times the mean`."""
         ranges = ", ".join(_range(part) for part in self.parts)
         return f"{len(self.parts)} stages of layers {ranges}; the slowest costs {self.imbalance:.2f} times the mean"
 

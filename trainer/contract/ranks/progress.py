@@ -229,8 +229,7 @@ class ProgressCell:
         self._publish(time.monotonic_ns())
 
     def begin_passes(self, stages: int) -> None:
-        """Reset the message counts at the start of the passes of a step; `stages`: number of pipeline stages on this
-        rank."""
+        """Reset the message counts at the start of a step's passes; `stages`: pipeline stages on this rank."""
         size = _SENT_COUNT.size * 2 * min(stages, _MOST_STAGES)
         self._map[_SENT_AT + _SENT.size : _SENT_AT + _SENT.size + size] = bytes(size)
         _SENT.pack_into(self._map, _SENT_AT, self._now.step + 1, min(stages, _MOST_STAGES))

@@ -138,8 +138,7 @@ def _unquoted(value: str) -> str:
 
 
 def read_private(path: Path, *, follow: bool = True) -> bytes:
-    """Read a file that only its owner can read; raises FileNotFoundError, OSError, and SecretsRefused for any other
-    file."""
+    """Read a file that only its owner can read; raises OSError, and SecretsRefused for any other file."""
     # Without O_NONBLOCK, opening a FIFO waits for a writer.
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY | (0 if follow else os.O_NOFOLLOW)
     try:

@@ -52,7 +52,7 @@ class CodeRecord:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of all names and digests of files, empty without files; folders do not matter."""
+        """Return the SHA-256 of all names and digests of files, empty without files; folders do not matter."""
         if not self.files:
             return ""
         total = hashlib.sha256()

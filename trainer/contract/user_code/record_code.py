@@ -132,13 +132,13 @@ class _Installed:
 
     @cached_property
     def _files(self) -> str:
-        """All lines of the RECORD files, without the user's own distributions."""
+        """Return all lines of the RECORD files, without the user's own distributions."""
         infos = [info for info in self._place.glob("*.dist-info") if not (info / "direct_url.json").is_file()]
         return "\n" + "\n".join(_text(info / "RECORD") for info in infos)
 
     @cached_property
     def _eggs(self) -> frozenset[str]:
-        """Top-level names of distributions without a RECORD, as Debian installs them."""
+        """Return the top-level names of distributions without a RECORD, as installed by Debian."""
         infos = list(self._place.glob("*.egg-info"))
         infos += [info for info in self._place.glob("*.dist-info") if not (info / "RECORD").is_file()]
         return frozenset(word for info in infos for word in _text(info / "top_level.txt").split())
@@ -427,8 +427,7 @@ class _Collector:
                 return
 
     def places_of(self, name: str) -> list[tuple[Path, str]]:
-        """Return the folder and name of a module's top-level package, or the folder of a lone module and an empty
-        name."""
+        """Return the folder and name of a module's top-level package; a lone module's folder and an empty name."""
         top = name.partition(".")[0]
         if name not in self._files:
             return []

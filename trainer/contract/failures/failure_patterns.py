@@ -132,7 +132,7 @@ TABLE = tuple(
         (Meaning.NO_PROCESSES, _ERROR, r"can't start new thread|Resource temporarily unavailable|\[Errno 11\]"),
         (Meaning.NO_PROCESSES, _ERROR, r"pthread_create.{0,40} failed|Thread creation failed"),
         (Meaning.UNREADABLE, _ERROR, r"SafetensorError|deserializing header|central directory"),
-        # except for failures of the system itself
+        # except failures of the system to open a file or allocate memory
         (Meaning.UNREADABLE, _ERROR, r"PytorchStreamReader(?!.{0,200}: (file \w+|allocation) failed)"),
         (Meaning.UNREADABLE, _ERROR, r"UnpicklingError|invalid load key|unexpected EOF|BadZipFile"),
         (Meaning.UNREADABLE, _ERROR, r"load(ing|ed) state[_ ]dict|storage has wrong byte size"),

@@ -46,7 +46,7 @@ class SaveTrouble:
 
 
 def short_reason(reason: str) -> str:
-    """Return the reason of a failed save: the disk error and the folder, if it was one; else the shortened reason."""
+    """Return why a save failed: for a disk error, the error and the folder; else the shortened reason."""
     found = _OS_ERROR.search(reason)
     words = disk_words(int(found[1])) if found else ""
     if found and words:

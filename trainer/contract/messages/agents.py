@@ -287,7 +287,7 @@ class AskStop:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpectStop:
-    """Ranks will be asked to stop in `seconds`."""
+    """The coordinator expects to ask ranks to stop in `seconds`."""
 
     seconds: float
 

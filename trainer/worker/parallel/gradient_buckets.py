@@ -42,7 +42,7 @@ class GradientFacts:
 
 
 def usage_mark(parameters: Iterable[torch.Tensor]) -> int:
-    """Return a mark of the reduced parameters that are unused or frozen; 0 for an empty set, at most 2**16.
+    """Return a mark of the parameters without a gradient, frozen or unused; 0 for an empty set, at most 2**16.
 
     Ranks that use different parameters would gather, and average, one for another; with equal shapes no other check
     detects it.

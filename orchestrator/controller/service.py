@@ -388,6 +388,7 @@ def main() -> None:
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", handlers=[RotatedLog(controller_log())]
     )  # fmt: skip
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # a caller's mask would keep `orch controller stop` from working
     os.chdir("/")  # a daemon must not keep a file system busy
     try:
         run_daemon(Path(sys.argv[1]), IDLE_EXIT, *sys.argv[2:3])

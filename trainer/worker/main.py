@@ -194,7 +194,10 @@ def _model(
     weights earlier.
     """
     if not config.trains_built_in_workload:
-        return made.parallelize(made.build_model(), layout), None
+        own = made.parallelize(made.build_model(), layout)
+        if not any(module.training for module in own.modules()):  # as `from_pretrained` returns it
+            own.train()
+        return own, None
     model: Llama | PipelinedLlama
     if layout.sizes.pp > 1:
         from trainer.worker.pipeline.pipelined_llama import pipelined_llama  # torch's pipelining is slow to import

@@ -4,13 +4,19 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from trainer.contract.config import config_digest
+from checkpointing.storage.durable import read_json
 from trainer.contract.run_dir import RunDir
 from trainer.contract.user_code.code_record import CodeRecord
 from trainer.worker.restore_test.recorded_steps import find_difference, has_other_code
 
 TAIL_BYTES = 1 << 20
 """Most bytes read of a file of steps: thousands of lines."""
+
+MAX_ATTEMPTS = 20
+"""Most attempts whose steps are read."""
+
+_NUMERIC = ("model", "train", "optimizer", "data", "parallel", "workload", "env", "validation")
+"""Sections of the configuration on which the numbers of a step depend; ranks and threads are compared by line."""
 
 _EQUAL = ("position", "software")
 """Values that must be equal in two lines for their numbers to be comparable."""
@@ -32,12 +38,13 @@ class RetrainedSteps:
         self._recorded, self._world, self._explains, self._report = recorded, world, explains, report
 
     def step_ended(self, step: int, values: Mapping[str, Any]) -> None:
-        """Compare loss, gradient norm and learning rate bit for bit; end at the first step without an equal line."""
-        if not self._recorded:
+        """Compare loss, gradient norm and learning rate bit for bit; end at the first step that cannot be equal."""
+        known = self._recorded.get(step)
+        if not known:  # never trained before, or the line was lost
             return
         lines = [
             line
-            for line in self._recorded.get(step, ())
+            for line in known
             if line.get("world") == self._world and all(line.get(name) == values[name] for name in _EQUAL)
         ]
         found = [find_difference(step, values, line) for line in lines]
@@ -48,21 +55,27 @@ class RetrainedSteps:
 
 
 def read_retrained(run: RunDir, attempt: int, restored: int) -> Recorded:
-    """Return the recorded steps after `restored`, in this attempt or the newest one with any.
+    """Return the recorded steps after `restored`, each from the newest attempt that trained it.
 
-    Attempts with another config are not read.
+    Reading ends at an attempt whose configuration computes other numbers.
     """
-    digest = config_digest(run.config_of(attempt))
-    for number in range(attempt, 0, -1):
-        found: dict[int, list[dict[str, Any]]] = {}
-        if config_digest(run.config_of(number)) != digest:
+    found: dict[int, list[dict[str, Any]]] = {}
+    settings = _numeric_settings(run, attempt)
+    for number in range(attempt, max(0, attempt - MAX_ATTEMPTS), -1):
+        if _numeric_settings(run, number) != settings:
             break
+        of_attempt: dict[int, list[dict[str, Any]]] = {}
         for line in _last_lines(run, number):
             if line.get("step", 0) > restored:
-                found.setdefault(line["step"], []).append(line)
-        if found:
-            return found
-    return {}
+                of_attempt.setdefault(line["step"], []).append(line)
+        found = of_attempt | found
+    return found
+
+
+def _numeric_settings(run: RunDir, attempt: int) -> dict[str, Any]:
+    """Return the parts of an attempt's configuration that can change a number. Raises OSError or ValueError."""
+    config = read_json(run.config_of(attempt))
+    return {section: config.get(section) for section in _NUMERIC}
 
 
 def has_new_code(run: RunDir, before: int, now: int) -> bool:

@@ -111,9 +111,11 @@ def _lines(path: Path, steps: Collection[int]) -> Iterator[dict[str, Any]]:
             for line in stream:
                 if any(each in line for each in wanted):
                     try:
-                        yield json.loads(line)
+                        values = json.loads(line)
                     except ValueError:
                         continue
+                    if isinstance(values, dict):
+                        yield values
     except FileNotFoundError:
         return
 

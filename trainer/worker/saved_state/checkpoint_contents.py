@@ -175,7 +175,7 @@ def of_each_rank(buffers: Mapping[str, torch.Tensor], saved: Mapping[str, Any]) 
 
 
 def facts(
-    *, step: int, consumed: int, position: int, loss: float, config_digest: str, seed: int, fingerprint: str | None,
+    *, step: int, consumed: float, position: int, loss: float, config_digest: str, seed: int, fingerprint: str | None,
     software: Mapping[str, Any], validated: int, metrics: Mapping[str, float],
     loss_scale: Mapping[str, Any], accepted_losses: Iterable[float], ranks: int,
 ) -> dict[str, Any]:  # fmt: skip

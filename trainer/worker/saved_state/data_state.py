@@ -1,5 +1,6 @@
 """Position of a rank's data: a number, or a separate state for each data-parallel rank."""
 
+import operator
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, cast
@@ -23,6 +24,19 @@ class NotReshardable(WorkloadError):
 
 def _name(dp_rank: int) -> str:
     return f"data/rank-{dp_rank:05d}"
+
+
+def plain_position(consumed: Any) -> int | float:
+    """Return `consumed` of the data as a plain number: it may be one of NumPy's, or a tensor.
+
+    Raises WorkloadError for anything else.
+    """
+    if isinstance(consumed, int | float):
+        return consumed
+    try:
+        return operator.index(consumed)
+    except TypeError as error:
+        raise WorkloadError(f"`consumed` of the data is {consumed!r}: must be a whole number") from error
 
 
 class DataState:

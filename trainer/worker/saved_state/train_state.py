@@ -17,7 +17,7 @@ from trainer.worker.data import Data, Positions, unwrapped
 from trainer.worker.parallel.mesh import Layout
 from trainer.worker.saved_state import checkpoint_contents
 from trainer.worker.saved_state.checkpoint_contents import buffers_name
-from trainer.worker.saved_state.data_state import FACTS, DataState
+from trainer.worker.saved_state.data_state import FACTS, DataState, plain_position
 from trainer.worker.saved_state.load_hooks import run_load_hooks
 from trainer.worker.saved_state.loss_scale import LossScale
 from trainer.worker.saved_state.model_state import (
@@ -196,7 +196,7 @@ class TrainState:
         self._workload_state.separate_ranks(self._rank)
         extra = checkpoint_contents.facts(
             step=self.step,
-            consumed=self._data.consumed,
+            consumed=plain_position(self._data.consumed),
             position=self.positions.next,
             loss=self.loss,
             config_digest=self._config_digest,

@@ -24,7 +24,7 @@ from tests.orchestrator.cli.conftest import Seeds, Type
 
 FREE_TEXT = {
     "submit name", "ckpt import name", "ckpt pin note", "ckpt restore-test layouts", "ckpt restore-test tier",
-    "doctor peer", "logs rank", "events start", "nodes exclude why", "nodes exclude period",
+    "logs rank", "events start", "nodes exclude why", "nodes exclude period",
 }  # fmt: skip
 """What nobody can know before it is typed."""
 

@@ -50,6 +50,12 @@ def test_other_ranks_data_or_software_are_not_compared_nor_what_follows(other: d
     assert reported(recorded, line(4), line(5)) == []
 
 
+def test_a_step_whose_line_was_lost_is_passed_over() -> None:
+    assert reported({4: [line(4)], 6: [line(6)]}, line(4), line(5), line(6, 9.0)) == [
+        "loss of step 6 is 9.0, it was 1.5"
+    ]
+
+
 def test_a_change_of_code_explains_the_difference() -> None:
     assert reported({4: [line(4, 9.0)]}, line(4), explained=True) == []
 
@@ -73,12 +79,12 @@ def record(run: RunDir, number: int, *lines: dict[str, Any]) -> None:
     run.attempt(number).metrics.write_text(text + '{"step":99,"lo')
 
 
-def test_what_comes_after_the_checkpoint_is_read_of_the_newest_attempt_that_has_any(run: RunDir) -> None:
+def test_each_step_is_read_of_the_newest_attempt_that_has_trained_it(run: RunDir) -> None:
     assert read_retrained(run, 2, 3) == {}
     record(run, 1, *map(line, range(1, 7)))
     assert list(read_retrained(run, 2, 4)) == [5, 6]
     record(run, 2, line(5, 2.0, attempt=2))
-    assert read_retrained(run, 2, 4) == {5: [line(5, 2.0, attempt=2)]}
+    assert read_retrained(run, 2, 4) == {5: [line(5, 2.0, attempt=2)], 6: [line(6)]}
     assert list(read_retrained(run, 2, 5)) == [6]
     assert read_retrained(run, 2, 6) == {}
 
@@ -91,10 +97,16 @@ def test_only_the_end_of_a_long_file_is_read(run: RunDir, monkeypatch: pytest.Mo
     assert max(found) == 999
 
 
-def test_attempts_with_another_configuration_say_nothing(run: RunDir) -> None:
+@pytest.mark.parametrize(
+    ("config", "steps"),
+    [({"optimizer": {"lr": 1.0}}, []), ({"checkpoint": {"keep": 8}, "logs": {"every": "5s"}}, [5, 6])],
+)
+def test_attempts_with_other_numeric_settings_are_not_compared(
+    run: RunDir, config: dict[str, Any], steps: list[int]
+) -> None:
     record(run, 1, *map(line, range(1, 7)))
-    run.attempt(2).config.write_text('{"optimizer": {"lr": 1.0}}')
-    assert read_retrained(run, 2, 4) == {}
+    run.attempt(2).config.write_text(json.dumps(config))
+    assert list(read_retrained(run, 2, 4)) == steps
 
 
 def test_other_code_explains_and_the_same_attempt_has_the_same(run: RunDir) -> None:

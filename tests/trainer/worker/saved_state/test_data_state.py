@@ -11,7 +11,7 @@ from tests.trainer.worker.hooked_workload import Reshardable, Shuffled
 from tests.trainer.worker.my_workload import Points
 from trainer.contract.config import ClusterShape
 from trainer.worker.data import with_position
-from trainer.worker.saved_state.data_state import FACTS, DataState, NotReshardable, require_resharding
+from trainer.worker.saved_state.data_state import FACTS, DataState, NotReshardable, plain_position, require_resharding
 from trainer.worker.workload import WorkloadError
 
 
@@ -121,3 +121,15 @@ def test_a_run_that_may_have_fewer_nodes_is_refused_data_that_cannot_go_on_there
         (Shuffled(0, 2), NEVER), (Shuffled(0, 2), SPARES_ALONE), (Reshardable(0, 2), FEWER), (Points(0, 2), FEWER),
     ):  # fmt: skip
         require_resharding(with_position(data), cluster)
+
+
+@pytest.mark.parametrize(("consumed", "plain"), [(3, 3), (2.0, 2.0), (torch.tensor(7), 7), (True, True)])
+def test_a_position_is_saved_as_a_plain_number(consumed: object, plain: float) -> None:
+    found = plain_position(consumed)
+    assert (found, type(found)) == (plain, type(plain))
+
+
+@pytest.mark.parametrize("consumed", [torch.tensor(1.5), "7", None])
+def test_a_position_that_is_no_number_is_refused_by_name(consumed: object) -> None:
+    with pytest.raises(WorkloadError, match="`consumed` of the data is .*: must be a whole number"):
+        plain_position(consumed)

@@ -186,6 +186,16 @@ def test_a_module_is_told_when_its_evaluation_is_over_and_frozen_ones_stay_so(on
     assert not frozen.training
 
 
+class Pretrained(Validated):
+    def build_model(self) -> nn.Module:
+        return super().build_model().eval()
+
+
+def test_a_model_that_is_built_in_evaluation_mode_is_trained_in_training_mode(one_rank: MakeRank) -> None:
+    run = one_rank(workload=workload_of(HERE, "Pretrained"))
+    assert all(module.training for module in run.session.objects.model.modules())
+
+
 class Plateau(Validated):
     def build_scheduler(self, optimizer):
         return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.5)

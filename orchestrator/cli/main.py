@@ -11,7 +11,7 @@ from pathlib import Path
 
 import click
 
-from orchestrator.cli.terminal.command_classes import LazyGroup, NoSuchCommand
+from orchestrator.cli.terminal.command_classes import DELETED_BY_ORCH, LazyGroup, NoSuchCommand
 from orchestrator.cli.terminal.render import Screen
 from orchestrator.cli.terminal.streams import READER_GONE, OutputLost, ReaderGone, prepare
 from orchestrator.errors import ConfigError, NotFound, OrchError, Precondition, RunExpected
@@ -89,12 +89,6 @@ def verbs() -> list[str]:
         inner = command.list_commands(context) if isinstance(command, click.Group) else [""]
         found += [f"{name} {word}".strip() for word in inner]
     return found
-
-
-DELETED_BY_ORCH = (
-    "orch deletes checkpoints itself, by checkpoint.keep and checkpoint.retention; "
-    "`orch rm -h` explains how a run is removed with all that it has"
-)
 
 
 def run(args: Sequence[str] | None = None) -> int:

@@ -147,9 +147,11 @@ class Noun(click.Group):
         path, said = ctx.command_path, f"no such command `{word}`"
         if word == "help":
             return NoSuchCommand(said, ctx, shlex.join([*path.split(), *rest[:2], "-h"]))
+        if path == "orch ckpt" and word in _DELETE:
+            return NoSuchCommand(said, ctx, DELETED_BY_ORCH)
         if elsewhere := self._elsewhere(word, ctx):
             return NoSuchCommand(said, ctx, shlex.join([*elsewhere.split(), *rest]))
-        if near := nearest(word.lower(), self.list_commands(ctx)):
+        if near := nearest(word.lower(), self.list_commands(ctx), 0.7):
             return NoSuchCommand(f"{said}, did you mean `{near}`?", ctx, f"`{path} {near} -h` explains it")
         if self.of_a_run and _RUN.fullmatch(word):
             run = word if word.startswith("@") else word.partition("@")[0]
@@ -161,7 +163,7 @@ class Noun(click.Group):
         """Return the command if exactly one verb has this name, at the top or in a group; empty otherwise."""
         root = ctx.find_root()
         assert isinstance(root.command, click.Group)
-        names = root.command.list_commands(root)
+        names = root.command.list_commands(root) if word not in _AMBIGUOUS else []
         groups = [(name, root.command.get_command(root, name)) for name in names]
         found = [
             f"orch {name} {word}"
@@ -172,6 +174,14 @@ class Noun(click.Group):
         return found[0] if len(found) == 1 else ""
 
 
+DELETED_BY_ORCH = (
+    "orch deletes checkpoints itself, by checkpoint.keep and checkpoint.retention; "
+    "`orch rm -h` explains how a run is removed with all that it has"
+)
+_DELETE = frozenset({"rm", "remove", "delete"})
+"""Words for deleting one checkpoint, never answered with the verb that removes its whole run."""
+_AMBIGUOUS = frozenset({"diff", "history", "install", "ls", "path", "rm", "run", "show", "start", "stop"})
+"""Verbs that mean something else in another group: `orch stop RUN` must not suggest to stop the controller."""
 _RUN = re.compile(r"@last|[\w.-]*-\d+(@\w+)?")
 """Pattern of names of runs and their checkpoints."""
 

@@ -178,6 +178,19 @@ def test_a_verb_of_another_place_or_program(orch: Type, words: tuple[str, ...], 
     assert typed in said.err
 
 
+@pytest.mark.parametrize(
+    ("word", "hint"),
+    [
+        ("kill", "see `orch -h`"), ("run", "see `orch -h`"), ("ls", "see `orch -h`"), ("delete", "see `orch -h`"),
+        ("stop", "`orch top -h` explains it"), ("start", "`orch status -h` explains it"),
+    ],
+)  # fmt: skip
+def test_a_word_of_other_programs_is_not_answered_with_a_harmful_verb(orch: Type, word: str, hint: str) -> None:
+    """`kill` is spelled like `drill`, which injects a fault; `orch stop RUN` must not stop the controller."""
+    said = orch(word, "tiny-1")
+    assert (said.code, said.err.splitlines()[-1].strip()) == (2, hint), said.err
+
+
 def test_a_tag_that_no_run_has_is_told_with_those_that_there_are(orch: Type, seeds: Seeds) -> None:
     first, second = seeds.run(), seeds.run()
     orch("tag", first, "baseline", "slow")
@@ -366,7 +379,9 @@ def test_of_a_folder_its_configurations_are_offered(orch: Type, here: Path) -> N
     assert "broken.yaml" not in said.err
 
 
-def test_one_checkpoint_is_not_deleted_by_hand(orch: Type, seeds: Seeds) -> None:
-    said = orch("rm", f"{seeds.run()}@60")
-    assert said.code == 3
+@pytest.mark.parametrize("words", [("rm",), ("ckpt", "rm"), ("ckpt", "delete")])
+def test_one_checkpoint_is_not_deleted_by_hand(orch: Type, seeds: Seeds, words: tuple[str, ...]) -> None:
+    """The answer must not be the command that removes the whole run."""
+    said = orch(*words, f"{seeds.run()}@60")
+    assert said.code in (2, 3)
     assert "orch deletes checkpoints itself, by checkpoint.keep and checkpoint.retention" in said.err

@@ -21,6 +21,7 @@ from tests.fakes.memory_store import MemoryStore
 from tests.fakes.model_clock import FakeClock
 from tests.fakes.outages import OutageSlurm
 from trainer.contract.config import RecoveryConfig
+from trainer.contract.events import EventLog
 from trainer.contract.launch_token import LaunchToken
 from trainer.contract.run_dir import RunDir
 
@@ -70,6 +71,11 @@ class World:
         self.reports: list[TickReport] = []
         self._checked: set[tuple[Path, int, int]] = set()  # launch tokens by file: a new one is a new file
         self.start_controller()
+
+    def open_events(self, source: str) -> EventLog:
+        """Begin the first attempt and open the event file of this source."""
+        self.tick()
+        return EventLog(self.folder.attempt(1).event_file(source), source, 1, clock=self.clock)
 
     # -- the controller
 

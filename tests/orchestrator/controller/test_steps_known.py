@@ -35,8 +35,7 @@ def test_steps_are_known(config: RunConfig, saved: int | None, known: bool) -> N
 
 def begun(tmp_path: Path) -> tuple[World, EventLog]:
     world = World(tmp_path)
-    world.tick()
-    return world, EventLog(world.folder.attempt(1).event_file("coordinator"), "coordinator", 1, clock=world.clock)
+    return world, world.open_events("coordinator")
 
 
 def read(world: World) -> RunView:

@@ -19,8 +19,7 @@ from trainer.contract.user_code.code_record import CodeFile, CodeRecord
 
 def begun(tmp_path: Path) -> tuple[World, EventLog]:
     world = World(tmp_path)
-    world.tick()
-    return world, EventLog(world.folder.attempt(1).event_file("rank-00000"), "rank-00000", 1, clock=world.clock)
+    return world, world.open_events("rank-00000")
 
 
 def read(world: World) -> bool:
